@@ -29,7 +29,7 @@ def test_ledger_restores_classes_and_children_and_notices_strangers():
     with pytest.raises(RuntimeError, match="has no 'missing' to replace"):
         installation.replace(Owner, "missing", None, "why")
     ours, Owner.act = vars(Owner)["act"], staticmethod(lambda: "stranger")
-    with pytest.raises(RuntimeError, match=r"Owner\.act was replaced again by someone else"):
+    with pytest.raises(RuntimeError, match=r"Owner\.act was replaced again by another library"):
         installation.uninstall()
     assert Child.act() == "child"
     Owner.act = ours

@@ -239,7 +239,7 @@ def test_positions_of_other_tokens_are_refused():
         with pytest.raises(ValueError, match="positions of 8 tokens for 6 tokens on rank 0 of 1"):
             rotated(model, torch.randn(6, BATCH, HEADS * HEAD_DIM), carried)
     plain = make_model("rope")
-    with adapter.install(plain), pytest.raises(ValueError, match="9 rotary positions for 6 tokens"):
+    with adapter.install(plain), pytest.raises(ValueError, match="9 rotary positions, expected 6"):
         rotated(plain, torch.randn(6, BATCH, HEADS * HEAD_DIM), plain.rotary_pos_emb(9))
 
 
@@ -461,7 +461,7 @@ class DynamicContext:
         return False
 
 
-@pytest.mark.parametrize("why", [None, "flashinfer rotates", "padding of its own"])
+@pytest.mark.parametrize("why", [None, "flashinfer rotates", "the query is padded differently"])
 def test_a_dynamic_inference_context_is_served(why):
     model = make_model("rope")
     attention = model.decoder.layers[0].self_attention
@@ -469,7 +469,7 @@ def test_a_dynamic_inference_context_is_served(why):
     angles, positions = model.rotary_pos_emb(SEQ), torch.tensor([3, 4, 0, 1, 2, 7])
     context = DynamicContext(positions)
     context.use_flashinfer_fused_rope = why == "flashinfer rotates"
-    context.padded_active_token_count += why == "padding of its own"
+    context.padded_active_token_count += why == "the query is padded differently"
     handed = []
     attention._adjust_key_value_for_inference = lambda _, q, k, v, rotary, *rest: (
         handed.append((q, k, rotary)) or (q, k, v, rotary, None, None)
@@ -529,7 +529,7 @@ def test_a_foreign_rotary_class_keeps_its_merge():
         assert {entry.name for entry in installation.replaced if entry.owner is model.rotary_pos_emb} == set()
         torch.testing.assert_close(logits_and_gradients(model, arguments), expected, **CLOSE)
         assert installation.calls == {"rope": 2}
-    with pytest.raises(ValueError, match="ForeignRotary is not Megatron's; say its layout"):
+    with pytest.raises(ValueError, match="ForeignRotary is not Megatron's; give its layout"):
         adapter.install(model, operator="mrope", max_position=40)
 
 
@@ -594,7 +594,7 @@ def test_mistakes_are_refused_with_the_way_out():
     ):
         adapter.install(model)
     assert not vars(model.rotary_pos_emb).get("__whorl_replaced__")
-    with pytest.raises(ValueError, match="say how many with max_position"):
+    with pytest.raises(ValueError, match="give its rows as max_position"):
         adapter.install(make_model(), operator="mrope")
     with pytest.raises(ValueError, match="expected 'rope' or 'mrope'"):
         adapter.install(make_model(), operator="fused")

@@ -100,7 +100,7 @@ def test_kinds_that_are_held_unpacked_only(tmp_path: Path) -> None:
     write_gguf(path, "llama", hf, gguf.GGMLQuantizationType.Q8_0)
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(KINDS, "Q8_0")
-        with pytest.raises(ValueError, match="is of type Q8_0, which is held unpacked only; packed are Q4_0, Q4_1"):
+        with pytest.raises(ValueError, match="is of type Q8_0, which cannot stay packed; expected one of Q4_0, Q4_1"):
             load(path)
         load(path, unpack=True)
 

@@ -88,7 +88,7 @@ def test_sizes_are_whole_numbers(folder: Path, name: str, value: Any) -> None:
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', expected a number above 0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
         ({"max_position_embeddings": "many"}, "max_position_embeddings is 'many', expected a whole number"),
-        ({"max_position_embeddings": 10**12}, "1000000000000 positions; ask for a maximum length of at most"),
+        ({"max_position_embeddings": 10**12}, "1000000000000 positions; give a max_length of at most"),
         ({"rope_theta": "big"}, "rope_theta is 'big', expected a number"),
         ({"rope_scaling": [1, 2]}, r"rope_scaling is \[1, 2\], expected an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2', expected a number"),
@@ -109,7 +109,7 @@ def test_other_values(folder: Path, values: dict[str, Any], message: str) -> Non
     [
         ({"num_experts": "8"}, "num_experts is '8'"),
         ({"num_experts": 10**9}, "num_experts is 1000000000, and the files hold"),
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, and there are 4 experts"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, expected at most the number of experts, 4"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ({"mlp_only_layers": "none"}, "mlp_only_layers is 'none'"),
@@ -402,9 +402,9 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_longer_than_the_model_was_made_for(folder: Path) -> None:
-    with pytest.raises(ValueError, match="sequences of 257 tokens were asked for, and the model was made for 256"):
+    with pytest.raises(ValueError, match="sequences of 257 tokens are too long: the model was made for 256"):
         load(folder, max_length=257)
-    with pytest.raises(ValueError, match="of 1000 tokens were asked for"):
+    with pytest.raises(ValueError, match="of 1000 tokens are too long"):
         LLM(folder, tokenizer=object(), device="cpu", max_model_len=1000)  # type: ignore[arg-type]
     assert load(folder, max_length=256).max_length == 256
     configure(folder, rope_scaling={"rope_type": "dynamic", "factor": 4.0})  # made to be stretched

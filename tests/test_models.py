@@ -283,7 +283,7 @@ def test_experts_cut_from_a_dense_model_equal_it(answer: tuple[Tensor, list[int]
         config = Qwen3Config(**values, windows=(None,) * count, experts=experts, qk_norm=False)
         with torch.device("meta"):
             model = Qwen3(config)
-            nn.hold(model, nn.weights.ALL_DENSE, torch.float32)
+            nn.create_parameters(model, nn.weights.ALL_DENSE, torch.float32)
         model.to_empty(device="cpu")
         weights.fill(model, replace(dense, sources=sources))
     logits, tokens = Runner(model).greedy(QUESTION, 9)

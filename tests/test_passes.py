@@ -24,7 +24,7 @@ from whorl.passes.layout import infer
 from whorl.passes.noop import eliminate_noops
 from whorl.passes.placement import Region, minimum_cut
 from whorl.passes.rows import RULES, register_row_wise
-from whorl.passes.sequence_parallel import _trimmed
+from whorl.passes.sequence_parallel import _trimming_slice
 from whorl.passes.threshold import NEVER, least_tokens
 
 C = 64
@@ -102,7 +102,7 @@ def test_an_operator_of_unknown_hands_is_varying() -> None:
         return x + dist.get_rank()
 
     reads_the_rank.register_fake(lambda x: torch.empty_like(x))
-    with pytest.warns(RuntimeWarning, match="does not do the same on all ranks"):
+    with pytest.warns(RuntimeWarning, match="does not compute the same on all ranks"):
         gm = rewritten(lambda x, w, y: reads_the_rank(summed(x @ w)) @ w, ARGUMENTS)
     assert gm.meta["report"].rewrites == 0
 
@@ -138,7 +138,7 @@ def test_broadcasting_operands() -> None:
         (lambda h: h.view(3, 2 * C), "mixes tokens and features"),
         (lambda h: h.softmax(0), "works on dim 0, which is a token dim"),
         (lambda h: torch.nn.functional.pad(h, (0, 0, 0, 1)), "pads the tokens"),
-        (lambda h: h, "the graph returns it, and outputs are whole"),
+        (lambda h: h, "the graph returns it, and outputs are not sharded"),
     ],
 )
 def test_nothing_rewritten_is_a_loud_warning_with_the_nearest_miss(function: Any, reason: str) -> None:
@@ -153,7 +153,7 @@ def test_other_groups_and_other_sums_are_left_alone() -> None:
     with pytest.warns(RuntimeWarning, match="it reduces by 'avg', not 'sum'"):
         rewritten(lambda x, w: summed(x @ w, "avg").relu() @ w, ARGUMENTS[:2])
     other = dist.new_group([0, 1])
-    with pytest.warns(RuntimeWarning, match="it is over group .* asked for"):
+    with pytest.warns(RuntimeWarning, match="it is over group .*, not "):
         rewritten(lambda x, w: summed(x @ w).relu() @ w, ARGUMENTS[:2], group=other)
     with pytest.warns(RuntimeWarning, match="no collective over group"):
         rewritten(lambda x, w: (x @ w).relu(), ARGUMENTS[:2])
@@ -182,13 +182,13 @@ def test_an_operator_of_your_own() -> None:
         return x * table.sum()
 
     scaled.register_fake(lambda x, table: torch.empty_like(x))
-    with pytest.raises(ValueError, match=r"has the arguments \['x', 'table'\], asked for \['y'\]"):
+    with pytest.raises(ValueError, match=r"has the arguments \['x', 'table'\], got rows \['y'\]"):
         register_row_wise(torch.ops.whorl_test.scaled, ("y",))
     register_row_wise(torch.ops.whorl_test.scaled, ("x",))
     try:
         gm = rewritten(lambda x, w: scaled(summed(x @ w), torch.ones(3)) @ w, ARGUMENTS[:2])
         assert gm.meta["report"].local_operators == 1
-        with pytest.warns(RuntimeWarning, match="argument table is read whole by every row"):
+        with pytest.warns(RuntimeWarning, match="argument table is read in full by every row"):
             rewritten(lambda x, w: scaled(torch.ones(3), summed(x @ w)) @ torch.ones(3, 3), ARGUMENTS[:2])
     finally:
         del RULES[torch.ops.whorl_test.scaled.default]
@@ -217,7 +217,7 @@ def test_the_cut_is_the_cheapest_there_is() -> None:
         for node in graph.nodes:
             node.meta["val"] = torch.empty(1)
         sizes = {n: draw.randint(1, 9) for n in nodes}
-        region = Region(1, roots, held=dict.fromkeys(nodes, 1))
+        region = Region(1, roots, shardable=dict.fromkeys(nodes, 1))
         cut = minimum_cut(region, lambda n, _, sizes=sizes: sizes[n])
 
         def cost(local: set[Any], sizes: Any = sizes) -> tuple[int, int]:
@@ -270,7 +270,7 @@ def test_only_a_slice_of_the_first_rows_cuts_off_padding() -> None:
     for function, is_trimmed in ((lambda x: x[:2] + 1, True), (lambda x: x[::2] + 1, False)):
         graph = captured(function, (torch.randn(4, C),), False).graph
         gathered = next(iter(graph.nodes))
-        assert (_trimmed(gathered, 1, 4) is not None) == is_trimmed
+        assert (_trimming_slice(gathered, 1, 4) is not None) == is_trimmed
 
 
 # ---- the pipeline

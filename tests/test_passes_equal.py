@@ -209,7 +209,7 @@ def test_different_graphs_stop_with_an_error() -> None:
 def test_a_rank_that_does_not_come_is_an_error() -> None:
     alone, absent = shared(2).outcomes(only_rank_0_compiles)
     assert alone[0] == "error"
-    assert "waited 2 s for ranks [1] to say captured graph" in alone[1]
+    assert "waited 2 s for ranks [1] to publish their captured graph" in alone[1]
     assert absent[0] == "ok"
 
 

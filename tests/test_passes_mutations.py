@@ -6,7 +6,7 @@ import pytest
 from passes_mutations import MUTATIONS, first_ranks_graph, run_mutation, stale_cache
 from ranks import shared
 
-RAISES = {"one unmatched norm": "full and short values together"}
+RAISES = {"one unmatched norm": "mixes full tensors and a rank's rows"}
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -80,13 +80,13 @@ def test_options_go_on() -> None:
 WRONG: dict[str, tuple[Any, str]] = {
     "no JSON": ("{enable_sp}", "compilation config: not JSON"),
     "a list": ("[1]", "expected an object"),
-    "enable_sp": ({"enable_sp": "yes"}, "enable_sp is 'yes', expected true, false or nothing"),
+    "enable_sp": ({"enable_sp": "yes"}, "enable_sp is 'yes', expected true, false or null"),
     "threshold": (ON | {"sp_min_token_num": 0}, "sp_min_token_num is 0, expected a count"),
     "true threshold": ({"sp_min_token_num": True}, "sp_min_token_num is True"),
     "endpoints": ({"compile_ranges_endpoints": [0]}, r"compile_ranges_endpoints is \[0\], expected counts"),
     "two names": (
         {"compile_ranges_endpoints": [8], "compile_ranges_split_points": [9]},
-        r"compile_ranges_endpoints is \[8\] and compile_ranges_split_points, its older name, is \[9\]: say one",
+        r"compile_ranges_endpoints is \[8\] and compile_ranges_split_points, its older name, is \[9\]; give only one",
     ),
 }
 

@@ -247,8 +247,8 @@ def test_shares_that_would_cut_a_unit() -> None:
 
 def test_projections_of_one_matrix_in_two_formats() -> None:
     for kept, message in (
-        ("k_proj", r"q_proj and model\.layers\.0\.self_attn\.k_proj are one matrix here, .* different formats"),
-        ("down_proj", r"mlp\.experts: experts have one format, and the checkpoint has gate and up in PairedInt8"),
+        ("k_proj", r"q_proj and model\.layers\.0\.self_attn\.k_proj are stored as one matrix, .* different formats"),
+        ("down_proj", r"mlp\.experts: experts must have one format, and the checkpoint has gate and up in PairedInt8"),
     ):
         with pytest.raises(ValueError, match=message):
             weights.build(CONFIG | settings(kept), device="meta", dtype=torch.float32)

@@ -1,1 +1,1 @@
-"""Our operators inside other frameworks: nothing changes on import, each module has an explicit `install`."""
+"""whorl's operators inside other frameworks. Nothing changes on import; each module has an explicit `install`."""

@@ -1,4 +1,4 @@
-"""The ledger of an installation: what was replaced where and why, and how it is put back."""
+"""The record of an installation: which attributes were replaced and why, and how they are restored."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-# Kept on every owner while something of it is replaced, so that a second installation is seen and refused.
+# Set on every owner while one of its attributes is replaced, so that a second installation is detected and refused.
 _MARK = "__whorl_replaced__"
 _ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """One replaced attribute; `before` is the owner's own value, or the marker for an inherited one."""
+    """One replaced attribute; `before` is the value that the owner itself had, or a marker if it was inherited."""
 
     owner: Any
     name: str
@@ -26,7 +26,7 @@ class Replaced:
 
 
 class Installation:
-    """What an `install` did: listed in `replaced`, undone by `uninstall()` or at the end of a `with` block."""
+    """What an `install` replaced: listed in `replaced`, undone by `uninstall()` or at the end of a `with` block."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,10 +34,14 @@ class Installation:
 
     @property
     def replaced(self) -> tuple[Replaced, ...]:
+        """The replaced attributes, in order."""
         return tuple(self._replaced)
 
     def replace(self, owner: Any, name: str, after: Any, why: str) -> None:
-        """Set owner.name, on that owner alone; refused when an installation already did."""
+        """Set owner.name on that owner alone.
+
+        Raises RuntimeError when an installation has already replaced it, or when the owner has no such attribute.
+        """
         marks = vars(owner).get(_MARK, frozenset())
         if name in marks:
             raise RuntimeError(
@@ -45,17 +49,20 @@ class Installation:
             )
         if not hasattr(owner, name):
             raise RuntimeError(f"{self.name}: {_describe(owner)} has no {name!r} to replace; is its version supported?")
-        before = _own(owner, name)
+        before = _own_value(owner, name)
         setattr(owner, name, after)
         setattr(owner, _MARK, marks | {name})
         self._replaced.append(Replaced(owner, name, why, before, after))
 
     def uninstall(self) -> None:
-        """Put everything back, last replaced first. Nothing happens the second time."""
+        """Restore everything, the last replacement first; a second call does nothing.
+
+        Raises RuntimeError, and restores nothing, when another library has replaced an attribute since.
+        """
         for entry in self._replaced:
-            if _own(entry.owner, entry.name) is not entry.after:
+            if _own_value(entry.owner, entry.name) is not entry.after:
                 raise RuntimeError(
-                    f"{self.name}: {_describe(entry.owner)}.{entry.name} was replaced again by someone else. "
+                    f"{self.name}: {_describe(entry.owner)}.{entry.name} was replaced again by another library. "
                     "Undo that first; nothing was restored."
                 )
         while self._replaced:
@@ -72,7 +79,7 @@ class Installation:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Around the replacements of one `install`: an error undoes those already made."""
+        """Undo the replacements made so far if `install` raises; a context manager around one `install`."""
         try:
             yield
         except BaseException:
@@ -91,8 +98,11 @@ class Installation:
         return "\n".join([f"{self.name}: {len(self._replaced)} replaced", *(f"  {entry}" for entry in self._replaced)])
 
 
-def _own(owner: Any, name: str) -> Any:
-    """The value the owner itself holds, unbound; torch modules keep children and parameters in tables of their own."""
+def _own_value(owner: Any, name: str) -> Any:
+    """Return the value that the owner itself has, unbound, or a marker.
+
+    torch modules keep children and parameters in separate tables.
+    """
     for table in (vars(owner), *(vars(owner).get(kind, {}) for kind in ("_modules", "_parameters", "_buffers"))):
         if name in table:
             return table[name]

@@ -1,10 +1,11 @@
-"""Our rotary operators in a Megatron-core model: one call for q and k at every self-attention, MRoPE included.
+"""whorl's rotary operators in a Megatron-core model: one call for q and k in every self-attention, MRoPE included.
 
-`install(model)` changes that model's own objects, never a Megatron class. Between layers travels what Megatron sends
-there, a tensor, so recomputation, pipelining and graphs see nothing new, and the switch can be turned at any step.
+`install(model)` changes that model's objects, never a Megatron class. Layers still receive a tensor in the shape that
+Megatron passes to them, so recomputation, pipelining and graphs see nothing new, and the switch can be turned at any
+step. The code calls that tensor `carried`: angles, or positions with operator "mrope".
 
-With an inference context only the new tokens are rotated, before their keys are cached. Megatron's static context keeps
-keys as they were and turns all of them again in every step: what a context began with, it goes on with.
+With an inference context only the new tokens are rotated, before their keys are cached. Megatron's static context
+caches unrotated keys and rotates all of them in every step, so a context continues as it began.
 """
 
 import inspect
@@ -30,9 +31,10 @@ _SITE_ARGUMENTS = ["inference_context", "query", "key", "value", "rotary_pos_emb
 
 
 class MegatronInstallation(Installation):
-    """`enabled` is the switch: False sends every later call down Megatron's own path.
+    """What `install` replaced in a Megatron model.
 
-    `calls` counts, since installation, the operator that ran or why Megatron's own path was taken.
+    enabled: the switch; False sends every later call to Megatron's own code. calls: counts, since installation, which
+    operator ran, or why Megatron's own code ran.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -49,18 +51,23 @@ def install(
     max_position: int | None = None,
     enabled: bool = True,
 ) -> MegatronInstallation:
-    """Rotate q and k of every self-attention of `model` (or of its pipeline chunks) with our operators.
+    """Rotate q and k of every self-attention of `model` (or of its pipeline chunks) with whorl's operators.
 
-    operator "rope": angles travel, cos and sin are taken once a step and shared by the layers.
-    operator "mrope": positions travel, the kernel looks them up in a table of `max_position` rows (MRoPE models only).
-    layout: how an MRoPE model assigns its sections to channels. None: chunked for Megatron's own rotary class; a class
-        of another library keeps its own merge.
-    A model is installed into once; a second call raises RuntimeError until `uninstall()`.
+    operator: "rope" passes angles to the layers; cos and sin are computed once per step and shared by the layers.
+        "mrope" passes positions, and the kernel looks them up in a table of `max_position` rows (MRoPE models only).
+    layout: how an MRoPE model assigns its sections to channels, "chunked" or "interleaved". None: chunked for
+        Megatron's own rotary class; a class of another library keeps its own merge.
+    enabled: False installs with the switch off.
+    Returns the installation. Raises ValueError for options that do not fit the model, RuntimeError for an unsupported
+    version and for a second installation before `uninstall()`.
+    Example: installation = install(model); ...; installation.uninstall()
     """
     if operator not in ("rope", "mrope"):
         raise ValueError(f"megatron.install: operator is {operator!r}, expected 'rope' or 'mrope'.")
     if operator == "mrope" and not max_position:
-        raise ValueError("megatron.install: operator 'mrope' looks positions up; say how many with max_position.")
+        raise ValueError(
+            "megatron.install: operator 'mrope' looks positions up in a table; give its rows as max_position."
+        )
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     owners = [module for chunk in chunks for module in chunk.modules() if _has_rotary(module)]
     if not owners:
@@ -76,7 +83,7 @@ def install(
 
 
 def _has_rotary(module: nn.Module) -> bool:
-    """A language model; a vision tower has a rotary_pos_emb too, but no choice of position embedding."""
+    """Return whether a module is a language model; a vision tower has no position_embedding_type."""
     rotary = getattr(module, "rotary_pos_emb", None)
     return isinstance(rotary, nn.Module) and hasattr(module, "position_embedding_type")
 
@@ -91,7 +98,7 @@ def _install_one(
         layout = "chunked"
     if operator == "mrope" and layout is None:
         raise ValueError(
-            f"megatron.install: {type(rotary).__name__} is not Megatron's; say its layout for operator 'mrope'."
+            f"megatron.install: {type(rotary).__name__} is not Megatron's; give its layout for operator 'mrope'."
         )
     branch = _Branch(installation, owner, is_multimodal, operator, layout, max_position)
     if layout is not None:
@@ -111,19 +118,19 @@ def _megatron_class(kind: str) -> type:
         "attention": ("megatron.core.transformer.attention", "Attention"),
     }[kind]
     try:
-        found: type = getattr(import_module(module), name)
+        megatron_class: type = getattr(import_module(module), name)
     except ImportError as error:
         raise RuntimeError("megatron.install needs megatron-core: pip install megatron-core==0.16.1") from error
-    return found
+    return megatron_class
 
 
 def _check_owner(owner: Any, is_multimodal: bool, operator: str, layout: str | None) -> None:
     name, kind = type(owner).__name__, type(owner.rotary_pos_emb).__name__
-    chosen = owner.position_embedding_type
-    if is_multimodal != (chosen == "mrope"):
+    embedding_type = owner.position_embedding_type
+    if is_multimodal != (embedding_type == "mrope"):
         raise ValueError(
-            f"megatron.install: {name} takes the {chosen!r} branch but its rotary embedding is {kind}, which takes "
-            f"{'position ids' if is_multimodal else 'a sequence length'}. Set position_embedding_type="
+            f"megatron.install: {name} takes the {embedding_type!r} branch but its rotary embedding is {kind}, which "
+            f"takes {'position ids' if is_multimodal else 'a sequence length'}. Set position_embedding_type="
             f"{'mrope' if is_multimodal else 'rope'!r} in the configuration (it overrides the constructor's argument)"
             f"{', mrope_section, and apply_rope_fusion=False' if is_multimodal else ''}."
         )
@@ -143,19 +150,19 @@ def _check_owner(owner: Any, is_multimodal: bool, operator: str, layout: str | N
 
 def _check_attention(attention: Any) -> None:
     site = getattr(type(attention), _SITE, None)
-    found = [] if site is None else list(inspect.signature(site).parameters)[1:6]
-    if found != _SITE_ARGUMENTS or "packed_seq_params" not in inspect.signature(type(attention).forward).parameters:
+    arguments = [] if site is None else list(inspect.signature(site).parameters)[1:6]
+    if arguments != _SITE_ARGUMENTS or "packed_seq_params" not in inspect.signature(type(attention).forward).parameters:
         raise RuntimeError(
-            f"megatron.install: {type(attention).__name__}.{_SITE} takes {found}, expected {_SITE_ARGUMENTS} as in "
+            f"megatron.install: {type(attention).__name__}.{_SITE} takes {arguments}, expected {_SITE_ARGUMENTS} as in "
             "megatron-core 0.16.1; this version is not supported."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What the apply site knows: how many tokens lie here, how they are packed, which part of them this rank holds.
+    """What is known where q and k are rotated: the tokens, how they are packed, and which part of them this rank has.
 
-    `start` is where they begin in the sequence, with an inference context; `positions` are those of a dynamic one.
+    start: with an inference context, where the tokens begin in the sequence; positions: those of a dynamic context.
     """
 
     tokens: int
@@ -170,7 +177,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class _RotaryArguments:
     """Arguments for `rope` (cos_sin, positions) or `mrope` (positions)."""
 
     cos_sin: Tensor | None
@@ -178,18 +185,18 @@ class _Ready:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Seen:
-    """A tensor as it was: equal to the very same one if nothing wrote to it since."""
+class _TensorVersion:
+    """A tensor and its version: equal to another if it is the same tensor and nothing has written to it since."""
 
     tensor: Tensor | None
     version: int
 
     @classmethod
-    def now(cls, tensor: Tensor | None) -> "_Seen":
+    def now(cls, tensor: Tensor | None) -> "_TensorVersion":
         return cls(tensor, -1 if tensor is None else tensor._version)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Seen) and self.tensor is other.tensor and self.version == other.version
+        return isinstance(other, _TensorVersion) and self.tensor is other.tensor and self.version == other.version
 
 
 class _Branch:
@@ -215,14 +222,19 @@ class _Branch:
         self._inv_freq: Tensor = rotary.inv_freq
         self._stretch: float | None = rotary.seq_len_interpolation_factor
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._last: tuple[tuple[_Seen, _Seen], _Call, _Ready] | None = None
+        self._last: tuple[tuple[_TensorVersion, _TensorVersion], _Call, _RotaryArguments] | None = None
 
     def rotary_forward(
         self, position_ids: Tensor, mrope_section: Sequence[int] | None = None, *_: Any, **__: Any
     ) -> Tensor:
-        """In place of an MRoPE class' own: [N, B, 1, ...] of the whole sequence; the site cuts out a rank's part."""
+        """Replace the forward of an MRoPE class.
+
+        Returns [N, B, 1, ...] of the full sequence; each attention takes this rank's part.
+        """
         if mrope_section is not None and list(mrope_section) != self.sections:
-            raise ValueError(f"megatron: mrope_section {list(mrope_section)} was {self.sections} at installation.")
+            raise ValueError(
+                f"megatron: mrope_section is {list(mrope_section)}, expected {self.sections} as at installation."
+            )
         if position_ids.dim() == 2:
             position_ids = position_ids.expand(3, *position_ids.shape)
         if position_ids.dim() != 3 or position_ids.shape[0] != 3:
@@ -231,70 +243,78 @@ class _Branch:
         return positions if self.operator == "mrope" else self._angles(positions)
 
     def rotate(self, query: Tensor, key: Tensor, carried: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        """query, key: [S, B, H, D], or [T, 1, H, D] when packed."""
-        ready = self._ready(carried, call)
+        """Rotate query and key: [S, B, H, D], or [T, 1, H, D] when packed."""
+        arguments = self._arguments(carried, call)
         packed = call.cu_seqlens is not None or call.positions is not None
         q, k = (query.squeeze(1), key.squeeze(1)) if packed else (query, key)
-        if ready.cos_sin is None:
+        if arguments.cos_sin is None:
             table = self._table(q.device, q.dtype)
-            q, k = mrope(q, k, table, ready.positions, self.sections, layout=self.layout, style=self.style)
+            q, k = mrope(q, k, table, arguments.positions, self.sections, layout=self.layout, style=self.style)
         else:
-            q, k = rope(q, k, ready.cos_sin, ready.positions, style=self.style)
+            q, k = rope(q, k, arguments.cos_sin, arguments.positions, style=self.style)
         return (q.unsqueeze(1), k.unsqueeze(1)) if packed else (q, k)
 
     def unfused(self, carried: Tensor, call: _Call) -> Tensor:
-        """What travels, as Megatron's own apply function wants it."""
+        """Return `carried` in the form that Megatron's own apply function takes."""
         angles = carried if carried.is_floating_point() else self._angles(carried)
-        # Megatron cuts packed angles itself, and its plain rotary class cuts the others.
-        is_whole = call.size > 1 and angles.shape[0] == call.size * call.tokens
-        return _on_this_rank(angles, call) if self.is_multimodal and call.cu_seqlens is None and is_whole else angles
+        # Megatron slices packed angles for its ranks itself, and its plain rotary class slices the others.
+        is_full = call.size > 1 and angles.shape[0] == call.size * call.tokens
+        return _rank_values(angles, call) if self.is_multimodal and call.cu_seqlens is None and is_full else angles
 
-    def _ready(self, carried: Tensor, call: _Call) -> _Ready:
-        """Computed once for all layers that are handed the same tensors; always where work is recorded for a replay."""
+    def _arguments(self, carried: Tensor, call: _Call) -> _RotaryArguments:
+        """Return the operator's arguments, computed once for all layers that get the same tensors.
+
+        They are computed anew while work is captured or traced for a replay.
+        """
         if call.positions is not None or _is_recording(carried, call.cu_seqlens):
             return self._prepare(carried, call)
-        seen = (_Seen.now(carried), _Seen.now(call.cu_seqlens))
-        if self._last is None or self._last[:2] != (seen, call):
-            self._last = (seen, call, self._prepare(carried, call))
+        versions = (_TensorVersion.now(carried), _TensorVersion.now(call.cu_seqlens))
+        if self._last is None or self._last[:2] != (versions, call):
+            self._last = (versions, call, self._prepare(carried, call))
         return self._last[2]
 
-    def _prepare(self, carried: Tensor, call: _Call) -> _Ready:
+    def _prepare(self, carried: Tensor, call: _Call) -> _RotaryArguments:
         if not self.is_multimodal:
             return self._prepare_plain(carried, call)
-        local = _on_this_rank(_of_this_step(carried, call), call).squeeze(2)  # [S, B or 1, R or 3]
+        local = _rank_values(_step_values(carried, call), call).squeeze(2)  # [S, B or 1, R or 3]
         if local.shape[1] != call.batch:
             local = local.expand(-1, call.batch, -1)
         local = local.squeeze(1) if call.cu_seqlens is not None else local
         if not carried.is_floating_point():
-            return _Ready(None, local.movedim(-1, 0).contiguous())
-        return _Ready(self._cos_sin(local, call), None)
+            return _RotaryArguments(None, local.movedim(-1, 0).contiguous())
+        return _RotaryArguments(self._cos_sin(local, call), None)
 
-    def _prepare_plain(self, angles: Tensor, call: _Call) -> _Ready:
-        """Angles of positions 0, 1, ... are a table; packed sequences all start at its first row."""
+    def _prepare_plain(self, angles: Tensor, call: _Call) -> _RotaryArguments:
+        """Return the arguments of plain rope.
+
+        The angles of positions 0, 1, ... are a table; packed sequences all start at its first row.
+        """
         if call.positions is not None:
-            return _Ready(self._cos_sin(angles.flatten(1), call), call.positions.to(angles.device))
-        table = self._cos_sin(_of_this_step(angles, call).flatten(1), call)  # [P, R]
+            return _RotaryArguments(self._cos_sin(angles.flatten(1), call), call.positions.to(angles.device))
+        table = self._cos_sin(_step_values(angles, call).flatten(1), call)  # [P, R]
         if call.cu_seqlens is not None:
             positions = packed_positions(call.cu_seqlens)
             positions = context_slice(positions, call.rank, call.size, dim=0, cu_seqlens=call.cu_seqlens)
-            return _Ready(table, positions.to(table.device))
+            return _RotaryArguments(table, positions.to(table.device))
         if table.shape[0] != call.tokens:
-            raise ValueError(f"megatron: {table.shape[0]} rotary positions for {call.tokens} tokens on this rank.")
+            raise ValueError(
+                f"megatron: {table.shape[0]} rotary positions, expected {call.tokens}, the tokens on this rank."
+            )
         positions = torch.arange(call.tokens, device=table.device)[:, None].expand(-1, call.batch)
-        return _Ready(table, positions.contiguous())
+        return _RotaryArguments(table, positions.contiguous())
 
     def _cos_sin(self, angles: Tensor, call: _Call) -> Tensor:
-        """Rows for this call, in the dtype that its device wants them in."""
+        """Return rows of cos and sin for this call, in the dtype that its device needs."""
         return (self._rows(angles) * call.mscale).to(table_dtype(angles.device, call.dtype))
 
     def _rows(self, angles: Tensor) -> Tensor:
-        """[cos | sin] from Megatron's full-width angles, which hold every angle twice."""
+        """Return [cos | sin] of Megatron's full-width angles, which have every angle twice."""
         half = angles[..., ::2] if self.style == "pairs" else angles[..., : angles.shape[-1] // 2]
         half = half.float()
         return torch.cat((half.cos(), half.sin()), -1)
 
     def _angles(self, positions: Tensor) -> Tensor:
-        """Full-width fp32 angles [N, B, 1, R] of positions [N, B, 1, 3], each channel from its own axis."""
+        """Return full-width fp32 angles [N, B, 1, R] of positions [N, B, 1, 3], each channel by its axis."""
         axes = torch.tensor(mrope_axes(self.sections, self.layout), device=positions.device)
         return self._widen(positions.float()[..., axes])
 
@@ -305,18 +325,18 @@ class _Branch:
         return half.repeat_interleave(2, -1) if self.style == "pairs" else torch.cat((half, half), -1)
 
     def _table(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """[max_position, R], kept for each device in the dtype that it wants for q of `dtype`."""
+        """Return the table [max_position, R], cached per device in the dtype that the device needs for q of `dtype`."""
         key = (device, table_dtype(device, dtype))
         if key not in self._tables:
             assert self.max_position is not None
-            with torch.inference_mode(False):  # what is made in inference mode could not be saved for a backward
+            with torch.inference_mode(False):  # a tensor created in inference mode cannot be saved for backward
                 positions = torch.arange(self.max_position, device=device, dtype=torch.float32)[:, None]
                 self._tables[key] = self._rows(self._widen(positions)).to(key[1])
         return self._tables[key]
 
 
 class _Site:
-    """The place in one self-attention where q and k meet what travels for rotation."""
+    """Where one self-attention rotates q and k."""
 
     def __init__(self, attention: Any, branch: _Branch) -> None:
         self._attention = attention
@@ -335,31 +355,34 @@ class _Site:
         return self._forward(*args, **kwargs)
 
     def adjust(
-        self, inference_context: Any, query: Tensor, key: Tensor, value: Tensor, carried: Any, *rest: Any, **more: Any
+        self, inference_context: Any, query: Tensor, key: Tensor, value: Tensor, carried: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Rotate here and hand no rotary embedding on, or let Megatron do it with what travels in its own format."""
+        """Rotate here and pass no rotary embedding on, or let Megatron rotate with `carried` in its own format."""
         if carried is None:
-            return self._adjust(inference_context, query, key, value, None, *rest, **more)
+            return self._adjust(inference_context, query, key, value, None, *args, **kwargs)
         calls = self._branch.installation.calls
-        context = inference_context if inference_context is not None else more.get("inference_params")
+        context = inference_context if inference_context is not None else kwargs.get("inference_params")
         reason = self._reason(context, query, carried)
         if reason is None:
             query, key = self._branch.rotate(query, key, carried[0], self._call(query, context))
             calls[self._branch.operator] += 1
-            return self._adjust(inference_context, query, key, value, None, *rest, **more)
-        query, key, value, carried, *others = self._adjust(inference_context, query, key, value, carried, *rest, **more)
-        # q and k differ in length where a cache is filled, so each is converted for its own.
+            return self._adjust(inference_context, query, key, value, None, *args, **kwargs)
+        query, key, value, carried, *other_results = self._adjust(
+            inference_context, query, key, value, carried, *args, **kwargs
+        )
+        # q and k differ in length when a cache is filled, so `carried` is converted for each of them.
         pairs = zip(carried, (query, key), strict=True)
         carried = tuple(None if c is None else self._branch.unfused(c, self._call(t)) for c, t in pairs)
         calls[f"megatron: {reason}"] += 1
-        return query, key, value, carried, *others
+        return query, key, value, carried, *other_results
 
     def _reason(self, context: Any, query: Tensor, carried: tuple[Tensor | None, Tensor | None]) -> str | None:
+        """Return why Megatron's own code rotates, or None."""
         reason = None
         if not self._branch.installation.enabled:
             reason = "switched off"
         elif carried[0] is None or carried[0] is not carried[1]:
-            reason = "q and k have embeddings of their own"
+            reason = "q and k have different embeddings"
         elif self._branch.operator == "mrope" and self._mscale != 1.0:
             reason = "attention factor with operator 'mrope'"
         if context is None:
@@ -371,13 +394,15 @@ class _Site:
         )
 
     def _static_reason(self, context: Any, reason: str | None) -> str | None:
-        """Decided with the first tokens of a sequence: the cached keys are then all rotated, or none of them is."""
+        """Decide with the first tokens of a sequence: cached keys must be all rotated, or none of them."""
         if context.sequence_len_offset == 0 and context.batch_size_offset == 0:
-            self._rotated = [known for known in self._rotated if known() is not None and known() is not context]
+            self._rotated = [
+                reference for reference in self._rotated if reference() is not None and reference() is not context
+            ]
             if reason is None:
                 self._rotated.append(weakref.ref(context))
             return reason
-        is_rotated = any(known() is context for known in self._rotated)
+        is_rotated = any(reference() is context for reference in self._rotated)
         return None if is_rotated else reason or "the cached keys are not rotated"
 
     def _dynamic_reason(self, context: Any, query: Tensor, reason: str | None) -> str | None:
@@ -385,7 +410,9 @@ class _Site:
             return reason or "a dynamic inference context has no positions of images"
         if context.use_flashinfer_fused_rope:
             return reason or "flashinfer rotates"
-        return reason or (None if query.shape[0] == context.padded_active_token_count else "padding of its own")
+        return reason or (
+            None if query.shape[0] == context.padded_active_token_count else "the query is padded differently"
+        )
 
     def _call(self, x: Tensor, context: Any = None) -> _Call:
         group = self._attention.pg_collection.cp
@@ -393,38 +420,41 @@ class _Site:
         cu_seqlens = None
         if packed is not None and packed.qkv_format == "thd":
             cu_seqlens = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
-        where: dict[str, Any] = {}
+        place: dict[str, Any] = {}
         if context is not None and context.is_static_batching():
-            where = {"start": context.sequence_len_offset}
+            place = {"start": context.sequence_len_offset}
         elif context is not None:
-            where = {"positions": context.token_to_pos_ids[: x.shape[0]]}
-        return _Call(x.shape[0], x.shape[1], cu_seqlens, group.rank(), group.size(), self._mscale, x.dtype, **where)
+            place = {"positions": context.token_to_pos_ids[: x.shape[0]]}
+        return _Call(x.shape[0], x.shape[1], cu_seqlens, group.rank(), group.size(), self._mscale, x.dtype, **place)
 
 
-def _of_this_step(carried: Tensor, call: _Call) -> Tensor:
-    """With an inference context: values of the step's own tokens, which may have come for the whole sequence."""
+def _step_values(carried: Tensor, call: _Call) -> Tensor:
+    """Return the values of this step's tokens; with an inference context `carried` may be of the full sequence."""
     if call.start is None or carried.shape[0] < call.start + call.tokens or carried.shape[0] == call.tokens:
         return carried
     return carried[call.start : call.start + call.tokens]
 
 
-def _on_this_rank(carried: Tensor, call: _Call) -> Tensor:
-    """Per-token values of this rank's tokens, whether they came whole or already cut."""
-    found = carried.shape[0]
-    if found == call.tokens:
+def _rank_values(carried: Tensor, call: _Call) -> Tensor:
+    """Return the values of this rank's tokens; `carried` may be of the full sequence or sliced already."""
+    tokens = carried.shape[0]
+    if tokens == call.tokens:
         return carried
-    if found == call.size * call.tokens:
+    if tokens == call.size * call.tokens:
         return context_slice(carried, call.rank, call.size, dim=0, cu_seqlens=call.cu_seqlens)
     raise ValueError(
-        f"megatron: positions of {found} tokens for {call.tokens} tokens on rank {call.rank} of {call.size}; "
-        "they must be of this rank's tokens or of the whole sequence."
+        f"megatron: positions of {tokens} tokens for {call.tokens} tokens on rank {call.rank} of {call.size}; "
+        "expected those of this rank's tokens or of the full sequence."
     )
 
 
 def _is_recording(*tensors: Tensor | None) -> bool:
-    """Whether what is computed now may not be kept: it is captured or traced, or torch does not count writes to it."""
+    """Return whether a result must not be cached.
+
+    That is so while work is captured or traced, and for inference tensors, whose writes torch does not count.
+    """
     if torch.compiler.is_compiling() or any(x is not None and x.is_inference() for x in tensors):
         return True
     devices = {x.device.type for x in tensors if x is not None}
     capturing = (getattr(getattr(torch, device, None), "is_current_stream_capturing", None) for device in devices)
-    return any(ask is not None and ask() for ask in capturing)
+    return any(is_capturing is not None and is_capturing() for is_capturing in capturing)

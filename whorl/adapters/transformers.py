@@ -1,7 +1,7 @@
-"""Our operators in a Qwen3, Qwen3-MoE, Qwen3-VL or Llama model of transformers, by one explicit call.
+"""whorl's operators in a Qwen3, Qwen3-MoE, Qwen3-VL or Llama model of transformers, by one explicit call.
 
-`install(model)` gives methods to that model's own modules; no class and no module of transformers changes, so another
-model in the same process stays as it was. Parameters, buffers, hooks and the state dict are untouched.
+`install(model)` sets methods on that model's modules; no class and no module of transformers changes, so another model
+in the same process stays as it was. Parameters, buffers, hooks and the state dict are not touched.
 """
 
 import functools
@@ -22,7 +22,7 @@ from whorl.ops.rope import table_dtype
 
 _NAME = "whorl.adapters.transformers"
 _OLDEST = (5, 17)
-# transformers' folder: how its class names begin; what follows is the role.
+# By transformers' folder: the prefix of its class names; the rest of a name is the role.
 _FAMILIES = {
     "llama": "Llama",
     "qwen3": "Qwen3",
@@ -46,7 +46,7 @@ _APPLY = "apply_rotary_pos_emb"
 
 @dataclass(frozen=True, slots=True)
 class ReplacedMethod(Replaced):
-    """`path` is the module's name in the model."""
+    """One replaced method; `path` is the module's name in the model."""
 
     path: str = ""
 
@@ -56,14 +56,14 @@ class ReplacedMethod(Replaced):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What an installation leaves as transformers has it, and why."""
+    """A module that an installation leaves as it is, and why."""
 
     path: str
     why: str
 
 
 class TransformersInstallation(Installation):
-    """What `install` did to one model; print it for a table. `kept` lists what it left alone on purpose."""
+    """What `install` replaced in one model; print it for a table. `kept` lists what it left alone on purpose."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -72,17 +72,21 @@ class TransformersInstallation(Installation):
 
     @property
     def replaced(self) -> tuple[ReplacedMethod, ...]:
+        """The replaced methods, in order."""
         return tuple(
             ReplacedMethod(e.owner, e.name, e.why, e.before, e.after, path=self._paths[e.owner]) for e in self._replaced
         )
 
-    def give(self, found: "_Found", name: str, function: Callable[..., Any], why: str) -> None:
-        """A method to one module. Bound to it, so that a deep copy of the model has its own."""
-        module = found.module
-        self._paths[module] = found.path
+    def set_method(self, place: "_Module", name: str, function: Callable[..., Any], why: str) -> None:
+        """Set a method on one module; it is bound to the module, so a deep copy of the model gets its own.
+
+        Raises RuntimeError when the module already has a method of that name.
+        """
+        module = place.module
+        self._paths[module] = place.path
         if name in vars(module):
             raise RuntimeError(
-                f"{_NAME}: {found.path} has a {name} of its own already, which a replacement would drop: from another "
+                f"{_NAME}: {place.path} already has its own {name}, which a replacement would drop: from another "
                 "installation (uninstall() it first) or another library (accelerate's hooks, hub kernels, Liger: "
                 "install before those)."
             )
@@ -90,8 +94,8 @@ class TransformersInstallation(Installation):
 
     def __str__(self) -> str:
         rows = Counter((_any_layer(f"{e.path}.{e.name}"), e.why) for e in self.replaced)
-        kept = Counter((_any_layer(e.path), f"kept: {e.why}") for e in self.kept)
-        lines = [(str(count), where, why) for (where, why), count in (rows + kept).items()]
+        left_alone = Counter((_any_layer(e.path), f"kept: {e.why}") for e in self.kept)
+        lines = [(str(count), where, why) for (where, why), count in (rows + left_alone).items()]
         widths = [max((len(line[i]) for line in lines), default=0) for i in range(2)]
         head = f"{_NAME}: {len(self._replaced)} methods replaced"
         return "\n".join([head, *(f"  {n:>{widths[0]}} x {w:<{widths[1]}}  {why}" for n, w, why in lines)])
@@ -105,19 +109,22 @@ def install(
     swiglu: bool = True,
     qk_norm_rope: bool = False,
 ) -> TransformersInstallation:
-    """Give `model` our operators; `uninstall()` of what is returned puts everything back.
+    """Make `model` use whorl's operators.
 
-    rope: q and k of every layer through `ops.rope`, or `ops.mrope` in Qwen3-VL, from cos and sin in fp32.
-    norm: every RMSNorm through `ops.rms_norm`.
-    swiglu: gate and up through `ops.swiglu`; experts too, where transformers groups or batches them.
-    qk_norm_rope: the norms of q and k and the rotation as one `ops.qk_norm_rope`; takes the place of `rope`.
-    Something asked for that the model has no place for is a ValueError.
+    rope: rotate q and k of every layer with `ops.rope`, or `ops.mrope` in Qwen3-VL, by cos and sin in fp32.
+    norm: compute every RMSNorm with `ops.rms_norm`.
+    swiglu: compute gate and up with `ops.swiglu`; in experts, too, where transformers groups or batches them.
+    qk_norm_rope: compute the norms of q and k and the rotation as one `ops.qk_norm_rope`, in place of `rope`.
+    Returns the installation; its `uninstall()` restores everything. Raises ValueError for a model without known modules
+    and for an option that the model has no modules for, RuntimeError for an old transformers or a method that another
+    library has replaced.
+    Example: with install(model): model.generate(...)
     """
     if not (rope or norm or swiglu or qk_norm_rope):
-        raise ValueError(f"{_NAME}: nothing was asked for; set rope, norm, swiglu or qk_norm_rope.")
+        raise ValueError(f"{_NAME}: all options are False; set rope, norm, swiglu or qk_norm_rope.")
     _check_version()
-    places = _Places.of(model)
-    if not places.known:
+    modules = _Modules.find(model)
+    if not modules.known:
         raise ValueError(
             f"{_NAME}: no module of {type(model).__name__} is known. Looked for attention, MLP, experts, RMSNorm and "
             f"rotary classes of transformers' {', '.join(_FAMILIES)}; found {_classes(model)}."
@@ -125,12 +132,12 @@ def install(
     installation = TransformersInstallation()
     with installation.building():
         if rope or qk_norm_rope:
-            _install_rotation(installation, places, fused=qk_norm_rope)
+            _install_rotation(installation, modules, fused=qk_norm_rope)
         if norm:
-            _install_norms(installation, places, heads=not qk_norm_rope)
+            _install_norms(installation, modules, heads=not qk_norm_rope)
         if swiglu:
-            _install_swiglu(installation, places)
-    installation.kept += [Kept(f.path, "the vision tower's own rotary, norms and MLP") for f in places.vision]
+            _install_swiglu(installation, modules)
+    installation.kept += [Kept(f.path, "the vision tower's own rotary, norms and MLP") for f in modules.vision]
     return installation
 
 
@@ -138,38 +145,41 @@ def install(
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Module:
+    """A module of the model and its name there."""
+
     path: str
-    module: Any  # attributes are known by role
+    module: Any  # an nn.Module, whose attributes depend on its role
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Modules of a model by role."""
+class _Modules:
+    """The known modules of a model, by role."""
 
-    known: dict[str, list[_Found]] = field(default_factory=dict)
-    vision: list[_Found] = field(default_factory=list)
+    known: dict[str, list[_Module]] = field(default_factory=dict)
+    vision: list[_Module] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: nn.Module) -> "_Places":
-        places = cls()
+    def find(cls, model: nn.Module) -> "_Modules":
+        modules = cls()
         for path, module in model.named_modules():
-            found = _Found(path, module)
+            entry = _Module(path, module)
             if (role := _role(module)) is not None:
-                places.known.setdefault(role, []).append(found)
+                modules.known.setdefault(role, []).append(entry)
             elif any((c.__module__, c.__name__) in _VISION for c in type(module).__mro__):
-                places.vision.append(found)
-        return places
+                modules.vision.append(entry)
+        return modules
 
-    def require(self, role: str, switch: str) -> list[_Found]:
+    def require(self, role: str, switch: str) -> list[_Module]:
+        """Return the modules of a role; raises ValueError, naming the option, if there are none."""
         if role not in self.known:
-            found = {r: len(f) for r, f in self.known.items()}
-            raise ValueError(f"{_NAME}: {switch}=True needs {role} modules; found {found}. Pass {switch}=False.")
+            counts = {r: len(f) for r, f in self.known.items()}
+            raise ValueError(f"{_NAME}: {switch}=True needs {role} modules; found {counts}. Pass {switch}=False.")
         return self.known[role]
 
 
 def _role(module: nn.Module) -> str | None:
-    """What a module is; a subclass counts only with its base's forward, since it is that one we know."""
+    """Return a module's role; a subclass counts only if it has its base's forward, which is the one we know."""
     for base in type(module).__mro__:
         role = _KNOWN.get((base.__module__, base.__name__))
         if role is not None:
@@ -187,33 +197,35 @@ def _any_layer(path: str) -> str:
 
 
 def _check_version() -> None:
-    found = version("transformers")
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < _OLDEST:
+    installed = version("transformers")
+    if tuple(int(part) for part in re.findall(r"\d+", installed)[:2]) < _OLDEST:
         raise RuntimeError(
-            f"{_NAME}: transformers {found} is installed, expected {'.'.join(map(str, _OLDEST))} or later."
+            f"{_NAME}: transformers {installed} is installed, expected {'.'.join(map(str, _OLDEST))} or later."
         )
 
 
 # ---- rotation
 
 
-def _install_rotation(installation: TransformersInstallation, places: _Places, *, fused: bool) -> None:
+def _install_rotation(installation: TransformersInstallation, modules: _Modules, *, fused: bool) -> None:
     switch = "qk_norm_rope" if fused else "rope"
-    attention_places = places.require("Attention", switch)
-    for rotary in places.require("RotaryEmbedding", switch):
+    all_attentions = modules.require("Attention", switch)
+    for rotary in modules.require("RotaryEmbedding", switch):
         owner = rotary.path.rpartition(".")[0]
         sections = getattr(rotary.module, "mrope_section", None)
-        rows, what = (_rope_rows, "rows") if sections is None else (_mrope_rows, "rows of every axis")
-        installation.give(rotary, "forward", rows, f"cos and sin in fp32, half width: {what} once a forward")
-        attentions = [f for f in attention_places if f.path.startswith(f"{owner}." if owner else "")]
+        rows, kind_of_rows = (_rope_rows, "rows") if sections is None else (_mrope_rows, "rows of every axis")
+        installation.set_method(
+            rotary, "forward", rows, f"cos and sin in fp32, half width: {kind_of_rows} once a forward"
+        )
+        attentions = [f for f in all_attentions if f.path.startswith(f"{owner}." if owner else "")]
         merged = None if sections is None else tuple(sections)
-        forwards = {kind: _rotating(kind, merged, fused) for kind in {type(f.module) for f in attentions}}
+        forwards = {kind: _rotating_forward(kind, merged, fused) for kind in {type(f.module) for f in attentions}}
         for attention in attentions:
-            installation.give(attention, "forward", *forwards[type(attention.module)])
+            installation.set_method(attention, "forward", *forwards[type(attention.module)])
 
 
-def _rotating(kind: type, sections: tuple[int, ...] | None, fused: bool) -> tuple[Callable[..., Any], str]:
-    """The forward of an attention class with our rotation in it, and what to say of it."""
+def _rotating_forward(kind: type, sections: tuple[int, ...] | None, fused: bool) -> tuple[Callable[..., Any], str]:
+    """Return the forward of an attention class with whorl's rotation in it, and its description."""
     forward: Any = kind.forward  # type: ignore[attr-defined]
     names = set(_names(forward.__code__))
     if fused:
@@ -230,9 +242,12 @@ def _rotating(kind: type, sections: tuple[int, ...] | None, fused: bool) -> tupl
 
 
 def _check_fused(kind: type, theirs: set[str], ours: set[str]) -> None:
-    """Whatever their attention looks up ours must too, or it computes something else by now."""
-    elsewhere = {_APPLY, "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "view", "transpose"}
-    different = (theirs - ours - elsewhere) | ({"q_norm", "k_norm"} - theirs)
+    """Raise ValueError unless our fused attention looks up every name that theirs does.
+
+    Otherwise theirs computes something that ours does not.
+    """
+    replaced = {_APPLY, "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "view", "transpose"}
+    different = (theirs - ours - replaced) | ({"q_norm", "k_norm"} - theirs)
     if different:
         raise ValueError(
             f"{_NAME}: qk_norm_rope=True knows an attention that norms q and k heads as transformers 5.17 does; "
@@ -241,12 +256,12 @@ def _check_fused(kind: type, theirs: set[str], ours: set[str]) -> None:
 
 
 def _with_global(function: Any, name: str, value: Any) -> Callable[..., Any]:
-    """A copy of a function that sees one of its globals replaced.
+    """Return a copy of a function that sees one of its globals replaced.
 
     transformers' attention calls a function of its module by name. Setting that name would change every model of the
-    process, and setting it around each call every thread. The copy runs transformers' own code, whatever the version
-    does there, and only its view of the name differs. The view is taken now and holds just the names the code uses.
-    It must not say `__name__`: torch.compile would then look the names up in the module of that name.
+    process; setting it around each call would change every thread. The copy runs transformers' own code, of whatever
+    version, and only this name differs. Its globals are taken now and have just the names that the code uses.
+    `__name__` must not be among them: torch.compile would then look the names up in the module of that name.
     """
     code, scope = function.__code__, function.__globals__
     view = {n: scope[n] for n in _names(code) if n in scope and n != "__name__"}
@@ -257,7 +272,7 @@ def _with_global(function: Any, name: str, value: Any) -> Callable[..., Any]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Names that a function and those defined inside it look up."""
+    """Yield the names that a function and the functions defined inside it look up."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -265,24 +280,24 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _rope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, None]:
-    """In place of a rotary module's forward, whose (cos, sin) every layer is handed: ([B, S, R], None)."""
+    """Replace a rotary module's forward: return ([B, S, R], None) in place of the (cos, sin) that every layer gets."""
     rows = _own_rows(self, x, position_ids).to(table_dtype(x.device, x.dtype))
-    # Positions may be given once for all sequences. Contiguous here, or every layer would have to do it.
+    # Positions may be shared by all sequences. The rows are made contiguous here, once, and not in every layer.
     return rows.expand(x.shape[0], -1, -1).contiguous(), None
 
 
 def _mrope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for positions [3, B, S]: a table [3 B S, R] with a row for each, and their indices [3, B, S]."""
+    """Do the same for positions [3, B, S]: return a table [3 B S, R] with a row for each, and indices [3, B, S]."""
     axes, batch, length = position_ids.shape
-    # Asked for sequences whose axes all agree, transformers has nothing to merge and gives plain rows.
-    agreeing = position_ids.reshape(1, axes * batch, length).expand(axes, -1, -1)
-    table = _own_rows(self, x, agreeing).flatten(0, 1).to(table_dtype(x.device, x.dtype))
+    # For positions that are equal on all axes, transformers has nothing to merge and returns plain rows.
+    equal_axes = position_ids.reshape(1, axes * batch, length).expand(axes, -1, -1)
+    table = _own_rows(self, x, equal_axes).flatten(0, 1).to(table_dtype(x.device, x.dtype))
     index = torch.arange(table.shape[0], device=table.device).view(axes, batch, length)
     return table, index.expand(-1, x.shape[0], -1).contiguous()
 
 
 def _own_rows(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
-    """[*tokens, R] from transformers' own forward, which keeps its frequencies, scaling and their updates.
+    """Return [*tokens, R] from transformers' own forward, which keeps its frequencies, scaling and their updates.
 
     It computes in fp32 and rounds to the dtype of x, of which it reads nothing else but the device.
     """
@@ -292,7 +307,7 @@ def _own_rows(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def _rotation(sections: tuple[int, ...] | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What stands in place of apply_rotary_pos_emb; its cos and sin are what our rotary forward gave."""
+    """Return the replacement of apply_rotary_pos_emb; its cos and sin are what our rotary forward returned."""
 
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, unsqueeze_dim: int = 1
@@ -312,15 +327,16 @@ def _rotation(sections: tuple[int, ...] | None) -> Callable[..., tuple[Tensor, T
 def _check_rows(sin: Tensor | None) -> None:
     if sin is not None and sin.is_floating_point():
         raise ValueError(
-            f"{_NAME}: an attention layer was handed (cos, sin) of transformers. While installed, position_embeddings "
+            f"{_NAME}: an attention layer got (cos, sin) of transformers. While installed, position_embeddings "
             "must come from this model's own rotary module."
         )
 
 
 def _fused_attention(names: dict[str, Any], sections: tuple[int, ...] | None) -> FunctionType:
-    """transformers' attention with q norm, k norm and rotation as one operator; `names` is its module's.
+    """Return transformers' attention with q norm, k norm and rotation as one operator.
 
-    The projections stay three modules, so that adapters and quantised ones keep working; joining them is a copy.
+    names: the globals of its module. The projections stay three modules, so that adapters and quantised ones keep
+    working; joining their outputs is a copy.
     """
     attentions, eager = names["ALL_ATTENTION_FUNCTIONS"], names["eager_attention_forward"]
 
@@ -356,41 +372,41 @@ def _fused_attention(names: dict[str, Any], sections: tuple[int, ...] | None) ->
 # ---- norms and activations
 
 
-def _install_norms(installation: TransformersInstallation, places: _Places, *, heads: bool) -> None:
-    """`heads`: those of q and k too, which the fused operator reads without calling them."""
-    skipped = () if heads else tuple(f"{f.path}." for f in places.known.get("Attention", ()))
-    for norm in places.require("RMSNorm", "norm"):
-        if not norm.path.startswith(skipped):
-            installation.give(norm, "forward", _norm_forward, "through whorl.ops.rms_norm")
+def _install_norms(installation: TransformersInstallation, modules: _Modules, *, heads: bool) -> None:
+    """Replace the norms; heads: those of q and k, too, which the fused operator reads without calling them."""
+    skipped_paths = () if heads else tuple(f"{f.path}." for f in modules.known.get("Attention", ()))
+    for norm in modules.require("RMSNorm", "norm"):
+        if not norm.path.startswith(skipped_paths):
+            installation.set_method(norm, "forward", _norm_forward, "through whorl.ops.rms_norm")
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    # transformers' product of weight and input promotes, for instance with fp32 weights under autocast.
+    # transformers' product of weight and input promotes dtypes, for instance with fp32 weights under autocast.
     dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
     return ops.rms_norm(hidden_states.to(dtype), self.weight.to(dtype), self.variance_epsilon)
 
 
-def _install_swiglu(installation: TransformersInstallation, places: _Places) -> None:
-    gated = [*places.known.get("MLP", ()), *places.known.get("Experts", ())]
-    others = [f for f in gated if not _is_silu(f.module.act_fn)]
-    if len(others) == len(gated):
-        activations = sorted({type(f.module.act_fn).__name__ for f in others}) or "no MLP or Experts modules"
+def _install_swiglu(installation: TransformersInstallation, modules: _Modules) -> None:
+    gated = [*modules.known.get("MLP", ()), *modules.known.get("Experts", ())]
+    other_gates = [f for f in gated if not _is_silu(f.module.act_fn)]
+    if len(other_gates) == len(gated):
+        activations = sorted({type(f.module.act_fn).__name__ for f in other_gates}) or "no MLP or Experts modules"
         raise ValueError(f"{_NAME}: swiglu=True needs a SiLU gate; found {activations}. Pass swiglu=False.")
-    for found in gated:
-        if found in others:
-            installation.kept.append(Kept(found.path, f"its gate is {type(found.module.act_fn).__name__}, not SiLU"))
-        elif found in places.known.get("MLP", ()):
+    for entry in gated:
+        if entry in other_gates:
+            installation.kept.append(Kept(entry.path, f"its gate is {type(entry.module.act_fn).__name__}, not SiLU"))
+        elif entry in modules.known.get("MLP", ()):
             why = "gate and up, joined, through whorl.ops.swiglu"
-            installation.give(found, "forward", _mlp_forward, why)
+            installation.set_method(entry, "forward", _mlp_forward, why)
         else:
-            installation.give(found, "_apply_gate", _apply_gate, "gate and up through whorl.ops.swiglu")
-            if found.module.config._experts_implementation == "eager":
+            installation.set_method(entry, "_apply_gate", _apply_gate, "gate and up through whorl.ops.swiglu")
+            if entry.module.config._experts_implementation == "eager":
                 why = "the eager loop over experts; set_experts_implementation('grouped_mm') uses ours"
-                installation.kept.append(Kept(f"{found.path}.forward", why))
+                installation.kept.append(Kept(f"{entry.path}.forward", why))
 
 
 def _is_silu(activation: object) -> bool:
-    # transformers' own class is not an nn.SiLU.
+    # transformers' own SiLU class is not an nn.SiLU.
     return type(activation).__name__ in ("SiLU", "SiLUActivation")
 
 

@@ -1,6 +1,6 @@
-"""Models by Hugging Face's architecture name. One file each; it is imported when a model of its kind is asked for.
+"""Models by Hugging Face's architecture name. Each is one file, imported when a model of its kind is loaded.
 
-Those that are not supported are refused by name, with what is known of them: `unsupported.py`.
+Architectures that are not supported are refused by name, with what is known of them: `unsupported.py`.
 """
 
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ ARCHITECTURES = {
 
 
 def find(values: Mapping[str, Any]) -> Any:
-    """The class of a model, from the values of its config.json."""
+    """Return the class of a model from the values of its config.json; raises ValueError for an unknown architecture."""
     names = values.get("architectures") or []
     for name in names if isinstance(names, list) else []:
         if isinstance(name, str) and name in ARCHITECTURES:
             module, _, class_name = ARCHITECTURES[name].partition(":")
             return getattr(import_module(module), class_name)
-    known = next((found for name in names if (found := refusal(str(name)))), "") if isinstance(names, list) else ""
-    raise ValueError(f"config.json: architectures is {names}; known are {', '.join(ARCHITECTURES)}{known}")
+    hint = next((reason for name in names if (reason := refusal(str(name)))), "") if isinstance(names, list) else ""
+    raise ValueError(f"config.json: architectures is {names}; known are {', '.join(ARCHITECTURES)}{hint}")
 
 
 __all__ = ["ARCHITECTURES", "find", "refusal"]

@@ -1,7 +1,7 @@
-"""DeepSeek-V3, -V3.1 and -V3.2: latent attention (MLA), over chosen keys in V3.2, and experts in groups.
+"""DeepSeek-V3, -V3.1 and -V3.2: latent attention (MLA), in V3.2 over selected keys, and experts in groups.
 
-Attention is absorbed everywhere: a cached token is one latent and the key channels that turn, which all heads share.
-What files say of the model, and how it is trained from them, is in `deepseek_v32.py`, without torch.
+Attention is always absorbed: a cached token is one latent and the rotated key channels, which all heads share. The
+config, the tensor names and the names in training are in `deepseek_v32.py`, without torch.
 """
 
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ from whorl.nn import (
     Step,
 )
 
-INDEX_EPS = 1e-6  # of the norm of the indexer's keys
+INDEX_EPS = 1e-6  # epsilon of the norm of the indexer's keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekConfig(DeepSeekV32Config):
-    """has_indexer: V3.2. The others see every key."""
+    """config.json of DeepSeek; has_indexer: True for V3.2. V3 and V3.1 have none and attend to every key."""
 
     has_indexer: bool = True
     tie_word_embeddings: ClassVar[bool] = False
@@ -44,13 +44,13 @@ class DeepSeekConfig(DeepSeekV32Config):
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> "DeepSeekConfig":
         sizes = DeepSeekV32Config.from_hf(values)
-        found = cls(**asdict(sizes), has_indexer=values["model_type"] == "deepseek_v32")
-        if found.n_routed_experts % found.n_group or not found.topk_group <= found.n_group:
+        config = cls(**asdict(sizes), has_indexer=values["model_type"] == "deepseek_v32")
+        if config.n_routed_experts % config.n_group or not config.topk_group <= config.n_group:
             raise ValueError(
-                f"config.json: {found.n_routed_experts} experts in {found.n_group} groups of which {found.topk_group} "
-                "are kept: expected groups of one size, and at most all of them kept"
+                f"config.json: n_routed_experts is {config.n_routed_experts}, n_group {config.n_group}, topk_group "
+                f"{config.topk_group}; expected groups of equal size and a topk_group of at most n_group"
             )
-        return found
+        return config
 
     @property
     def experts(self) -> int:
@@ -58,7 +58,7 @@ class DeepSeekConfig(DeepSeekV32Config):
 
 
 class Indexer(Module):
-    """Queries, keys and weights of heads by which keys are chosen. Every rank has all of it."""
+    """The indexer's queries, keys and weights of heads, by which keys are selected. Every rank has all of it."""
 
     def __init__(self, config: DeepSeekConfig) -> None:
         super().__init__()
@@ -76,46 +76,51 @@ class Indexer(Module):
     def project(self, x: Tensor, q_low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.wq_b(q_low), self.wk(x), self.weights_proj(x)
 
-    def choose(self, given: tuple[Tensor, ...], rotary: Tensor, step: Step, cache: Tensor) -> Tensor | None:
-        """Keys are written; [T, topk] positions, or None where every token sees so few keys that all are chosen."""
-        q, k, weights = given
+    def choose(self, projected: tuple[Tensor, ...], rotary: Tensor, step: Step, cache: Tensor) -> Tensor | None:
+        """Write the keys into the cache and return the positions of the selected keys, [T, topk].
+
+        projected: what `project` returned. None is returned where every token sees so few keys that all are selected.
+        """
+        q, k, weights = projected
         ops.index_write.unchecked(
             k, self.k_norm.weight, self.k_norm.bias, rotary, cache, step.slots, eps=self.k_norm.eps
         )
         if step.max_position <= self.topk:
             return None
         q, _ = ops.rope.unchecked(q.unflatten(1, (self.num_heads, self.head_dim)), None, rotary, style=self.style)
-        factors = weights.float() * (self.num_heads * self.head_dim) ** -0.5
+        head_weights = weights.float() * (self.num_heads * self.head_dim) ** -0.5
         lengths = (step.block_tables, step.query_starts, step.context_lens)
-        return ops.paged_indexer.unchecked(q, factors, cache, *lengths, self.topk)  # type: ignore[no-any-return]
+        return ops.paged_indexer.unchecked(q, head_weights, cache, *lengths, self.topk)  # type: ignore[no-any-return]
 
     def flops(self, num_tokens: int) -> float:
         return self.num_heads * self.head_dim * num_tokens * (num_tokens + 1)
 
 
 class Attention(llama.Normed):
+    """Latent attention of one layer."""
+
     def __init__(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> None:
         super().__init__()
         self.layer, self.rope, self.scale = layer, config.rope, config.softmax_scale
         self.rank, self.turning, self.nope = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim
         self.head_dim = self.nope + self.turning
         width, count, value = config.hidden_size, config.num_attention_heads, config.v_head_dim
-        mine = ranks.share("attention heads", count)
-        self.num_heads = mine.stop - mine.start
+        rank_heads = ranks.share("attention heads", count)
+        self.num_heads = rank_heads.stop - rank_heads.start
 
-        def of(each: int) -> tuple[slice]:
-            return (slice(mine.start * each, mine.stop * each),)
+        def head_range(channels: int) -> tuple[slice]:
+            return (slice(rank_heads.start * channels, rank_heads.stop * channels),)
 
         shared = {"q_a_proj": config.q_lora_rank, "kv_a_proj_with_mqa": self.rank + self.turning}
         self.qkv_a_proj = Linear(width, shared)
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
         self.q_b_proj = Linear(
-            config.q_lora_rank, count * self.head_dim, shard="column", parts=of(self.head_dim), ranks=ranks
+            config.q_lora_rank, count * self.head_dim, shard="column", parts=head_range(self.head_dim), ranks=ranks
         )
         self.kv_a_layernorm = RMSNorm(self.rank, config.rms_norm_eps)
         heads = {"count": count, "nope": self.nope, "value": value}
-        self.kv_b_proj = LatentHeads(heads, self.rank, mine=mine, ranks=ranks)
-        self.o_proj = Linear(count * value, width, shard="row", parts=of(value), ranks=ranks)
+        self.kv_b_proj = LatentHeads(heads, self.rank, rank_heads=rank_heads, ranks=ranks)
+        self.o_proj = Linear(count * value, width, shard="row", parts=head_range(value), ranks=ranks)
         self.indexer = Indexer(config) if config.has_indexer else None
 
     def cache_spec(self, dtype: torch.dtype) -> LatentKV:
@@ -125,7 +130,10 @@ class Attention(llama.Normed):
         return replace(plain, index_dim=self.indexer.head_dim, topk=self.indexer.topk)
 
     def flops(self, num_tokens: int) -> float:
-        """Of a prompt: q . k over latent and turning channels, p v over the latent, and every score of the indexer."""
+        """Return the FLOPs of a prompt.
+
+        They are those of q . k over latent and rotated channels, p v over the latent, and all scores of the indexer.
+        """
         seen = num_tokens if self.indexer is None else min(num_tokens, self.indexer.topk)
         pairs = seen * (seen + 1) / 2 + (num_tokens - seen) * seen
         scores = 0 if self.indexer is None else self.indexer.flops(num_tokens)
@@ -135,41 +143,41 @@ class Attention(llama.Normed):
         q_low, kv = self.qkv_a_proj(x).split(self.qkv_a_proj.splits, -1)
         q_low = self.q_a_layernorm(q_low, None)[0]
         index = () if self.indexer is None else self.indexer.project(x, q_low)
-        # As one: what tokens see of each other may be computed outside of a captured graph, which hands over a tensor.
+        # Joined to one tensor, because attention may run outside of a captured graph, which passes one tensor to it.
         return self.o_proj(mix(self, torch.cat((self.q_b_proj(q_low), kv, *index), -1)))  # type: ignore[arg-type]
 
-    def mix(self, given: Tensor, rotary: Tensor, step: Step, cache: LatentCache) -> Tensor:
-        """What tokens see of each other, [T, H Dv]; latents and the indexer's keys are written into the cache."""
+    def mix(self, projected: Tensor, rotary: Tensor, step: Step, cache: LatentCache) -> Tensor:
+        """Return the output of attention, [T, H Dv], and write latents and the indexer's keys into the cache."""
         sizes = self.num_heads * self.head_dim, self.rank + self.turning
-        q, kv, *index = given.split((*sizes, *(() if self.indexer is None else self.indexer.sizes)), -1)
+        q, kv, *index = projected.split((*sizes, *(() if self.indexer is None else self.indexer.sizes)), -1)
         norm = self.kv_a_layernorm
         ops.latent_write.unchecked(kv, norm.weight, rotary, cache.latent, step.slots, cache.turned, eps=norm.eps)
-        chosen = None
+        selected = None
         if self.indexer is not None:
             assert cache.index is not None
-            chosen = self.indexer.choose(tuple(index), rotary, step, cache.index)
-        gathered = ops.latent_attention.unchecked(
+            selected = self.indexer.choose(tuple(index), rotary, step, cache.index)
+        latents = ops.latent_attention.unchecked(
             self.absorbed(q, rotary),
             cache.latent,
             step.block_tables,
             step.query_starts,
             step.context_lens,
-            chosen,
+            selected,
             cache.turned,
             scale=self.scale,
             value_dim=self.rank,
         )
-        return self.kv_b_proj.values(gathered).flatten(1)
+        return self.kv_b_proj.values(latents).flatten(1)
 
     def absorbed(self, q: Tensor, rotary: Tensor) -> Tensor:
-        """[T, H, Dc + R]: queries that meet latents themselves, and the channels that turn behind them."""
+        """Return queries [T, H, Dc + R]: absorbed into the latent space, then the rotated channels."""
         heads = q.unflatten(1, (self.num_heads, self.head_dim))
-        turned, _ = ops.rope.unchecked(heads[..., self.nope :], None, rotary, style=self.rope.style)
-        return torch.cat((self.kv_b_proj.absorb(heads[..., : self.nope]), turned), -1)
+        rotated, _ = ops.rope.unchecked(heads[..., self.nope :], None, rotary, style=self.rope.style)
+        return torch.cat((self.kv_b_proj.absorb(heads[..., : self.nope]), rotated), -1)
 
 
 class MLP(llama.Normed):
-    """As Llama's, of any inner size."""
+    """Llama's feed-forward part with any inner size."""
 
     def __init__(self, width: int, inner: int, ranks: Ranks) -> None:
         super().__init__()
@@ -183,14 +191,17 @@ class MLP(llama.Normed):
 
 
 class MoE(llama.Normed):
-    """Sigmoid scores, a bias that only chooses, groups of which some are looked into, and an expert that all share."""
+    """Routed experts and shared ones.
+
+    Scores are sigmoids, with a bias that only selects; a token uses some of the groups of experts.
+    """
 
     def __init__(self, config: DeepSeekConfig, ranks: Ranks) -> None:
         super().__init__()
         width, inner = config.hidden_size, config.moe_intermediate_size
         self.gate = Router(width, config.n_routed_experts)
         self.k = config.num_experts_per_tok
-        self.how: dict[str, Any] = {
+        self.routing: dict[str, Any] = {
             "scoring": "sigmoid",
             "renormalize": config.norm_topk_prob,
             "num_groups": config.n_group,
@@ -201,12 +212,14 @@ class MoE(llama.Normed):
         self.shared_experts = MLP(width, config.n_shared_experts * inner, ranks) if config.n_shared_experts else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, ids = ops.route(self.gate(x), self.k, self.gate.bias, **self.how)
+        weights, ids = ops.route(self.gate(x), self.k, self.gate.bias, **self.routing)
         y: Tensor = self.experts(x, weights, ids)
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
 
 class Layer(llama.Layer):
+    """A decoder layer: dense in the first layers, with experts after them."""
+
     def attention(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> Attention:  # type: ignore[override]
         return Attention(config, layer, ranks)
 
@@ -217,9 +230,11 @@ class Layer(llama.Layer):
 
 
 class DeepSeek(llama.Llama):
+    """DeepSeek-V3, -V3.1 and -V3.2 for the engine."""
+
     config_class = DeepSeekConfig  # type: ignore[assignment]
     layer_class = Layer
-    trained_names = NAMES  # of tensors in checkpoints of `whorl train`
+    trained_names = NAMES  # names of tensors in checkpoints of `whorl train`
 
     def __init__(
         self,
@@ -231,27 +246,30 @@ class DeepSeek(llama.Llama):
     ) -> None:
         super().__init__(config, dtype=dtype, ranks=ranks, max_length=max_length)  # type: ignore[arg-type]
         first = config.num_hidden_layers
-        self.block_scales = "ue8m0" if config.has_indexer else "float"  # of FP8 weights as its makers publish them
-        # Layers of multi-token prediction come after the others.
+        # The scales of the FP8 weights that DeepSeek publishes.
+        self.block_scales = "ue8m0" if config.has_indexer else "float"
+        # Multi-token prediction layers have the numbers after the others.
         self.ignored_layers = tuple(f"model.layers.{first + i}." for i in range(config.num_nextn_predict_layers))
 
     def prediction(self) -> Prediction:
-        """Its layer of multi-token prediction, without weights; ValueError: it has none."""
+        """Return the multi-token prediction layer, without weights; raises ValueError if the model has none."""
         if not self.ignored_layers:
             raise ValueError("the model has no layer of multi-token prediction: num_nextn_predict_layers is 0")
         return Prediction(self)
 
     @staticmethod
     def flat_name(name: str, values: Mapping[str, Any]) -> str:
-        """A tensor of training by the name that `trained_names` knows. values: of a config.json."""
+        """Return the name in `trained_names` of a training tensor; values: of a config.json."""
         return flat(name, values["num_hidden_layers"])
 
     def logprobs(self, packed: Packed) -> NoReturn:
-        raise ValueError("DeepSeek is trained by `whorl train`, whose checkpoints are served; it has no gradient here")
+        raise ValueError(
+            "logprobs: DeepSeek has no gradient here; train it with `whorl train` and serve the checkpoint"
+        )
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:
-        """A config.json small enough for tests; model_type "deepseek_v3" makes it one without an indexer."""
+        """Return a config.json small enough for tests; model_type "deepseek_v3" makes a model without an indexer."""
         name = {"deepseek_v3": "DeepseekV3ForCausalLM"}.get(changes.get("model_type", ""), "DeepseekV32ForCausalLM")
         sizes = {
             "vocab_size": 97,

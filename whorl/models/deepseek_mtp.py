@@ -1,7 +1,7 @@
-"""DeepSeek's layer of multi-token prediction, as a model that drafts beside the one it belongs to.
+"""DeepSeek's multi-token prediction layer, as a draft model beside the model it belongs to.
 
-Row t takes the model's hidden state of token t, behind the final norm, and token t + 1; its own hidden state gives
-token t + 2. Embedding and head are the model's. Where it guesses further, its own state stands in for the model's: it
+Row t takes the model's hidden state of token t, after the final norm, and token t + 1; its own hidden state predicts
+token t + 2. Embedding and head are the model's. For further draft tokens its own hidden state replaces the model's: it
 goes through the same head.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SharedHead(Module):
-    """The head is the model's own; the norm before it is not."""
+    """The norm before the head; the head itself is the model's."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -29,36 +29,41 @@ class SharedHead(Module):
 
 
 class PredictionParts(Module):
-    """What the layer has beside those of any other, by its names in checkpoints. The product is never quantised."""
+    """The modules of the layer, by their names in checkpoints: those of a decoder layer and its own.
+
+    eh_proj is never quantised.
+    """
 
     def __init__(self, layer: llama.Layer, size: int, eps: float) -> None:
         super().__init__()
         for name, module in layer.named_children():
             self.add_module(name, module)
-        self.block = (layer,)  # in a tuple: its parts have their names above
+        self.block = (layer,)  # in a tuple, so that its modules are registered only once, above
         self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.eh_proj = PlainLinear(2 * size, size)
         self.shared_head = SharedHead(size, eps)
 
 
 class Decoder(Module):
+    """The container that gives the layer its number in checkpoints."""
+
     def __init__(self, number: int, parts: PredictionParts) -> None:
         super().__init__()
         self.layers = ModuleDict({str(number): parts})
 
 
 class Prediction(Module):
-    """The first layer of multi-token prediction of a model; further ones, which nobody publishes, are left aside."""
+    """The first multi-token prediction layer of a model; further ones, which no one publishes, are not used."""
 
     def __init__(self, target: "DeepSeek", ranks: Ranks = ONE) -> None:
         super().__init__()
         config: Any = target.config
         number, size, eps = config.num_hidden_layers, config.hidden_size, config.rms_norm_eps
-        self._target = (target,)  # in a tuple: its weights are not this one's
+        self._target = (target,)  # in a tuple, so that the target's weights do not become this module's
         self.config, self.dtype, self.vocab_size = config, target.dtype, target.vocab_size
         self.max_length, self.state_size = target.max_length, size
         self.model = Decoder(number, PredictionParts(target.layer_class(config, number, ranks), size, eps))
-        self.only = f"model.layers.{number}."  # of a checkpoint's tensors
+        self.only = f"model.layers.{number}."  # prefix of the checkpoint's tensors that it loads
         self.ignored = (*target.ignored, *(f"{number}.{name}" for name in PREDICTION_TIED))
         waits = getattr(target, "waits", None)
         if waits is not None:
@@ -66,9 +71,9 @@ class Prediction(Module):
 
     @property
     def parts(self) -> PredictionParts:
-        (found,) = self.model.layers.values()
-        assert isinstance(found, PredictionParts)
-        return found
+        (parts,) = self.model.layers.values()
+        assert isinstance(parts, PredictionParts)
+        return parts
 
     def cache_specs(self) -> list[LatentKV]:
         return [self.parts.self_attn.cache_spec(self.dtype)]  # type: ignore[union-attr,operator,list-item]
@@ -77,13 +82,13 @@ class Prediction(Module):
         return self.parts.self_attn.flops(num_tokens)  # type: ignore[union-attr,operator,no-any-return]
 
     def forward(self, step: Step, caches: Sequence[Any]) -> Tensor:
-        assert step.states is not None, "it computes from hidden states"
+        assert step.states is not None, "the prediction layer needs the hidden states of its target"
         (target,), parts = self._target, self.parts
         rotary = target.rope.rows(step)
         (layer,) = parts.block
 
-        def mix(attention: Any, given: Tensor) -> Tensor:
-            return attention.mix(given, rotary, step, caches[0])  # type: ignore[no-any-return]
+        def mix(attention: Any, projected: Tensor) -> Tensor:
+            return attention.mix(projected, rotary, step, caches[0])  # type: ignore[no-any-return]
 
         embedded = target.decoder.embed_tokens(step.token_ids)
         normed = parts.enorm(embedded, None)[0], parts.hnorm(step.states, None)[0]

@@ -1,7 +1,8 @@
-"""DeepSeek-V3.2 as its files describe it: sizes, rotation, names of tensors. No torch: whoever computes comes later.
+"""DeepSeek-V3.2 as its files describe it: sizes, rotation and tensor names, without torch.
 
-Training (`whorl.titan.deepseek_v32`) and the planner read it. The keys of a config.json are those of transformers'
-`deepseek_v32`; a dense `deepseek_v3` is read too, and has the published model's indexer, which it may yet get.
+Training (`whorl.titan.deepseek_v32`) and the planner read it. The keys of config.json are those of transformers'
+`deepseek_v32`. A dense `deepseek_v3` is read too and gets the published model's indexer sizes, since training can add
+one.
 """
 
 import re
@@ -13,8 +14,8 @@ from whorl.models.fields import count, flag, number
 from whorl.rope_config import RopeConfig
 
 MODEL_TYPES = ("deepseek_v32", "deepseek_v3")
-TRAINED = "trained_seq_len"  # not max_seq_len or seq_length: servers take the least of those they know
-# What transformers does for these, and this model too; by key of a config.json, where None is as good as absent.
+TRAINED = "trained_seq_len"  # not max_seq_len or seq_length: servers use the least of those they know
+# The values that this model implements, by key of config.json; None counts as absent.
 FIXED: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "scoring_func": ("sigmoid",),
@@ -34,7 +35,7 @@ FIXED_ROPE: dict[str, tuple[object, ...]] = {
     "truncate": (True,),
     "partial_rotary_factor": (1,),
 }
-# Sizes that a file must name, with the least that they may be; the indexer's and the rest have defaults.
+# Sizes that a file must have, with their least values; the indexer's and others have defaults.
 SIZES = {
     "vocab_size": 1,
     "hidden_size": 1,
@@ -57,20 +58,23 @@ INDEX_SIZES = ("index_n_heads", "index_head_dim", "index_topk")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSeekV32Config:
-    """Hugging Face's names. The defaults are the 671 B model's, without YaRN and multi-token prediction."""
+    """The config by Hugging Face's names.
+
+    Defaults are those of the 671 B model, without YaRN and multi-token prediction.
+    """
 
     vocab_size: int = 129280
     hidden_size: int = 7168
     intermediate_size: int = 18432
     moe_intermediate_size: int = 2048
     num_hidden_layers: int = 61
-    num_nextn_predict_layers: int = 0  # of multi-token prediction, after the others
+    num_nextn_predict_layers: int = 0  # multi-token prediction layers, after the others
     first_k_dense_replace: int = 3  # layers without experts
     num_attention_heads: int = 128
     n_shared_experts: int = 1
     n_routed_experts: int = 256
     num_experts_per_tok: int = 8
-    n_group: int = 8  # of experts, of which a token looks into `topk_group`
+    n_group: int = 8  # groups of experts, of which a token uses `topk_group`
     topk_group: int = 4
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 2.5
@@ -84,10 +88,10 @@ class DeepSeekV32Config:
     index_topk: int = 2048
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 163840
-    trained_seq_len: int | None = None  # where training went less far than `max_position_embeddings`
+    trained_seq_len: int | None = None  # set if training used shorter sequences than `max_position_embeddings`
 
     rope_theta: float = 10000.0
-    rope_factor: float = 1.0  # above 1: YaRN, at every length, as the checkpoint was trained
+    rope_factor: float = 1.0  # above 1: YaRN, at every length, as in the checkpoint's training
     original_max_position_embeddings: int = 4096
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -96,7 +100,10 @@ class DeepSeekV32Config:
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> "DeepSeekV32Config":
-        """What a config.json names; `rope_scaling`, the older spelling, is read too."""
+        """Read a config.json; `rope_scaling`, the older spelling, is read too.
+
+        Raises ValueError for a missing size or a value that is not implemented.
+        """
         if values.get("model_type") not in MODEL_TYPES:
             raise ValueError(f"model_type is {values.get('model_type')!r}, expected {' or '.join(MODEL_TYPES)}")
         rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
@@ -118,18 +125,18 @@ class DeepSeekV32Config:
         )
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
-        """config.json of these sizes."""
+        """Return a config.json of these sizes."""
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.rope_factor > 1:
             rope |= {"rope_type": "yarn", "factor": self.rope_factor}
             names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
             rope |= {name: getattr(self, name) for name in names}
-        named = {name: getattr(self, name) for name in (*SIZES, *INDEX_SIZES)}
+        sizes = {name: getattr(self, name) for name in (*SIZES, *INDEX_SIZES)}
         return {
             "architectures": ["DeepseekV32ForCausalLM"],
             "model_type": "deepseek_v32",
             "dtype": dtype,
-            **named,
+            **sizes,
             "first_k_dense_replace": min(self.first_k_dense_replace, self.num_hidden_layers),
             "num_nextn_predict_layers": self.num_nextn_predict_layers,
             "num_key_value_heads": self.num_attention_heads,
@@ -152,28 +159,28 @@ class DeepSeekV32Config:
 
     @property
     def rope(self) -> RopeConfig:
-        """Of the attention: the last channels of a head, in neighbouring pairs."""
+        """The rotation of attention: the last channels of a head, in neighbouring pairs."""
         return RopeConfig.from_hf(self.to_hf())
 
     @property
     def index_rope(self) -> RopeConfig:
-        """Of the indexer: the first channels of its heads, channel i with i + R/2, by the same angles."""
+        """The rotation of the indexer: the first channels of its heads, channel i with i + R/2, by the same angles."""
         return RopeConfig.from_hf(self.to_hf(), layer_type="indexer")
 
     @property
     def softmax_scale(self) -> float:
-        """Of the 192 channels of a head, whichever way it is computed; YaRN adds its own factor, squared."""
+        """The scale of the 192 channels of a head, absorbed or not; YaRN multiplies it by its factor, squared."""
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.softmax_scale_correction
 
     @property
     def yarn_reach(self) -> int:
-        """Tokens that YaRN stretches the original length to; 0 without it."""
+        """The length in tokens that YaRN extends the original length to; 0 without it."""
         return int(self.original_max_position_embeddings * self.rope_factor) if self.rope_factor > 1 else 0
 
     # ---- sizes
 
     def indexer_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Of an indexer's tensors, by their names in `INDEXER`."""
+        """Return the shapes of an indexer's tensors, by their names in `INDEXER`."""
         dim = self.index_head_dim
         return {
             "wq_b.weight": (self.index_n_heads * dim, self.q_lora_rank),
@@ -185,16 +192,16 @@ class DeepSeekV32Config:
 
 
 def _check_fixed(values: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    for where, known in ((values, FIXED), (rope, FIXED_ROPE)):
-        for key, allowed in known.items():
-            found = where.get(key)
-            if found is not None and found not in allowed:
+    for section, fixed in ((values, FIXED), (rope, FIXED_ROPE)):
+        for key, allowed in fixed.items():
+            value = section.get(key)
+            if value is not None and value not in allowed:
                 expected = " or ".join(map(repr, allowed)) or "nothing"
-                raise ValueError(f"{key} is {found!r}; DeepSeek-V3.2 is known here with {expected}")
+                raise ValueError(f"{key} is {value!r}; DeepSeek-V3.2 is known here with {expected}")
     kinds, dense = values.get("mlp_layer_types"), count(values, "first_k_dense_replace", least=0)
     if kinds is not None and list(kinds) != ["dense" if i < dense else "sparse" for i in range(len(kinds))]:
         raise ValueError(
-            f"mlp_layer_types is {kinds}; known are {dense} dense layers (first_k_dense_replace), then experts"
+            f"mlp_layer_types is {kinds}, expected {dense} dense layers (first_k_dense_replace), then sparse ones"
         )
 
 
@@ -204,7 +211,7 @@ def _rotation(values: Mapping[str, Any], rope: Mapping[str, Any], default: Mappi
     theta = rope if rope.get("rope_theta") else values
     mscale, of_all = _mscales(rope) if yarn else (default["mscale"], default["mscale_all_dim"])
     if yarn and not rope.get("factor"):
-        raise ValueError(f"the rotation is yarn without a factor; found {sorted(rope)}")
+        raise ValueError(f"rope_parameters: rope_type is yarn without a factor; found {sorted(rope)}")
     return {
         "rope_theta": number(theta, "rope_theta", default["rope_theta"]),
         "rope_factor": number(rope, "factor", 1.0) if yarn else 1.0,
@@ -217,17 +224,17 @@ def _rotation(values: Mapping[str, Any], rope: Mapping[str, Any], default: Mappi
 
 
 def _mscales(rope: Mapping[str, Any]) -> tuple[float, float]:
-    """mscale and mscale_all_dim; where one is missing or 0, transformers turns by 0.1 ln(factor) + 1."""
+    """Return mscale and mscale_all_dim; if one is missing or 0, transformers scales by 0.1 ln(factor) + 1."""
     mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
     if of_all and not mscale:
-        raise ValueError(f"mscale_all_dim is {of_all} without mscale: say both, or neither")
+        raise ValueError(f"mscale_all_dim is {of_all} without mscale; give both, or neither")
     return (float(mscale), float(of_all)) if mscale and of_all else (1.0, 0.0)
 
 
 # ---- names of tensors
 
-# Hugging Face's and those of training, which are TorchTitan's where it has the tensor; {}: a layer, then an expert.
-# Experts are one tensor of all of them in training, and one of each in files.
+# Hugging Face's names, and those of training, which are TorchTitan's where it has the tensor; {} stands for a layer,
+# then an expert. All experts are one tensor in training and one tensor each in files.
 INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 _ATTENTION = {
     "q_a_proj": "wq_a",
@@ -239,31 +246,31 @@ _ATTENTION = {
     "o_proj": "wo",
 }
 _PRODUCTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-# Of a multi-token prediction layer, beside a layer like the others: Hugging Face's inside `model.layers.N`, and ours.
+# Extra tensors of a multi-token prediction layer: Hugging Face's names inside `model.layers.N`, and ours.
 PREDICTION = {
     "enorm.weight": "enorm.weight",
     "hnorm.weight": "hnorm.weight",
     "eh_proj.weight": "eh_proj.weight",
     "shared_head.norm.weight": "norm.weight",
 }
-# Tied to the model's own; checkpoints hold copies of them.
+# Tied to the model's; checkpoints store copies of them.
 PREDICTION_TIED = {"embed_tokens.weight": "tok_embeddings.weight", "shared_head.head.weight": "output.weight"}
 
 
 def _layer_names() -> dict[str, str]:
-    found = {f"self_attn.{theirs}.weight": f"attention.{ours}.weight" for theirs, ours in _ATTENTION.items()}
-    found |= {f"self_attn.indexer.{name}": f"attention.indexer.{name}" for name in INDEXER}
+    names = {f"self_attn.{theirs}.weight": f"attention.{ours}.weight" for theirs, ours in _ATTENTION.items()}
+    names |= {f"self_attn.indexer.{name}": f"attention.indexer.{name}" for name in INDEXER}
     for theirs, ours in _PRODUCTS.items():
-        found[f"mlp.{theirs}.weight"] = f"feed_forward.{ours}.weight"
-        found[f"mlp.shared_experts.{theirs}.weight"] = f"moe.shared_experts.{ours}.weight"
-        found[f"mlp.experts.{{}}.{theirs}.weight"] = f"moe.experts.{ours}"
-    found |= {
+        names[f"mlp.{theirs}.weight"] = f"feed_forward.{ours}.weight"
+        names[f"mlp.shared_experts.{theirs}.weight"] = f"moe.shared_experts.{ours}.weight"
+        names[f"mlp.experts.{{}}.{theirs}.weight"] = f"moe.experts.{ours}"
+    names |= {
         "mlp.gate.weight": "moe.router.gate.weight",
         "mlp.gate.e_score_correction_bias": "moe.expert_bias",
         "input_layernorm.weight": "attention_norm.weight",
         "post_attention_layernorm.weight": "ffn_norm.weight",
     }
-    return found | {theirs: f"mtp.{ours}" for theirs, ours in PREDICTION.items()}
+    return names | {theirs: f"mtp.{ours}" for theirs, ours in PREDICTION.items()}
 
 
 NAMES = {
@@ -275,17 +282,18 @@ NAMES = {
 
 
 def flat(name: str, first: int) -> str:
-    """Layers of multi-token prediction are apart in training, and in `NAMES` the last ones; first: their number there.
+    """Return the name in `NAMES` of a training tensor.
 
-    mtp.0.block.X -> layers.61.X, mtp.0.norm.weight -> layers.61.mtp.norm.weight
+    In training, multi-token prediction layers are a separate list; in `NAMES` they are the last layers, from number
+    `first`. mtp.0.block.X -> layers.61.X, mtp.0.norm.weight -> layers.61.mtp.norm.weight
     """
-    found = re.match(r"mtp\.(\d+)\.(block\.)?(.*)", name)
-    if not found:
+    match = re.match(r"mtp\.(\d+)\.(block\.)?(.*)", name)
+    if not match:
         return name
-    return f"layers.{first + int(found[1])}.{'' if found[2] else 'mtp.'}{found[3]}"
+    return f"layers.{first + int(match[1])}.{'' if match[2] else 'mtp.'}{match[3]}"
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a tensor of a Hugging Face file belongs to."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    """Return the number of the layer that a tensor of a Hugging Face file belongs to, or None."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else None

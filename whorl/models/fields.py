@@ -1,23 +1,23 @@
-"""Fields of a config.json, each of the type it must have: a checkpoint is whatever somebody put into a folder."""
+"""Reads fields of config.json and checks their types: a checkpoint may come from anywhere."""
 
 from collections.abc import Mapping
 from typing import Any
 
-MOST = 1 << 40  # of anything: far above what files hold
+MOST = 1 << 40  # limit of any count: far above real values
 
 
 def count(values: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
-    """A whole number, `least` or more; without a default the field must be there."""
+    """Return a field that must be a whole number of at least `least`; without a default it must be present."""
     value = default if values.get(name) is None else values[name]
     if value is None:
-        raise ValueError(f"config.json: {name} missing; found {sorted(map(str, values))}")
+        raise ValueError(f"config.json: {name} is missing; found {sorted(map(str, values))}")
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MOST:
         raise ValueError(f"config.json: {name} is {value!r}, expected a whole number, {least} or more")
     return value
 
 
 def number(values: Mapping[str, Any], name: str, default: float) -> float:
-    """A number above 0."""
+    """Return a field that must be a number above 0."""
     value = default if values.get(name) is None else values[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"config.json: {name} is {value!r}, expected a number above 0")
@@ -25,6 +25,7 @@ def number(values: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def flag(values: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Return a field that must be true or false."""
     value = default if values.get(name) is None else values[name]
     if not isinstance(value, bool):
         raise ValueError(f"config.json: {name} is {value!r}, expected true or false")

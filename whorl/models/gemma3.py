@@ -1,5 +1,8 @@
-"""Gemma 3's text: norms before and after each part of a layer, (1 + weight) in them, a GELU gate, and local layers with
-a window and frequencies of their own between the global ones."""
+"""The text model of Gemma 3.
+
+Norms stand before and after each part of a layer and multiply by (1 + weight); the gate is GELU; local layers with a
+window and their own frequencies alternate with global ones.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +19,7 @@ from whorl.models.windows import of_kinds
 from whorl.nn import KVCache, Packed, Ranks, RMSNorm, Rope, Step
 from whorl.rope_config import RopeConfig
 
-# What Hugging Face's class fills in.
+# Defaults of Hugging Face's class.
 _DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -24,17 +27,17 @@ _DEFAULTS: dict[str, Any] = {
     "query_pre_attn_scalar": 256,
 }
 _DEFAULTS |= {"max_position_embeddings": 131072, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
-_EVERY = 6  # layers, of which the last is global
-_OTHERS = {
+_EVERY = 6  # every sixth layer is global
+_UNSUPPORTED = {
     "attn_logit_softcapping": "softcaps are Gemma 2's",
     "final_logit_softcapping": "softcaps are Gemma 2's",
-    "use_bidirectional_attention": "tokens that see those after them are EmbeddingGemma's",
+    "use_bidirectional_attention": "bidirectional attention is EmbeddingGemma's",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemma3Config(LlamaConfig):
-    """`rope` is of the layers that see all keys, `local_rope` of those with a window."""
+    """config.json of Gemma 3; `rope` is of the layers that attend to all keys, `local_rope` of those with a window."""
 
     windows: tuple[int | None, ...]
     local_rope: RopeConfig
@@ -43,9 +46,9 @@ class Gemma3Config(LlamaConfig):
     @staticmethod
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
         values = _DEFAULTS | dict(values)
-        for name, what in _OTHERS.items():
+        for name, feature in _UNSUPPORTED.items():
             if values.get(name):
-                raise ValueError(f"config.json: {name} is {values[name]!r}: {what}, and are not supported")
+                raise ValueError(f"config.json: {name} is {values[name]!r}: {feature} and not supported")
         if (activation := values["hidden_activation"]) != "gelu_pytorch_tanh":
             raise ValueError(f"config.json: hidden_activation is {activation!r}, expected gelu_pytorch_tanh")
         every, layers = count(values, "sliding_window_pattern", _EVERY), count(values, "num_hidden_layers")
@@ -69,18 +72,20 @@ class Gemma3Config(LlamaConfig):
 
 
 class Ropes:
-    """Two tables. `rows` are those of local layers, then those of global ones."""
+    """The two rotary tables; `rows` returns those of local layers, then those of global layers."""
 
     def __init__(self, config: Gemma3Config, max_length: int | None) -> None:
-        self.whole = Rope(config.rope, max_length)
-        self.max_length = self.whole.max_length
+        self.full = Rope(config.rope, max_length)
+        self.max_length = self.full.max_length
         self.local = Rope(config.local_rope, self.max_length)
 
     def rows(self, step: Step | Packed) -> tuple[Tensor, Tensor]:
-        return self.local.rows(step), self.whole.rows(step)
+        return self.local.rows(step), self.full.rows(step)
 
 
 class Attention(qwen3.Attention):
+    """Qwen3's attention with Gemma's scale; local and global layers read different rotary tables."""
+
     plus_one = True
 
     def __init__(self, config: Any, layer: int, ranks: Ranks) -> None:
@@ -95,11 +100,15 @@ class Attention(qwen3.Attention):
 
 
 class MLP(llama.MLP):
+    """Feed-forward network with a GELU gate."""
+
     def gated(self, gate_up: Tensor) -> Tensor:
         return ops.geglu.unchecked(gate_up)  # type: ignore[no-any-return]
 
 
 class Layer(llama.Layer):
+    """A decoder layer with norms before and after attention and the feed-forward part."""
+
     def __init__(self, config: Gemma3Config, layer: int, ranks: Ranks) -> None:
         super().__init__(config, layer, ranks)
         self.pre_feedforward_layernorm = self.norm(config)
@@ -116,21 +125,23 @@ class Layer(llama.Layer):
         return MLP(config, layer, ranks)
 
     def forward(self, x: Tensor, residual: Tensor | None, mix: llama.Mix) -> tuple[Tensor, Tensor]:
-        x, residual = self.self_attn.after(self.input_layernorm, x, residual, mix)
+        x, residual = self.self_attn.after_norm(self.input_layernorm, x, residual, mix)
         x, _ = self.post_attention_layernorm(x, None)
-        x, residual = self.mlp.after(self.pre_feedforward_layernorm, x, residual)
+        x, residual = self.mlp.after_norm(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(x, None)[0], residual
 
 
 class Gemma3(llama.Llama):
+    """The text model of Gemma 3."""
+
     config_class: type[Gemma3Config] = Gemma3Config
     layer_class = Layer
 
-    def __init__(self, config: Gemma3Config, **how: Any) -> None:
-        super().__init__(config, **how)
-        # Rounded to the embeddings' dtype before they are multiplied, as Gemma was trained.
+    def __init__(self, config: Gemma3Config, **options: Any) -> None:
+        super().__init__(config, **options)
+        # The factor is rounded to the embeddings' dtype before the product, as in Gemma's training.
         scale = torch.tensor(config.hidden_size**0.5, device="cpu")
-        self.scales = {kind: float(scale.to(kind)) for kind in (torch.float32, torch.bfloat16, torch.float16)}
+        self.scales = {dtype: float(scale.to(dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
     def tables(self, config: Any, max_length: int | None) -> Ropes:
         return Ropes(config, max_length)
@@ -141,7 +152,7 @@ class Gemma3(llama.Llama):
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:
-        """A local layer, a global one and a local one."""
+        """Return a config.json small enough for tests: a local layer, a global one and a local one."""
         names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
         sizes = {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 9, "sliding_window_pattern": 2}
         return super().tiny(**names | sizes | {"query_pre_attn_scalar": 24} | changes)

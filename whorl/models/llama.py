@@ -1,4 +1,4 @@
-"""Llama: embed, then layers of attention and SwiGLU, each after an RMSNorm and added to the residual, then the head."""
+"""Llama: embedding, layers of attention and SwiGLU, each after an RMSNorm and added to the residual, then the head."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,20 +25,22 @@ from whorl.nn import (
     check_training,
 )
 
-# Projections that a checkpoint holds apart and one matrix product computes.
+# Projections that are separate in a checkpoint and one matrix product here.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class Normed(Module):
-    """A part of a layer, and how it is called with the norm before it: one may be computed with its first product."""
+    """A part of a layer that is called with the norm before it, which may be fused into the part's first product."""
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
-        """What it gives for norm(x + residual), and that sum."""
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Return the part's output for norm(x + residual), and that sum; arguments: the part's other inputs."""
         x, residual = norm(x, residual)
-        return self(x, *how), residual
+        return self(x, *arguments), residual
 
 
 class Attention(Normed):
+    """Grouped-query attention of one layer over the paged cache."""
+
     def __init__(self, config: LlamaConfig, layer: int, ranks: Ranks) -> None:
         super().__init__()
         width, dim = config.hidden_size, config.head_dim
@@ -64,48 +66,50 @@ class Attention(Normed):
         return PagedKV(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype, window=self.window)
 
     def flops(self, num_tokens: int) -> float:
-        """Of a prompt: q . k and p v, two each for a channel of a head and a key that is seen."""
+        """Return the FLOPs of a prompt: q . k and p v, two for each channel of a head and each key attended to."""
         seen = min(num_tokens, self.window or num_tokens)
         pairs = seen * (seen + 1) / 2 + (num_tokens - seen) * seen
         return 4 * self.num_heads * self.head_dim * pairs
 
     def heads(self, qkv: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, [T, H, D] each, the first two rotated."""
+        """Return queries, keys and values, [T, H, D] each; queries and keys are rotated."""
         heads, count = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, -1), self.num_heads
         qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
-        # q and k as one: their heads lie side by side.
+        # One call for q and k, whose heads are contiguous.
         qk, _ = ops.rope.unchecked(qk, None, rotary, style=self.rope.style, where=self.rope.where)
         return qk[:, :count], qk[:, count:], v
 
     def rotate(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
-        """The queries, rotated; keys and values are written into the cache."""
+        """Return the rotated queries, and write keys and values into the cache."""
         q, k, v = self.heads(qkv, rotary)
         ops.write_kv.unchecked(k, v, cache.k, cache.v, step.slots, cache.k_scale, cache.v_scale)
         return q
 
     def mix_packed(self, qkv: Tensor, rotary: Tensor, packed: Packed) -> Tensor:
-        """The same without a cache, with a gradient: whole sequences."""
-        how = {"scale": self.scale, "window": self.window or 0}
-        return ops.causal_attention(*self.heads(qkv, rotary), packed.starts, **how)[0].flatten(1)  # type: ignore[no-any-return]
+        """Return the output of attention over packed sequences, without a cache and with a gradient."""
+        options = {"scale": self.scale, "window": self.window or 0}
+        return ops.causal_attention(*self.heads(qkv, rotary), packed.starts, **options)[0].flatten(1)  # type: ignore[no-any-return]
 
     def mix(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
-        """What tokens see of each other, [T, HQ D]: all that needs more than the rows themselves."""
+        """Return the output of attention over the cache, [T, HQ D]: the only part of a layer that mixes tokens."""
         q = self.rotate(qkv, rotary, step, cache)
         return attend(q, step, cache, scale=self.scale, window=self.window).flatten(1)
 
     def forward(self, x: Tensor, mix: "Mix") -> Tensor:
         return self.o_proj(mix(self, self.qkv_proj(x)))
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
-        qkv, _, residual = self.qkv_proj.after(norm, x, residual)
-        (mix,) = how
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+        qkv, _, residual = self.qkv_proj.after_norm(norm, x, residual)
+        (mix,) = arguments
         return self.o_proj(mix(self, qkv)), residual
 
 
-Mix = Callable[[Attention, Tensor], Tensor]  # of a layer's qkv
+Mix = Callable[[Attention, Tensor], Tensor]  # attention between tokens, from a layer's qkv
 
 
 class MLP(Normed):
+    """SwiGLU feed-forward network."""
+
     def __init__(self, config: LlamaConfig, layer: int, ranks: Ranks) -> None:
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
@@ -114,17 +118,20 @@ class MLP(Normed):
         self.down_proj = Linear(inner, width, bias=config.mlp_bias, shard="row", ranks=ranks)
 
     def gated(self, gate_up: Tensor) -> Tensor:
+        """Return the activation of gate and up."""
         return ops.swiglu.unchecked(gate_up)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gated(self.gate_up_proj(x)))
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
-        gate_up, _, residual = self.gate_up_proj.after(norm, x, residual)
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+        gate_up, _, residual = self.gate_up_proj.after_norm(norm, x, residual)
         return self.down_proj(self.gated(gate_up)), residual
 
 
 class Layer(Module):
+    """A decoder layer: attention and a feed-forward part, each after a norm."""
+
     def __init__(self, config: Any, layer: int, ranks: Ranks) -> None:
         super().__init__()
         self.input_layernorm = self.norm(config)
@@ -143,12 +150,14 @@ class Layer(Module):
         return MLP(config, layer, ranks)
 
     def forward(self, x: Tensor, residual: Tensor | None, mix: Mix) -> tuple[Tensor, Tensor]:
-        """The residual travels beside x and is added by the next norm, which reads both anyway."""
-        x, residual = self.self_attn.after(self.input_layernorm, x, residual, mix)
-        return self.mlp.after(self.post_attention_layernorm, x, residual)
+        """Run the layer; the residual is returned beside x and added by the next norm, which reads both anyway."""
+        x, residual = self.self_attn.after_norm(self.input_layernorm, x, residual, mix)
+        return self.mlp.after_norm(self.post_attention_layernorm, x, residual)
 
 
 class Decoder(Module):
+    """The embedding, the layers and the final norm."""
+
     def __init__(self, config: LlamaConfig, layer_class: type[Layer], ranks: Ranks) -> None:
         super().__init__()
         self.embed_tokens = Vocabulary(
@@ -163,9 +172,11 @@ class Decoder(Module):
 
 
 class Llama(Module):
+    """Llama for the engine; other families subclass it."""
+
     config_class: type[LlamaConfig] = LlamaConfig
     layer_class: type[Layer] = Layer
-    # In some checkpoints, and computed here.
+    # Tensors that some checkpoints have and that are computed here.
     ignored = ("rotary_emb.inv_freq",)
 
     def __init__(
@@ -185,16 +196,16 @@ class Llama(Module):
             self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, is_head=True, ranks=ranks)
 
     def tables(self, config: Any, max_length: int | None) -> Any:
-        """What layers turn by: `rows(step)` is handed to each of them."""
+        """Return the rotary tables; layers get `rows(step)` of them."""
         return Rope(config.rope, max_length)
 
     def body(self, config: Any, ranks: Ranks) -> Module:
-        """All but the head: what a checkpoint has under `model`."""
+        """Return everything but the head: what a checkpoint has under `model`."""
         return Decoder(config, self.layer_class, ranks)
 
     @property
     def decoder(self) -> Decoder:
-        """What tokens run through."""
+        """The decoder that tokens run through."""
         assert isinstance(self.model, Decoder)
         return self.model
 
@@ -213,9 +224,9 @@ class Llama(Module):
         return self.hidden(step.token_ids, mix, step.inserted)
 
     def logprobs(self, packed: Packed) -> Tensor:
-        """Of every token but the first of a sequence, given those before it: [T - B] fp32, with a gradient.
+        """Return the log-probability of every token but the first of each sequence, [T - B] fp32, with a gradient.
 
-        What the engine tells of the same tokens, bit for bit: docs/arithmetic.md.
+        They equal, bit for bit, those that the engine returns for the same tokens: docs/arithmetic.md.
         """
         check_training(packed.token_ids.device.type)
         rotary = self.rope.rows(packed)
@@ -228,7 +239,7 @@ class Llama(Module):
         return ops.token_logprobs(logits, packed.token_ids[packed.scored])  # type: ignore[no-any-return]
 
     def hidden(self, token_ids: Tensor, mix: Mix, inserted: Inserted | None = None) -> Tensor:
-        """Everything but what `mix` does: of token_ids [T] it looks at one row at a time."""
+        """Return hidden states of token_ids [T]; apart from `mix`, every token is computed by itself."""
         decoder = self.decoder
         x, residual = self.embed(token_ids), None
         x = x if inserted is None else inserted.embed(x)
@@ -246,7 +257,7 @@ class Llama(Module):
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:
-        """A config.json small enough for tests."""
+        """Return a config.json small enough for tests."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

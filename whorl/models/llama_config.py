@@ -1,4 +1,4 @@
-"""What config.json says of Llama, and of the families that begin with it."""
+"""config.json of Llama, and of the families that extend it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from whorl.rope_config import RopeConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaConfig:
-    """config.json by its own names; `rope` is what it says about rotation."""
+    """config.json by its own names; `rope` is the rotation it describes."""
 
     vocab_size: int
     hidden_size: int
@@ -27,27 +27,30 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> "LlamaConfig":
+        """Read a config.json; raises ValueError for a missing or unsupported value."""
         return cls(**cls.read(values))
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields above, with what Hugging Face's class fills in."""
+        """Return the fields above, with the defaults of Hugging Face's class."""
         if (activation := values.get("hidden_act", "silu")) not in ("silu", "swish"):
             raise ValueError(f"config.json: hidden_act is {activation!r}, expected silu")
         return LlamaConfig.sizes(values) | {"rope": RopeConfig.from_hf(values)}
 
     @staticmethod
     def sizes(values: Mapping[str, Any]) -> dict[str, Any]:
-        """All of them but `rope`."""
+        """Return all fields but `rope`."""
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        found = {name: count(values, name) for name in sizes}
-        heads = found["num_attention_heads"]
+        counts = {name: count(values, name) for name in sizes}
+        heads = counts["num_attention_heads"]
         kv_heads = count(values, "num_key_value_heads", heads)
         if heads % kv_heads:
-            raise ValueError(f"config.json: {heads} query heads cannot share {kv_heads} key heads evenly")
-        return found | {
+            raise ValueError(
+                f"config.json: num_attention_heads is {heads}, expected a multiple of num_key_value_heads, {kv_heads}"
+            )
+        return counts | {
             "num_key_value_heads": kv_heads,
-            "head_dim": count(values, "head_dim", found["hidden_size"] // heads),
+            "head_dim": count(values, "head_dim", counts["hidden_size"] // heads),
             "rms_norm_eps": number(values, "rms_norm_eps", 1e-6),
             "tie_word_embeddings": flag(values, "tie_word_embeddings"),
             "attention_bias": flag(values, "attention_bias"),
@@ -56,9 +59,9 @@ class LlamaConfig:
 
     @property
     def output_bias(self) -> bool:
-        """Of attention; queries, keys and values have `attention_bias`."""
+        """Whether o_proj has a bias; queries, keys and values have `attention_bias`."""
         return self.attention_bias
 
     def window(self, layer: int) -> int | None:
-        """How many keys a query of this layer sees; None: all."""
+        """Return how many keys a query of this layer attends to; None: all."""
         return None

@@ -11,11 +11,13 @@ from whorl.models.llama_config import LlamaConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MistralConfig(LlamaConfig):
+    """config.json of Mistral."""
+
     sliding_window: int | None
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
-        # What Hugging Face's class fills in; null says that there is none, as in Mistral-7B from v0.2 on.
+        # Defaults of Hugging Face's class; a null sliding_window means none, as in Mistral-7B from v0.2 on.
         values = {"sliding_window": 4096, "num_key_value_heads": 8, **values}
         size = None if values["sliding_window"] is None else count(values, "sliding_window")
         return LlamaConfig.read(values) | {"sliding_window": size, "attention_bias": False, "mlp_bias": False}
@@ -25,9 +27,12 @@ class MistralConfig(LlamaConfig):
 
 
 class Mistral(llama.Llama):
+    """Llama with one sliding window in every layer, or none."""
+
     config_class: type[MistralConfig] = MistralConfig
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:
+        """Return a config.json small enough for tests."""
         names = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9}
         return super().tiny(**names | changes)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama whose queries, keys and values have a bias, and sliding windows."""
+"""Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and sliding windows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from whorl.models.windows import by_layer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen2Config(LlamaConfig):
+    """config.json of Qwen2."""
+
     windows: tuple[int | None, ...]
 
     @staticmethod
@@ -26,8 +28,11 @@ class Qwen2Config(LlamaConfig):
 
 
 class Qwen2(llama.Llama):
+    """Llama with biases of queries, keys and values, and sliding windows."""
+
     config_class: type[Qwen2Config] = Qwen2Config
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:
+        """Return a config.json small enough for tests."""
         return super().tiny(**{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"} | changes)

@@ -16,6 +16,8 @@ from whorl.nn import Experts, KVCache, Linear, Ranks, RMSNorm, Step
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
+    """The fields of config.json about experts."""
+
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
@@ -25,7 +27,10 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen3Config(LlamaConfig):
-    """`experts` is None for the dense model. Every Qwen3 has qk_norm; without it this is Llama, or Llama of experts."""
+    """config.json of Qwen3; `experts` is None for the dense model.
+
+    Every Qwen3 has qk_norm; without it this is Llama, or Llama with experts.
+    """
 
     windows: tuple[int | None, ...]
     experts: ExpertsConfig | None = None
@@ -35,10 +40,10 @@ class Qwen3Config(LlamaConfig):
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
         is_sparse = values.get("model_type") in ("qwen3_moe", "qwen3_vl_moe")
         if not is_sparse:
-            values = {"head_dim": 128, **values}  # what Hugging Face's dense class fills in; its sparse one does not
+            values = {"head_dim": 128, **values}  # the default of Hugging Face's dense class; its sparse one has none
         experts = _experts(values) if is_sparse else None
-        seen = by_layer(values, first=0, named=False) if is_sparse else by_layer(values)
-        return LlamaConfig.read(values) | {"windows": seen, "experts": experts}
+        windows = by_layer(values, first=0, named=False) if is_sparse else by_layer(values)
+        return LlamaConfig.read(values) | {"windows": windows, "experts": experts}
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer]
@@ -46,24 +51,28 @@ class Qwen3Config(LlamaConfig):
 
 def _experts(values: Mapping[str, Any]) -> ExpertsConfig:
     name = "num_local_experts" if values.get("num_experts") is None else "num_experts"
-    dense = values.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise ValueError(f"config.json: mlp_only_layers is {dense!r}, expected numbers of layers")
+    dense_layers = values.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list) or not all(isinstance(layer, int) for layer in dense_layers):
+        raise ValueError(f"config.json: mlp_only_layers is {dense_layers!r}, expected a list of layer numbers")
     step, layers = count(values, "decoder_sparse_step", 1), range(count(values, "num_hidden_layers"))
-    num_experts, chosen = count(values, name), count(values, "num_experts_per_tok")
-    if chosen > num_experts:
-        raise ValueError(f"config.json: num_experts_per_tok is {chosen}, and there are {num_experts} experts")
+    num_experts, per_token = count(values, name), count(values, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok is {per_token}, expected at most the number of experts, {num_experts}"
+        )
     return ExpertsConfig(
         num_experts=num_experts,
-        num_experts_per_tok=chosen,
+        num_experts_per_tok=per_token,
         moe_intermediate_size=count(values, "moe_intermediate_size"),
         norm_topk_prob=flag(values, "norm_topk_prob"),
-        layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
+        layers=tuple(i for i in layers if i not in dense_layers and (i + 1) % step == 0),
     )
 
 
 class Attention(llama.Attention):
-    plus_one = False  # of the norms' weights
+    """Llama's attention with an RMSNorm of every query and key head."""
+
+    plus_one = False  # whether norms multiply by 1 + weight
 
     def __init__(self, config: Qwen3Config, layer: int, ranks: Ranks) -> None:
         super().__init__(config, layer, ranks)
@@ -112,7 +121,7 @@ class Attention(llama.Attention):
 
 
 class MoE(llama.Normed):
-    """Each token goes to the few experts its router scores highest; their outputs are added by those scores."""
+    """Routes each token to the experts with the highest scores and adds their outputs, weighted by the scores."""
 
     experts_class: type[Experts] = Experts
 
@@ -124,18 +133,20 @@ class MoE(llama.Normed):
         self.experts = self.experts_class(*sizes, per_token=self.k, ranks=ranks)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._sent(x, self.gate(x))
+        return self._route(x, self.gate(x))
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
-        logits, x, residual = self.gate.after(norm, x, residual)
-        return self._sent(x, logits), residual
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+        logits, x, residual = self.gate.after_norm(norm, x, residual)
+        return self._route(x, logits), residual
 
-    def _sent(self, x: Tensor, logits: Tensor) -> Tensor:
+    def _route(self, x: Tensor, logits: Tensor) -> Tensor:
         weights, ids = ops.route(logits, self.k, renormalize=self.renormalize)
         return self.experts(x, weights, ids)
 
 
 class Layer(llama.Layer):
+    """A decoder layer, dense or with experts."""
+
     moe_class: type[MoE] = MoE
 
     def attention(self, config: Qwen3Config, layer: int, ranks: Ranks) -> Attention:
@@ -148,12 +159,14 @@ class Layer(llama.Layer):
 
 
 class Qwen3(llama.Llama):
+    """Qwen3, dense or with experts."""
+
     config_class: type[Qwen3Config] = Qwen3Config
     layer_class = Layer
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:
-        """A dense config.json small enough for tests; `num_experts` makes it sparse."""
+        """Return a dense config.json small enough for tests; `num_experts` makes it sparse."""
         names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
         if changes.get("num_experts"):
             names |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}

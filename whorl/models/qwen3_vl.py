@@ -1,7 +1,7 @@
-"""Qwen3-VL, dense and mixture of experts: Qwen3 as it is, with the features of pictures in the place of placeholders.
+"""Qwen3-VL, dense and mixture of experts: Qwen3 with the features of images and videos in place of placeholder tokens.
 
-A picture's features come from the tower in qwen3_vl_tower.py. They stand for the embeddings of its placeholder tokens,
-and more of them are added after the first layers (deepstack): `whorl.nn.Inserted`. Positions have three axes.
+The features come from the tower in qwen3_vl_tower.py. They replace the embeddings of placeholder tokens, and more of
+them are added after the first layers (deepstack): `whorl.nn.Inserted`. Positions have three axes.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from whorl.positions import PositionRule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen3VLConfig(qwen3.Qwen3Config):
-    """The text's configuration; `vision` is the tower's."""
+    """config.json of Qwen3-VL: the fields of the text model, and `vision`, the tower's."""
 
     vision: TowerConfig
     position_rule: PositionRule
@@ -31,14 +31,14 @@ class Qwen3VLConfig(qwen3.Qwen3Config):
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
         text, vision = (_section(values, name) for name in ("text_config", "vision_config"))
         kind = values.get("model_type")
-        found = qwen3.Qwen3Config.read({**text, "model_type": kind})
-        if found["experts"] is not None:  # its router has no switch for it
-            found["experts"] = replace(found["experts"], norm_topk_prob=True)
+        fields = qwen3.Qwen3Config.read({**text, "model_type": kind})
+        if fields["experts"] is not None:  # the router always renormalises; config.json has no field for it
+            fields["experts"] = replace(fields["experts"], norm_topk_prob=True)
         tower = TowerConfig.from_hf(vision)
-        _check_widths(found, tower)
+        _check_widths(fields, tower)
         ids = {name: count(values, name, default) for name, default in _TOKEN_IDS.items()}
-        return found | {
-            # The text has a field of this name, too, and nobody reads it.
+        return fields | {
+            # text_config has a field of this name, too, which is not read.
             "tie_word_embeddings": flag(values, "tie_word_embeddings"),
             "vision": tower,
             "position_rule": PositionRule.from_hf(
@@ -52,34 +52,40 @@ _TOKEN_IDS = {"image_token_id": 151655, "video_token_id": 151656}
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = values.get(name)
-    if not isinstance(found, Mapping):
-        raise ValueError(f"config.json: {name} is {found!r}, expected an object with names and values")
-    return found
+    section = values.get(name)
+    if not isinstance(section, Mapping):
+        raise ValueError(f"config.json: {name} is {section!r}, expected an object with names and values")
+    return section
 
 
 def _check_widths(text: Mapping[str, Any], tower: TowerConfig) -> None:
     if tower.out_hidden_size != text["hidden_size"]:
         raise ValueError(
-            f"config.json: vision_config.out_hidden_size is {tower.out_hidden_size}, and the text has a hidden_size of "
-            f"{text['hidden_size']}: features stand in the place of embeddings"
+            f"config.json: vision_config.out_hidden_size is {tower.out_hidden_size}, expected the text's "
+            f"hidden_size, {text['hidden_size']}: features replace embeddings"
         )
     if len(tower.deepstack_visual_indexes) > text["num_hidden_layers"]:
         raise ValueError(
-            f"config.json: vision_config.deepstack_visual_indexes names {len(tower.deepstack_visual_indexes)} layers, "
-            f"whose features are added after as many layers of the text, which has {text['num_hidden_layers']}"
+            f"config.json: vision_config.deepstack_visual_indexes has {len(tower.deepstack_visual_indexes)} layers, "
+            f"expected at most the text's number of layers, {text['num_hidden_layers']}"
         )
 
 
 class MoE(qwen3.MoE):
+    """Experts that the checkpoint stores in two tensors per layer."""
+
     experts_class = StackedExperts
 
 
 class Layer(qwen3.Layer):
+    """A decoder layer with such experts."""
+
     moe_class = MoE
 
 
 class Body(Module):
+    """The vision tower and the text decoder, by their names in checkpoints."""
+
     def __init__(self, config: Qwen3VLConfig, ranks: Ranks) -> None:
         super().__init__()
         self.visual = Tower(config.vision)
@@ -87,6 +93,8 @@ class Body(Module):
 
 
 class Qwen3VL(qwen3.Qwen3):
+    """Qwen3-VL for the engine."""
+
     config_class = Qwen3VLConfig
     layer_class = Layer
     model: Body
@@ -104,7 +112,7 @@ class Qwen3VL(qwen3.Qwen3):
 
     @classmethod
     def tiny(cls, vision: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-        """A config.json small enough for tests; changes are of the text, `num_experts` makes it sparse."""
+        """Return a config.json small enough for tests; changes are of the text, `num_experts` makes it sparse."""
         sizes = {"vocab_size": 110, "num_hidden_layers": 3, "rope_parameters": _rope()}
         text = super().tiny(**{**sizes, **changes})
         is_sparse = text["model_type"] == "qwen3_moe"

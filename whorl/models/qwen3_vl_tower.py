@@ -1,7 +1,7 @@
-"""The vision tower of Qwen3-VL: patches of one picture or video to features of the text model's width.
+"""The vision tower of Qwen3-VL: it turns the patches of an image or video into features of the text model's width.
 
-A picture has the same features whatever runs beside it, and may stop after any layer and go on later: a large one then
-never holds up those that decode. Every rank has the whole tower.
+An image has the same features whatever runs beside it, and it may pause after any layer, so that a large image does not
+delay sequences that decode. Every rank has the full tower.
 """
 
 import itertools
@@ -25,29 +25,33 @@ _EPS = 1e-6
 
 
 class PatchProduct(PlainLinear):
-    """The convolution whose kernel is as large as its stride: a product of whole patches."""
+    """The patch embedding: a convolution whose kernel is as large as its stride, computed as a matrix product."""
 
     def __init__(self, config: TowerConfig) -> None:
         super().__init__(config.patch_values, config.hidden_size, bias=True)
         size = config.patch_size
-        self.stored = (config.hidden_size, config.in_channels, config.temporal_patch_size, size, size)
+        self.stored_shape = (config.hidden_size, config.in_channels, config.temporal_patch_size, size, size)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         for source, slot in super().slots(name):
             if source.endswith(".weight") and slot.shape == self.shape:
-                index = tuple(slice(0, size) for size in self.stored)
-                slot = Slot(into=slot.into.view(self.stored), shape=self.stored, index=index, dtype=slot.dtype)
+                index = tuple(slice(0, size) for size in self.stored_shape)
+                slot = Slot(
+                    into=slot.into.view(self.stored_shape), shape=self.stored_shape, index=index, dtype=slot.dtype
+                )
             yield source, slot
 
 
 class PatchEmbedding(Module):
+    """The patch embedding, by its name in checkpoints."""
+
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         self.proj = PatchProduct(config)
 
 
 class LearnedPositions(Weighted):
-    """A square of learned positions, resampled to the rows and columns of a picture; corners stay corners."""
+    """A square of learned positions, interpolated to the rows and columns of an image; corners stay corners."""
 
     weight: Tensor
 
@@ -55,7 +59,7 @@ class LearnedPositions(Weighted):
         super().__init__()
         self.side, self.width, self.merge = config.side, config.hidden_size, config.spatial_merge_size
 
-    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         table = torch.empty(self.side**2, self.width, dtype=dtype)
         self.register_parameter("weight", nn.Parameter(table, requires_grad=False))
 
@@ -67,12 +71,14 @@ class LearnedPositions(Weighted):
         self.weight.normal_(std=0.02, generator=generator)
 
     def forward(self, grid: Grid) -> Tensor:
-        """[P, width] of one frame, in fp32: the four nearest, by how near they are."""
-        at, share = nearest(self.side, self.merge, grid[1], grid[2], self.weight.device)
-        return (self.weight[at].float() * share[..., None]).sum(1)
+        """Return the positions of one frame, [P, width] fp32: weighted means of the four nearest learned ones."""
+        index, weight = nearest(self.side, self.merge, grid[1], grid[2], self.weight.device)
+        return (self.weight[index].float() * weight[..., None]).sum(1)
 
 
 class Attention(Module):
+    """Attention between the patches of a frame."""
+
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         self.heads, self.scale = config.num_heads, config.head_dim**-0.5
@@ -86,6 +92,8 @@ class Attention(Module):
 
 
 class MLP(Module):
+    """Feed-forward network with GELU."""
+
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         self.linear_fc1 = Linear(config.hidden_size, config.intermediate_size, bias=True)
@@ -96,6 +104,8 @@ class MLP(Module):
 
 
 class Block(Module):
+    """A layer of the tower."""
+
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         self.norm1, self.norm2 = (LayerNorm(config.hidden_size, _EPS) for _ in range(2))
@@ -107,7 +117,7 @@ class Block(Module):
 
 
 class Merger(Module):
-    """A block of neighbouring patches becomes one token. Deepstack's norms span the whole block."""
+    """Merges a block of neighbouring patches to one token. Deepstack's norms span the whole block."""
 
     def __init__(self, config: TowerConfig, *, norms_block: bool) -> None:
         super().__init__()
@@ -126,12 +136,12 @@ class Merger(Module):
 
 @dataclass(slots=True, eq=False)
 class Encoding:
-    """A picture or video on its way: `layer` layers have run."""
+    """An image or video that is being encoded: `layer` layers have run."""
 
     x: Tensor  # [P, C]
     rotary: Tensor  # [P, R]
-    starts: Tensor  # [frames + 1] int32: a patch sees those of its frame
-    merged: list[Tensor] = field(default_factory=list)  # of deepstack, [N, text width] each
+    starts: Tensor  # [frames + 1] int32: a patch attends to those of its frame
+    merged: list[Tensor] = field(default_factory=list)  # features of deepstack, [N, text width] each
     layer: int = 0
 
     @property
@@ -140,20 +150,22 @@ class Encoding:
 
 
 def join(encodings: Sequence[Encoding]) -> Encoding:
-    """Several that have run as many layers, one behind the other: frames see their own patches as before."""
-    ends = itertools.accumulate((each.num_patches for each in encodings), initial=0)
-    starts = [each.starts[:-1] + end for each, end in zip(encodings, ends, strict=False)]
-    total = encodings[0].starts.new_tensor([sum(each.num_patches for each in encodings)])
+    """Concatenate encodings that have run the same layers; frames still attend to their own patches only."""
+    ends = itertools.accumulate((encoding.num_patches for encoding in encodings), initial=0)
+    starts = [encoding.starts[:-1] + end for encoding, end in zip(encodings, ends, strict=False)]
+    total = encodings[0].starts.new_tensor([sum(encoding.num_patches for encoding in encodings)])
     return Encoding(
-        torch.cat([each.x for each in encodings]),
-        torch.cat([each.rotary for each in encodings]),
+        torch.cat([encoding.x for encoding in encodings]),
+        torch.cat([encoding.rotary for encoding in encodings]),
         torch.cat([*starts, total]),
-        [torch.cat(parts) for parts in zip(*(each.merged for each in encodings), strict=True)],
+        [torch.cat(parts) for parts in zip(*(encoding.merged for encoding in encodings), strict=True)],
         encodings[0].layer,
     )
 
 
 class Tower(Module):
+    """The vision tower; `begin` and `advance` encode an image layer by layer, `encode` in one call."""
+
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         self.config = config
@@ -167,23 +179,27 @@ class Tower(Module):
 
     @torch.inference_mode()
     def begin(self, patches: Tensor, grid: Grid) -> Encoding:
-        """patches: [P, V] fp32, in the order of `whorl.media.MediaItem`, on the tower's device."""
+        """Embed the patches and return the encoding, before its first layer.
+
+        patches: [P, V] fp32, in the order of `whorl.media.MediaItem`, on the tower's device; raises ValueError for
+        another shape than that of the grid.
+        """
         frames, rows, columns = grid
         dtype = self.pos_embed.weight.dtype
         if tuple(patches.shape) != (math.prod(grid), self.config.patch_values):
             raise ValueError(
-                f"tower: patches are {list(patches.shape)}, and a grid of {grid} has "
-                f"[{math.prod(grid)}, {self.config.patch_values}]"
+                f"tower: patches are {list(patches.shape)}, expected [{math.prod(grid)}, {self.config.patch_values}] "
+                f"for a grid of {grid}"
             )
         x = self.patch_embed.proj(patches.to(dtype)) + self.pos_embed(grid).to(dtype).repeat(frames, 1)
         starts = torch.arange(frames + 1, dtype=torch.int32, device=patches.device) * rows * columns
         config, sizes = self.config, (rows, columns, patches.device)
-        turns = rotary(config.head_dim, config.side, config.rope_theta, config.spatial_merge_size, *sizes)
-        return Encoding(x, turns.repeat(frames, 1), starts)
+        angles = rotary(config.head_dim, config.side, config.rope_theta, config.spatial_merge_size, *sizes)
+        return Encoding(x, angles.repeat(frames, 1), starts)
 
     @torch.inference_mode()
     def advance(self, encoding: Encoding, layers: int) -> Tensor | None:
-        """Run so many layers more; after the last one the features [1 + deepstack, N, text width]."""
+        """Run `layers` more layers; returns features [1 + deepstack, N, text width] after the last one, else None."""
         for i in range(encoding.layer, min(encoding.layer + layers, self.config.depth)):
             encoding.x = self.blocks[i](encoding.x, encoding.rotary, encoding.starts)
             encoding.layer = i + 1
@@ -196,27 +212,27 @@ class Tower(Module):
 
     @torch.inference_mode()
     def advance_all(self, encodings: Sequence[Encoding], layers: int) -> list[Tensor | None]:
-        """As `advance` of each, with one launch for all of them; they have run as many layers.
+        """Do what `advance` does for several encodings in one launch; they must have run the same layers.
 
-        What an encoding gives has the same bits only where a product's rows do not depend on each other.
+        An encoding gives the same bits as alone only where the rows of a product do not depend on each other.
         """
         if len(encodings) == 1:
             return [self.advance(encodings[0], layers)]
-        joined, patches = join(encodings), [each.num_patches for each in encodings]
+        joined, patches = join(encodings), [encoding.num_patches for encoding in encodings]
         features = self.advance(joined, layers)
         tokens = [count // self.config.spatial_merge_size**2 for count in patches]
         if features is not None:
             return list(features.split(tokens, 1))
-        merged = [each.split(tokens) for each in joined.merged]
+        merged = [encoding.split(tokens) for encoding in joined.merged]
         for i, (encoding, x) in enumerate(zip(encodings, joined.x.split(patches), strict=True)):
             encoding.x, encoding.layer, encoding.merged = x, joined.layer, [parts[i] for parts in merged]
         return [None] * len(encodings)
 
     def encode(self, patches: Tensor, grid: Grid) -> Tensor:
-        """All at once: features [1 + deepstack, N, text width]."""
+        """Encode one image or video in one call; returns features [1 + deepstack, N, text width]."""
         return self.encode_all([(patches, grid)])[0]
 
     def encode_all(self, pictures: Sequence[tuple[Tensor, Grid]]) -> list[Tensor]:
-        """Patches and grid of each; see `advance_all`."""
-        found = self.advance_all([self.begin(*picture) for picture in pictures], self.config.depth)
-        return [features for features in found if features is not None]
+        """Encode several images, given as patches and grid, in one call; see `advance_all`."""
+        encoded = self.advance_all([self.begin(*picture) for picture in pictures], self.config.depth)
+        return [features for features in encoded if features is not None]

@@ -12,7 +12,7 @@ Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerConfig:
-    """`vision_config` by its own names."""
+    """`vision_config` of config.json by its own names."""
 
     depth: int
     hidden_size: int
@@ -29,7 +29,7 @@ class TowerConfig:
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> "TowerConfig":
-        """With what Hugging Face's class fills in."""
+        """Read a vision_config, with the defaults of Hugging Face's class; raises ValueError for unsupported values."""
         if (activation := values.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
             raise ValueError(f"config.json: vision_config.hidden_act is {activation!r}, expected gelu_pytorch_tanh")
         defaults = {
@@ -58,15 +58,16 @@ class TowerConfig:
 
     @property
     def patch_values(self) -> int:
-        """Numbers of a patch: channels, frames, rows, columns."""
+        """The numbers of a patch: channels, frames, rows, columns."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def side(self) -> int:
-        """Of the square that positions were learned on."""
+        """The side of the square of learned positions."""
         return math.isqrt(self.num_position_embeddings)
 
     def num_tokens(self, grid: Grid) -> int:
+        """Return the placeholder tokens that a grid of patches takes."""
         return math.prod(grid) // self.spatial_merge_size**2
 
 
@@ -74,19 +75,19 @@ def _check_sizes(sizes: Mapping[str, int]) -> None:
     width, heads, positions = sizes["hidden_size"], sizes["num_heads"], sizes["num_position_embeddings"]
     if width % heads or width // heads % 4:
         raise ValueError(
-            f"config.json: vision_config has {heads} heads of {width} channels: rows and columns turn a quarter of a "
-            "head's channels each, in pairs"
+            f"config.json: vision_config has {heads} heads of {width} channels, expected a multiple of four channels "
+            "per head: rows and columns each rotate half of a head's channels, in pairs"
         )
     if math.isqrt(positions) ** 2 != positions:
         raise ValueError(f"config.json: vision_config.num_position_embeddings is {positions}, expected a square")
 
 
 def _deepstack(values: Mapping[str, Any], depth: int) -> tuple[int, ...]:
-    found = values.get("deepstack_visual_indexes", (8, 16, 24))
-    is_list = isinstance(found, list | tuple) and all(isinstance(i, int) and 0 <= i < depth for i in found)
-    if not is_list or list(found) != sorted(set(found)):
+    indexes = values.get("deepstack_visual_indexes", (8, 16, 24))
+    is_list = isinstance(indexes, list | tuple) and all(isinstance(i, int) and 0 <= i < depth for i in indexes)
+    if not is_list or list(indexes) != sorted(set(indexes)):
         raise ValueError(
-            f"config.json: vision_config.deepstack_visual_indexes is {found!r}, expected numbers of its {depth} "
-            "layers, each higher than the one before"
+            f"config.json: vision_config.deepstack_visual_indexes is {indexes!r}, expected increasing numbers "
+            f"of its {depth} layers"
         )
-    return tuple(found)
+    return tuple(indexes)

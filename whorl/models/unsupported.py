@@ -1,10 +1,10 @@
-"""Architectures that people try and that do not run here: what each would need, and which supported one is nearest."""
+"""Architectures that people try and that are not supported: what each needs, and the nearest supported one."""
 
 from typing import NamedTuple
 
 
 class Known(NamedTuple):
-    """needs: what it has that nothing here computes. nearest: a supported architecture. gguf: llama.cpp's names."""
+    """needs: the features that are not implemented. nearest: a supported architecture. gguf: llama.cpp's names."""
 
     needs: str
     nearest: str
@@ -12,24 +12,22 @@ class Known(NamedTuple):
 
 
 _MOE = "Qwen3MoeForCausalLM"
-_SHARED = "an expert that every token visits beside those that the router chooses"
+_SHARED = "a shared expert beside the routed ones"
 _PARALLEL = "attention and feed-forward side by side after one LayerNorm"
-_STATE = "layers that keep a state in the place of keys and values"
+_STATE = "layers with a recurrent state in place of keys and values"
 
 UNSUPPORTED: dict[str, Known] = {
     "CohereForCausalLM": Known(_PARALLEL, "LlamaForCausalLM", ("command-r",)),
     "Cohere2ForCausalLM": Known(_PARALLEL, "MistralForCausalLM", ("cohere2",)),
-    "DeepseekV2ForCausalLM": Known(
-        "V2's routing: a softmax of scores in the place of V3's sigmoid", "DeepseekV3ForCausalLM"
-    ),
+    "DeepseekV2ForCausalLM": Known("V2's routing: softmax scores in place of V3's sigmoid", "DeepseekV3ForCausalLM"),
     "FalconForCausalLM": Known(_PARALLEL, "LlamaForCausalLM", ("falcon",)),
     "GemmaForCausalLM": Known("Gemma's first form, without norms of heads", "Gemma3ForCausalLM", ("gemma",)),
     "Gemma2ForCausalLM": Known("softcaps of attention's scores and of logits", "Gemma3ForCausalLM", ("gemma2",)),
     "Gemma3ForConditionalGeneration": Known(
-        "SigLIP's vision tower; the text of these models runs from a GGUF file, which has it alone", "Gemma3ForCausalLM"
+        "SigLIP's vision tower; the text model alone runs from a GGUF file", "Gemma3ForCausalLM"
     ),
     "Gemma3nForConditionalGeneration": Known(
-        "embeddings of each layer and several residual streams", "Gemma3ForCausalLM", ("gemma3n",)
+        "per-layer embeddings and several residual streams", "Gemma3ForCausalLM", ("gemma3n",)
     ),
     "Gemma4ForConditionalGeneration": Known(
         "head sizes and rotation that differ between layers", "Gemma3ForCausalLM", ("gemma4",)
@@ -38,7 +36,7 @@ UNSUPPORTED: dict[str, Known] = {
         "norms after each part and rotation of half a head", "Gemma3ForCausalLM", ("glm4", "chatglm")
     ),
     "Glm4MoeForCausalLM": Known(_SHARED, _MOE, ("glm4moe",)),
-    "GPT2LMHeadModel": Known("learned positions in the place of a rotation", "LlamaForCausalLM", ("gpt2",)),
+    "GPT2LMHeadModel": Known("learned positions in place of a rotation", "LlamaForCausalLM", ("gpt2",)),
     "GptOssForCausalLM": Known(
         "attention sinks, experts with biases and a clamped SwiGLU, and weights in MXFP4", _MOE, ("gpt-oss", "gptoss")
     ),
@@ -60,7 +58,7 @@ UNSUPPORTED: dict[str, Known] = {
         "q, k and v, and gate and up, stored as one tensor each", "LlamaForCausalLM", ("phi3", "phi4")
     ),
     "PhimoeForCausalLM": Known("SparseMixer's routing and LayerNorm", _MOE, ("phimoe",)),
-    "Qwen2MoeForCausalLM": Known(f"{_SHARED}, by a gate of its own", _MOE, ("qwen2moe",)),
+    "Qwen2MoeForCausalLM": Known(f"{_SHARED}, with its own gate", _MOE, ("qwen2moe",)),
     "Qwen2VLForConditionalGeneration": Known(
         "Qwen2-VL's vision tower", "Qwen3VLForConditionalGeneration", ("qwen2vl",)
     ),
@@ -82,6 +80,9 @@ _BY_GGUF["deepseek2"] = Known("llama.cpp's layout of latent attention", "Deepsee
 
 
 def refusal(name: str) -> str:
-    """What to add to an error that names it, from Hugging Face or from a GGUF file: "" where nothing is known."""
+    """Return what an error that names this architecture should add, or "" if nothing is known of it.
+
+    name: of Hugging Face or of a GGUF file.
+    """
     known = UNSUPPORTED.get(name) or _BY_GGUF.get(name)
     return f". {name} needs {known.needs}; nearest is {known.nearest}" if known else ""

@@ -1,4 +1,4 @@
-"""Sliding windows as config.json gives them: how many keys a query of each layer sees, None where it sees all."""
+"""Sliding windows of config.json: how many keys a query of each layer attends to, None for all."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,10 @@ _KINDS = {"sliding_attention", "full_attention"}
 
 
 def by_layer(values: Mapping[str, Any], *, first: int | None = None, named: bool = True) -> tuple[int | None, ...]:
-    """As Qwen has them: if at all, in the layers that layer_types names, or in those from max_window_layers on.
+    """Return the window of each layer, as Qwen configures them.
 
-    first: takes the place of max_window_layers. named: whether layer_types counts.
+    Windows hold in the layers that layer_types names, or in those from max_window_layers on. first: used in place of
+    max_window_layers. named: whether layer_types is read.
     """
     layers, values = count(values, "num_hidden_layers"), {"sliding_window": 4096, **values}
     if not flag(values, "use_sliding_window") or not values["sliding_window"]:
@@ -23,7 +24,7 @@ def by_layer(values: Mapping[str, Any], *, first: int | None = None, named: bool
 
 
 def of_kinds(values: Mapping[str, Any], kinds: Any) -> tuple[int | None, ...]:
-    """kinds: what each layer is called."""
+    """Return the window of each layer; kinds: the layer_types of config.json."""
     layers = count(values, "num_hidden_layers")
     if (
         not isinstance(kinds, list)

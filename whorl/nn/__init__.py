@@ -1,8 +1,8 @@
-"""What models are made of: a step's tensors, the paged cache, and layers that know which part of a weight a rank holds.
+"""Building blocks of models: the tensors of a forward call, the paged cache, and layers that know a rank's shard.
 
-A layer is built with the rank's share of its weights, and they are held in a format that the checkpoint decides. Both
-say, as `Slot`s, where each tensor of a Hugging Face checkpoint goes: into which view of which parameter, and which rows
-and columns of it. The loader needs nothing else.
+A layer is built for a rank's shard of its weights, and its weights are stored in a format that the checkpoint decides.
+Layer and format together state, as `Slot`s, where each tensor of a Hugging Face checkpoint goes: into which view of
+which parameter, and which rows and columns of it. The loader needs nothing else.
 """
 
 from .attention import Rope, attend
@@ -18,7 +18,7 @@ from .router import Router
 from .step import Inserted, Step
 from .training import Packed, check_training, pack, trainable
 from .vocabulary import Vocabulary
-from .weight import Format, Formats, Index, Matrix, Part, Slot, Weighted, hold, slots, weighted
+from .weight import Format, Formats, Index, Matrix, Part, Slot, Weighted, create_parameters, slots, weighted
 
 __all__ = [
     "ONE",
@@ -53,7 +53,7 @@ __all__ = [
     "Weighted",
     "attend",
     "check_training",
-    "hold",
+    "create_parameters",
     "pack",
     "slots",
     "trainable",

@@ -1,4 +1,4 @@
-"""What tokens see of each other: the rotary table of a step, and attention over the paged cache."""
+"""The rotary table of a model, and attention over the paged cache."""
 
 from torch import Tensor
 
@@ -10,33 +10,38 @@ from .cache import KVCache
 from .step import Step
 from .training import Packed
 
-LONGEST = 1 << 24  # tokens of a sequence: beyond all models, and a table of them is 8 GiB
+LONGEST = 1 << 24  # tokens of a sequence: more than any model takes, and a table of so many is 8 GiB
 
 
 class Rope:
-    """The rotary table of a model, long enough for `max_length` tokens, and its rows for a step.
+    """The rotary table of a model, long enough for `max_length` tokens.
 
-    dynamic and longrope have other frequencies past a length. Here they are those of max_length for every token: were
-    they those of the longest sequence at hand, a token's result would depend on what runs beside it.
+    config: the rotation of config.json. max_length: tokens of the longest sequence; default: what the model was made
+    for. `dynamic` and `longrope` have other frequencies past a length. Here every token uses those of `max_length`:
+    with those of the longest sequence in the batch, a token's result would depend on what runs beside it.
+    Raises ValueError for dual chunk attention, and for a `max_length` that the rotation does not reach.
     """
 
     def __init__(self, config: RopeConfig, max_length: int | None = None) -> None:
         if config.is_dual_chunk:
-            raise ValueError("dual chunk attention is not supported: remove dual_chunk_attention_config to run without")
+            raise ValueError("config.json: dual chunk attention is not supported; remove dual_chunk_attention_config")
         limit = config.table_rows
         if max_length is not None and max_length > limit and not config.depends_on_length:
             raise ValueError(
-                f"sequences of {max_length} tokens were asked for, and the model was made for {limit}: ask for at most "
-                f"{limit}, or give config.json a rope scaling (YaRN) that reaches further"
+                f"sequences of {max_length} tokens are too long: the model was made for {limit}; use at most {limit}, "
+                f"or give config.json a rope scaling (YaRN) that reaches further"
             )
         if (max_length or limit) > LONGEST:
-            raise ValueError(f"config.json: {limit} positions; ask for a maximum length of at most {LONGEST}")
+            raise ValueError(f"config.json: {limit} positions; give a max_length of at most {LONGEST}")
         self.table: RopeTable = get_rope(config, rows=max_length)
         self.max_length = self.table.rows
         self._cos_sin: Tensor | None = None
 
     def rows(self, step: Step | Packed) -> Tensor:
-        """[T, R], once a step for all layers."""
+        """Return cos and sin of the step's positions, [T, R]; computed once per step for all layers.
+
+        Raises ValueError for a position past `max_length`.
+        """
         if step.max_position > self.max_length:
             raise ValueError(
                 f"position {step.max_position - 1} is past the {self.max_length} tokens this model was loaded for; "
@@ -53,7 +58,10 @@ class Rope:
 
 
 def attend(q: Tensor, step: Step, cache: KVCache, *, scale: float, window: int | None) -> Tensor:
-    """Every query sees its sequence's cache, new keys and values included: [T, HQ, D]."""
+    """Attend over the paged cache: every query sees its sequence's cache, new keys and values included.
+
+    q: [T, HQ, D]; returns [T, HQ, D]. window: keys that a query sees, itself included; None: all.
+    """
     return ops.paged_attention.unchecked(
         q,
         cache.k,

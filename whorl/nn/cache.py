@@ -1,8 +1,8 @@
-"""The paged cache: what a layer keeps for a token, and the blocks that hold it.
+"""The paged cache: what a layer stores for a token, and the blocks that store it.
 
-Blocks are the engine's: it hands them out, shares and reuses them, and tells a layer by slots and block tables where a
-token's entry is. What an entry holds is the layer's: a kind of cache is a `CacheSpec` and the class that its `empty`
-makes, which the model's forward call gets back for that layer.
+The engine owns the blocks: it allocates, shares and reuses them, and tells a layer by slots and block tables where a
+token's entry is. The layer decides what an entry is: a kind of cache is a `CacheSpec` and the class that its `empty`
+returns, which the model's forward call gets for that layer.
 """
 
 from dataclasses import dataclass, replace
@@ -18,37 +18,37 @@ _DTYPES: dict[KVFormat, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torc
 
 
 class CacheSpec(Protocol):
-    """What one layer keeps for a token on this rank, stated before blocks are laid out.
+    """What one layer stores for a token on this rank, stated before blocks are allocated.
 
-    One that can keep it in 8 bits has `quantised(format)`, too, which gives the spec that does.
+    A spec that can store it in 8 bits also has `quantised(format)`, which returns the spec that does.
     """
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is kept; the model's hidden states may have another."""
+        """The dtype of cache entries; the model's hidden states may have another."""
 
     @property
     def token_bytes(self) -> int:
-        """That a token takes in the cache."""
+        """The bytes that a token takes in the cache."""
 
     def empty(self, num_blocks: int, block_size: int, device: torch.device | str) -> Any:
-        """The blocks of this layer. Their entries are finite numbers: attention may read past a sequence's end."""
+        """Return the blocks of this layer, filled with finite numbers: attention may read past a sequence's end."""
 
     def step_bytes(self, num_keys: int) -> int:
-        """That a decode step of one sequence reads and writes, with so many keys in the cache before it."""
+        """Return the bytes that a decode step of one sequence reads and writes, with `num_keys` keys in the cache."""
 
     def block_size(self, device: str) -> int:
-        """Tokens of a block on `device`, where nobody asks for another number."""
+        """Return the default number of tokens per block on `device`."""
 
     def refusal(self, block_size: int, device: str) -> str | None:
-        """Why attention on `device` does not take blocks of so many tokens; None: it does."""
+        """Return why attention on `device` does not take blocks of `block_size` tokens; None if it does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedKV:
     """Keys and values of the same heads, side by side.
 
-    dtype: int8 or float8_e4m3fn for codes; a scale of each token and head is then kept beside them.
+    dtype: int8 or float8_e4m3fn stores codes, with one scale per token and head beside them.
     """
 
     num_kv_heads: int
@@ -57,7 +57,7 @@ class PagedKV:
     window: int | None = None  # keys a query sees, itself included; None: all
 
     def quantised(self, format: KVFormat) -> "PagedKV":
-        """The same in 8 bits."""
+        """Return the same spec in 8 bits."""
         return replace(self, dtype=_DTYPES[format])
 
     @property
@@ -79,19 +79,22 @@ class PagedKV:
         return KVCache(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
     def step_bytes(self, num_keys: int) -> int:
-        return (min(num_keys, self.window or num_keys) + 1) * self.token_bytes  # and what the new token writes
+        return (min(num_keys, self.window or num_keys) + 1) * self.token_bytes  # one more for what the new token writes
 
     def block_size(self, device: str) -> int:
         return block_size(device)
 
     def refusal(self, block_size: int, device: str) -> str | None:
-        return None  # where the device's own attention takes no such blocks, the reference runs, with a warning
+        return None  # a block size that the device's kernel does not take runs by the reference, with a warning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCache:
-    """One layer's blocks: k and v [num_blocks, block_size, HK, D]; of codes also their scales, [num_blocks, HK,
-    block_size] fp32. `ops.write_kv` and `ops.paged_attention` say what they mean."""
+    """The blocks of one layer: k and v [num_blocks, block_size, HK, D].
+
+    Caches of codes also have their scales, [num_blocks, HK, block_size] fp32; `ops.write_kv` and `ops.paged_attention`
+    define them.
+    """
 
     k: Tensor
     v: Tensor

@@ -11,31 +11,34 @@ from .weights.dense import Dense
 
 
 class Experts(Weighted):
-    """E feed-forward networks of C -> F -> C, stacked, of which a token takes `per_token`; ranks share F."""
+    """E stacked feed-forward networks of C -> F -> C, of which a token takes `per_token`.
+
+    Ranks shard F; the output is summed over ranks.
+    """
 
     def __init__(self, num_experts: int, width: int, inner: int, *, per_token: int, ranks: Ranks = ONE) -> None:
         super().__init__()
         self.num_experts, self.per_token, self.ranks = num_experts, per_token, ranks
         self.inner = ranks.share("expert size", inner, unit=ranks.cut)
-        held, whole = self.inner.stop - self.inner.start, slice(0, width)
+        inner_size, all_columns = self.inner.stop - self.inner.start, slice(0, width)
         gate_up, down = [], []
         for entry in range(num_experts):
-            for first, name in ((0, "gate_proj"), (held, "up_proj")):
+            for first, name in ((0, "gate_proj"), (inner_size, "up_proj")):
                 shape, source = (inner, width), f"{entry}.{name}"
-                part = Part(name=source, shape=shape, rows=self.inner, columns=whole, first=first, entry=entry)
+                part = Part(name=source, shape=shape, rows=self.inner, columns=all_columns, first=first, entry=entry)
                 gate_up.append(part)
             name, shape = f"{entry}.down_proj", (width, inner)
-            down.append(Part(name=name, shape=shape, rows=whole, columns=self.inner, entry=entry))
-        self.gate_up_proj = Matrix((num_experts, 2 * held, width), gate_up)
-        self.down_proj = Matrix((num_experts, width, held), down)
+            down.append(Part(name=name, shape=shape, rows=all_columns, columns=self.inner, entry=entry))
+        self.gate_up_proj = Matrix((num_experts, 2 * inner_size, width), gate_up)
+        self.down_proj = Matrix((num_experts, width, inner_size), down)
 
-    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
-        self.gate_up_proj.hold(f"{name}.gate_up_proj", formats, dtype)
-        self.down_proj.hold(f"{name}.down_proj", formats, dtype)
+    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        self.gate_up_proj.create_parameters(f"{name}.gate_up_proj", formats, dtype)
+        self.down_proj.create_parameters(f"{name}.down_proj", formats, dtype)
         if self.gate_up_proj.format != self.down_proj.format:
             raise ValueError(
-                f"{name}: experts have one format, and the checkpoint has gate and up in {self.gate_up_proj.format}, "
-                f"down in {self.down_proj.format}"
+                f"{name}: experts must have one format, and the checkpoint has gate and up in "
+                f"{self.gate_up_proj.format}, down in {self.down_proj.format}"
             )
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -59,7 +62,7 @@ class Experts(Weighted):
         self.down_proj.unpack(plain)
 
     def step_bytes(self, batch: int) -> float:
-        """Of the experts that a batch chooses if routing is uniform: a share of 1 - (1 - K / E)^B."""
+        """Return the bytes of the experts that a batch uses if routing is uniform: a share of 1 - (1 - K / E)^B."""
         return super().step_bytes(batch) * (1 - (1 - self.per_token / self.num_experts) ** batch)
 
     @property
@@ -67,14 +70,14 @@ class Experts(Weighted):
         return self.gate_up_proj.num_values + self.down_proj.num_values
 
     def prompt_flops(self, num_tokens: int) -> float:
-        all_of_them = self.gate_up_proj.prompt_flops(num_tokens) + self.down_proj.prompt_flops(num_tokens)
-        return all_of_them * self.per_token / self.num_experts
+        dense_flops = self.gate_up_proj.prompt_flops(num_tokens) + self.down_proj.prompt_flops(num_tokens)
+        return dense_flops * self.per_token / self.num_experts
 
 
 class StackedExperts(Experts):
-    """The same of checkpoints that hold all experts in two tensors, [E, 2 F, C] and [E, C, F], or transposed.
+    """Experts of checkpoints that store all of them in two tensors, [E, 2 F, C] and [E, C, F], or transposed.
 
-    Where weights are quantised the format names its own tensors, one by one.
+    Where weights are quantised, the format names the tensors of each expert instead.
     """
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
@@ -82,16 +85,18 @@ class StackedExperts(Experts):
             yield from super().slots(name)
             return
         num, width, inner = self.num_experts, self.down_proj.shape[1], self.down_proj.parts[0].shape[1]
-        every, whole, held = slice(0, num), slice(0, width), self.inner
+        all_experts, all_columns, shard = slice(0, num), slice(0, width), self.inner
         gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
-        if held == slice(0, inner):
-            first = _stacked(gate_up, (num, 2 * inner, width), (every, slice(0, 2 * inner), whole))
-        else:  # a rank's rows of gate and of up lie apart
+        if shard == slice(0, inner):
+            first = _stacked(gate_up, (num, 2 * inner, width), (all_experts, slice(0, 2 * inner), all_columns))
+        else:  # a rank's rows of gate and of up are two ranges of the checkpoint's tensor
             gate, up = gate_up.chunk(2, 1)
-            second = _stacked(up, (num, 2 * inner, width), (every, slice(inner + held.start, inner + held.stop), whole))
-            first = _stacked(gate, (num, 2 * inner, width), (every, held, whole), second)
+            second = _stacked(
+                up, (num, 2 * inner, width), (all_experts, slice(inner + shard.start, inner + shard.stop), all_columns)
+            )
+            first = _stacked(gate, (num, 2 * inner, width), (all_experts, shard, all_columns), second)
         yield f"{name}.gate_up_proj", first
-        yield f"{name}.down_proj", _stacked(down, (num, width, inner), (every, whole, held))
+        yield f"{name}.down_proj", _stacked(down, (num, width, inner), (all_experts, all_columns, shard))
 
 
 def _stacked(into: Tensor, shape: tuple[int, ...], index: Index, *more: Slot) -> Slot:

@@ -1,4 +1,4 @@
-"""The cache of latent attention: one row a token, which all heads share, and the key that an indexer finds it by."""
+"""The cache of latent attention: one row per token that all heads share, and the indexer's key of the token."""
 
 from dataclasses import dataclass, replace
 
@@ -11,23 +11,27 @@ from whorl.ops.latent.codes import index_bytes, latent_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentKV:
-    """rank: channels of a latent; turning: of the key behind it; index_dim: of an indexer's key, 0 where there is none.
+    """What latent attention stores for a token.
 
-    dtype: float8_e4m3fn for codes in pages of bytes, in DeepSeek's layouts; `ops.latent_write` says which.
+    rank: channels of the latent; turning: channels of the rotated key behind it; index_dim: channels of the indexer's
+    key, 0 without an indexer. dtype: float8_e4m3fn stores codes in pages of bytes, in DeepSeek's layouts; see
+    `ops.latent_write`.
     """
 
     rank: int
     turning: int
     dtype: torch.dtype
     index_dim: int = 0
-    topk: int = 0  # keys that a token looks at, where an indexer chooses them
+    topk: int = 0  # keys that a token attends to, where an indexer selects them
 
     def quantised(self, format: str) -> "LatentKV":
-        """The same in 8 bits."""
+        """Return the same spec in 8 bits; raises ValueError for a format other than "fp8"."""
         if format != "fp8":
-            raise ValueError(f"latent attention keeps its cache in the model's dtype or in fp8, not in {format}")
+            raise ValueError(
+                f"kv_cache_dtype is {format}, and latent attention stores its cache in the model's dtype or in fp8"
+            )
         if self.index_dim & (self.index_dim - 1):
-            raise ValueError(f"the indexer's keys have {self.index_dim} channels; fp8 takes a power of two of them")
+            raise ValueError(f"the indexer's keys have {self.index_dim} channels; an fp8 cache needs a power of two")
         return replace(self, dtype=torch.float8_e4m3fn)
 
     @property
@@ -36,13 +40,13 @@ class LatentKV:
 
     @property
     def latent_bytes(self) -> int:
-        """Of a token's row."""
+        """The bytes of a token's latent and rotated key."""
         width = self.rank + self.turning
         return latent_bytes(self.rank, self.turning) if self.is_coded else width * self.dtype.itemsize
 
     @property
     def index_bytes(self) -> int:
-        """Of a token's key."""
+        """The bytes of a token's key of the indexer."""
         if not self.index_dim:
             return 0
         return index_bytes(self.index_dim) if self.is_coded else self.index_dim * self.dtype.itemsize
@@ -52,20 +56,23 @@ class LatentKV:
         return self.latent_bytes + self.index_bytes
 
     def empty(self, num_blocks: int, block_size: int, device: torch.device | str) -> "LatentCache":
-        kind = torch.uint8 if self.is_coded else self.dtype
+        dtype = torch.uint8 if self.is_coded else self.dtype
 
         def pages(num_bytes: int) -> Tensor:
-            shape = (num_blocks, block_size, num_bytes // kind.itemsize)
-            return torch.zeros(shape, dtype=kind, device=device)
+            shape = (num_blocks, block_size, num_bytes // dtype.itemsize)
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         index = pages(self.index_bytes) if self.index_dim else None
         if self.is_coded or not has_two_latent_caches(torch.device(device).type):
             return LatentCache(latent=pages(self.latent_bytes), index=index)
-        latent, turned = (pages(width * kind.itemsize) for width in (self.rank, self.turning))
+        latent, turned = (pages(width * dtype.itemsize) for width in (self.rank, self.turning))
         return LatentCache(latent=latent, index=index, turned=turned)
 
     def step_bytes(self, num_keys: int) -> int:
-        """The indexer reads the keys of all, attention the rows of those it chose; and what the new token writes."""
+        """Return the bytes that a decode step moves.
+
+        The indexer reads the keys of all tokens, attention the rows of those it selected; the new token is written.
+        """
         read = min(num_keys, self.topk) if self.index_dim else num_keys
         return read * self.latent_bytes + num_keys * self.index_bytes + self.token_bytes
 
@@ -78,9 +85,12 @@ class LatentKV:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentCache:
-    """One layer's blocks: latent [num_blocks, block_size, rank + turning], index [num_blocks, block_size, index_dim];
-    of codes, bytes in place of numbers. Where a device's attention wants the turning channels in a tensor of their own,
-    latent has `rank` channels and turned the others."""
+    """The blocks of one layer.
+
+    latent: [num_blocks, block_size, rank + turning]; index: [num_blocks, block_size, index_dim]. Caches of codes hold
+    bytes in place of numbers. Where a device's attention takes the rotated channels as a separate tensor, latent has
+    `rank` channels and turned has the others.
+    """
 
     latent: Tensor
     index: Tensor | None

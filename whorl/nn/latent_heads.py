@@ -1,4 +1,4 @@
-"""The up projection of latent attention, by head: absorbed queries meet latents, and latents become values."""
+"""The up-projection of latent attention, by head: queries are absorbed into the latent space, latents become values."""
 
 from collections.abc import Mapping
 
@@ -14,16 +14,22 @@ from .weights.dense import DENSE, Dense
 
 
 class LatentHeads(Linear):
-    """kv_b_proj [H (Dn + Dv), Dc]: never multiplied as a whole, so it is held in the model's dtype, whatever the
-    checkpoint's format: quantised values are read once. Ranks share the heads."""
+    """kv_b_proj [H (Dn + Dv), Dc], split by head.
 
-    def __init__(self, heads: Mapping[str, int], rank: int, *, mine: slice, ranks: Ranks) -> None:
-        """heads: "count" of all ranks together, "nope" and "value" channels of each; mine: this rank's."""
+    It is never multiplied as one matrix, so it is stored in the model's dtype whatever the checkpoint's format:
+    quantised values are unpacked once, at loading. Ranks shard the heads.
+    """
+
+    def __init__(self, heads: Mapping[str, int], rank: int, *, rank_heads: slice, ranks: Ranks) -> None:
+        """Build the projection for this rank's heads.
+
+        heads: "count" of all ranks together, "nope" and "value" channels of each head; rank_heads: this rank's.
+        """
         self.nope = heads["nope"]
-        each = self.nope + heads["value"]
-        rows = slice(mine.start * each, mine.stop * each)
-        super().__init__(rank, heads["count"] * each, shard="column", parts=(rows,), ranks=ranks)
-        self.num_heads = mine.stop - mine.start
+        head_rows = self.nope + heads["value"]
+        rows = slice(rank_heads.start * head_rows, rank_heads.stop * head_rows)
+        super().__init__(rank, heads["count"] * head_rows, shard="column", parts=(rows,), ranks=ranks)
+        self.num_heads = rank_heads.stop - rank_heads.start
 
     def finish(self) -> None:
         if not isinstance(self.format, Dense):
@@ -32,7 +38,7 @@ class LatentHeads(Linear):
             self.format = DENSE
 
     def unpack(self, plain: Format) -> None:
-        pass  # it is
+        pass  # `finish` has unpacked it
 
     def randomize(self, generator: torch.Generator) -> None:
         if not isinstance(self.format, Dense):
@@ -41,11 +47,14 @@ class LatentHeads(Linear):
         super().randomize(generator)
 
     def absorb(self, q: Tensor) -> Tensor:
-        """[T, H, Dc] of queries [T, H, Dn]: their products with latents are those of q with keys."""
+        """Return queries [T, H, Dc] in the latent space, from q [T, H, Dn].
+
+        Their products with latents are those of q with keys.
+        """
         return ops.head_linear.unchecked(q, self._by_head()[:, : self.nope].transpose(1, 2))  # type: ignore[no-any-return]
 
     def values(self, latents: Tensor) -> Tensor:
-        """[T, H, Dv] of what each head has gathered, [T, H, Dc]."""
+        """Return values [T, H, Dv] from each head's weighted sum of latents, [T, H, Dc]."""
         return ops.head_linear.unchecked(latents, self._by_head()[:, self.nope :])  # type: ignore[no-any-return]
 
     def _by_head(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""A matrix product of which each rank may hold a part."""
+"""A linear layer whose weight may be sharded over ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
@@ -11,9 +11,9 @@ from .weight import Formats, Matrix, Norm, Part, Slot
 
 
 class Linear(Matrix):
-    """y = x W^T + b. `outputs` may name several projections of the checkpoint, held as one weight.
+    """y = x W^T + b. `outputs` may name several projections of the checkpoint, stored as one weight.
 
-    shard "column": each rank holds a share of every projection's rows; "row": a share of the columns, and y is summed
+    shard "column": each rank has a share of every projection's rows; "row": a share of the columns, and y is summed
     over ranks. parts: this rank's rows of each projection, or its columns; default: `Ranks.share`.
     """
 
@@ -45,9 +45,9 @@ class Linear(Matrix):
         )
         self.ranks, self.splits, self.is_summed, self.has_bias = ranks, splits, shard == "row", bias
 
-    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
-        super().hold(name, formats, dtype)
-        self.bias = None  # not a parameter then, which takes longer to find
+    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        super().create_parameters(name, formats, dtype)
+        self.bias = None  # a plain attribute, which is looked up faster than a parameter
         if self.has_bias:
             self.bias = nn.Parameter(torch.empty(self.shape[0], dtype=dtype), requires_grad=False)
 
@@ -57,9 +57,14 @@ class Linear(Matrix):
         y = self.ranks.sum(self.format.linear(self, x, None))
         return y if self.bias is None else y + self.bias
 
-    def after(self, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """y of norm(x + residual), that norm and that sum: in one kernel where there is one. Not where y is summed."""
-        assert not self.is_summed or self.ranks.size == 1, "its input is a share of a row"
+    def after_norm(self, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the product of norm(x + residual), that norm and that sum, in one kernel where there is one.
+
+        It is not for layers whose output is summed over ranks, because their input is a shard.
+        """
+        assert not self.is_summed or self.ranks.size == 1, (
+            "the input of a row-sharded layer is a shard, which cannot be normalised"
+        )
         return self.format.norm_linear(self, norm, x, residual, self.bias)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
@@ -79,9 +84,9 @@ class Linear(Matrix):
 
 
 class PlainLinear(Linear):
-    """One that no quantiser rounds, whatever config.json says of linear layers: it is stored as something else."""
+    """A linear layer that is never quantised, whatever config.json says of linear layers."""
 
-    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
-        from .weights.dense import ALL_DENSE  # which is made of what is beside this file
+    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        from .weights.dense import ALL_DENSE  # imported here, because that module imports this package
 
-        super().hold(name, ALL_DENSE, dtype)
+        super().create_parameters(name, ALL_DENSE, dtype)

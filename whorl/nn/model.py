@@ -1,4 +1,4 @@
-"""What the engine needs of a model."""
+"""The interface of models that the engine uses."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,27 +11,30 @@ from .step import Step
 
 
 class Model(Protocol):
-    """What the engine needs of a model.
+    """The interface of models that the engine uses.
 
-    One that sees has more: a `tower` with `begin` and `advance`, which encode a picture layer by layer, and in `config`
-    the ids of its placeholders and the rule of its positions; `whorl.models.qwen3_vl` is the example. One that computes
-    from another's hidden states says by `state_size` how many channels these have; `whorl.models.deepseek_mtp` is it.
+    A vision model also has a `tower` with `begin` and `advance`, which encode an image layer by layer, and in `config`
+    the ids of its placeholder tokens and its position rule; `whorl.models.qwen3_vl` is an example. A model that
+    computes from another model's hidden states says in `state_size` how many channels these have;
+    `whorl.models.deepseek_mtp` is one.
     """
 
     config: Any
-    dtype: torch.dtype  # of hidden states; a layer's cache has its own, `CacheSpec.dtype`
+    dtype: torch.dtype  # of hidden states; caches have their own, `CacheSpec.dtype`
     vocab_size: int
-    max_length: int  # longest sequence the rotary table serves
+    max_length: int  # tokens of the longest sequence that the rotary table serves
 
     def cache_specs(self) -> Sequence[CacheSpec]:
-        """One for each cache that `forward` takes, in its order."""
+        """Return the spec of each cache that `forward` takes, in its order."""
 
     def forward(self, step: Step, caches: Sequence[Any]) -> Tensor:
-        """Hidden states [T, C], final norm included; writes the tokens' entries into the caches, each as its spec's
-        `empty` made it."""
+        """Return hidden states [T, C], after the final norm, and write the tokens' entries into the caches.
+
+        caches: each as its spec's `empty` returned it.
+        """
 
     def attention_flops(self, num_tokens: int) -> float:
-        """Of a prompt: what its tokens see of each other, in all layers."""
+        """Return the FLOPs of attention between the tokens of a prompt, in all layers."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V] from hidden [N, C], in the dtype of the product."""
+        """Return logits [N, V] of hidden [N, C], in the dtype of the product."""

@@ -1,4 +1,4 @@
-"""Norms of rows: RMSNorm, with the residual that it adds, and LayerNorm."""
+"""Norms: RMSNorm, with the residual that it adds, and LayerNorm."""
 
 from collections.abc import Iterator
 
@@ -11,9 +11,9 @@ from .weight import Formats, Slot, Weighted
 
 
 class RMSNorm(Weighted):
-    """Its weight is one number a channel, in the model's dtype whatever the format of matrices.
+    """RMSNorm with one weight per channel, in the model's dtype whatever the format of matrices.
 
-    plus_one: rows are multiplied by 1 + weight, as Gemma does.
+    plus_one: the norm is multiplied by 1 + weight, as Gemma does.
     """
 
     weight: Tensor
@@ -22,11 +22,11 @@ class RMSNorm(Weighted):
         super().__init__()
         self.size, self.eps, self.plus_one = size, eps, plus_one
 
-    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         self.register_parameter("weight", nn.Parameter(torch.empty(self.size, dtype=dtype), requires_grad=False))
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and that sum."""
+        """Return the norm of x + residual, and that sum."""
         if residual is None:
             return ops.rms_norm.unchecked(x, self.weight, self.eps, plus_one=self.plus_one), x
         return ops.add_rms_norm.unchecked(x, residual, self.weight, self.eps, plus_one=self.plus_one)
@@ -39,7 +39,7 @@ class RMSNorm(Weighted):
 
 
 class LayerNorm(Weighted):
-    """Mean and variance of a row in fp32, one rounding; weight and bias in the model's dtype."""
+    """LayerNorm with mean and variance in fp32, rounded once; weight and bias in the model's dtype."""
 
     weight: Tensor
     bias: Tensor
@@ -48,7 +48,7 @@ class LayerNorm(Weighted):
         super().__init__()
         self.size, self.eps = size, eps
 
-    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         for key in ("weight", "bias"):
             self.register_parameter(key, nn.Parameter(torch.empty(self.size, dtype=dtype), requires_grad=False))
 

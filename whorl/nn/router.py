@@ -11,8 +11,10 @@ from .weight import Formats, Slot, Weighted
 
 
 class Router(Weighted):
-    """Scores of E experts, and the bias that is added for choosing them alone. Both in fp32, whatever the model's
-    dtype: rounded scores would choose other experts."""
+    """Scores of E experts, and the bias that is added only for choosing among them.
+
+    Both are fp32 whatever the model's dtype: rounded scores would choose other experts.
+    """
 
     weight: Tensor
     bias: Tensor
@@ -21,12 +23,12 @@ class Router(Weighted):
         super().__init__()
         self.width, self.num_experts = width, num_experts
 
-    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         for key, shape in (("weight", (self.num_experts, self.width)), ("bias", (self.num_experts,))):
             self.register_parameter(key, nn.Parameter(torch.empty(shape), requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, E] fp32."""
+        """Return the scores of x [T, C], [T, E] fp32."""
         return ops.linear.unchecked(x.float(), self.weight)  # type: ignore[no-any-return]
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:

@@ -8,19 +8,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inserted:
-    """What some of a call's rows are given beside their tokens, such as the features of a picture.
+    """Features that some tokens of a call get in place of or beside their embeddings, such as those of an image.
 
-    features: [T, C] each, zero in other rows: the first takes the place of the tokens' embeddings, the next is added
-    after layer 0, the one after it after layer 1, and so on (deepstack).
+    features: [T, C] each, zero for other tokens. The first replaces the embeddings, the second is added after layer 0,
+    the third after layer 1, and so on (deepstack).
     """
 
-    mask: Tensor  # [T, 1] bool: the rows
+    mask: Tensor  # [T, 1] bool: tokens that have features
     features: tuple[Tensor, ...]
 
     def embed(self, x: Tensor) -> Tensor:
+        """Return x [T, C] with the embeddings of masked tokens replaced."""
         return torch.where(self.mask, self.features[0], x)
 
     def add(self, x: Tensor, layer: int) -> Tensor:
+        """Return x [T, C] with the features added that belong after `layer`."""
         return x + self.features[layer + 1] if layer + 1 < len(self.features) else x
 
 

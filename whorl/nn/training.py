@@ -1,4 +1,4 @@
-"""A model under autograd: whole sequences, side by side, with the numbers that the engine has of them."""
+"""Running a model under autograd: packed sequences, with the same numbers that the engine computes for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,19 +15,23 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """Sequences of tokens, one behind the other, T in all."""
+    """B sequences of tokens one after the other, T tokens in all."""
 
     token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, from 0 on in each
+    positions: Tensor  # [T] int64, from 0 in each sequence
     starts: Tensor  # [B + 1] int32
-    scored: Tensor  # [T - B] int64: where the tokens stand that have others before them
+    scored: Tensor  # [T - B] int64: indices of the tokens that are not the first of their sequence
     max_position: int
 
 
 def pack(sequences: Sequence[Sequence[int]], device: torch.device | str) -> Packed:
+    """Pack sequences of token ids for `Llama.logprobs`.
+
+    Raises ValueError without sequences, or for an empty one. Example: model.logprobs(pack([[1, 2, 3], [4, 5]], "cpu"))
+    """
     lengths = [len(sequence) for sequence in sequences]
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"pack: sequences of {lengths} tokens, expected at least one sequence and none that is empty")
+        raise ValueError(f"pack: sequences have {lengths} tokens, expected at least one sequence and no empty ones")
     starts = torch.tensor([0, *lengths]).cumsum(0)
     positions = torch.cat([torch.arange(length) for length in lengths])
     return Packed(
@@ -40,18 +44,26 @@ def pack(sequences: Sequence[Sequence[int]], device: torch.device | str) -> Pack
 
 
 def trainable(model: M) -> M:
-    """The model, whose parameters now take gradients. They must be held as they are, not quantised."""
+    """Make the model's parameters require gradients and return the model.
+
+    Raises ValueError when a weight is quantised: only plain weights are trained.
+    """
     for name, layer in model.named_modules():
         if isinstance(layer, Matrix) and not isinstance(layer.format, Dense):
-            raise ValueError(f"{name} is held as {layer.format}, and only plain weights are trained: load such a model")
+            raise ValueError(
+                f"trainable: {name} is quantised ({layer.format}), expected plain weights; load an unquantised model"
+            )
     return model.requires_grad_(True)
 
 
 def check_training(device: str) -> None:
-    """That nothing changes where numbers are rounded."""
+    """Check that autocast and the compiler do not change where numbers are rounded.
+
+    Raises RuntimeError when they do: the model's numbers would not be the engine's.
+    """
     if torch.is_autocast_enabled(device):
         raise RuntimeError(
-            "a model under autocast has residuals in fp32, and its numbers are not the engine's: hold it in bf16, or "
+            "under autocast residuals are fp32, and the model's numbers are not the engine's: load it in bf16, or keep "
             "its weights in fp32 and shard it with FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
     if torch.compiler.is_compiling():
@@ -63,12 +75,13 @@ def _check_compiler() -> bool:
 
     if not config.emulate_precision_casts:
         raise RuntimeError(
-            "Inductor leaves out roundings between the operations that it fuses, and the model's numbers are not the "
+            "Inductor does not round between the operations that it fuses, so the model's numbers are not the "
             "engine's: set torch._inductor.config.emulate_precision_casts = True before torch.compile"
         )
     return True
 
 
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler. So it runs while a model is
-# traced: a tracer that meets a `raise` gives the function up, and runs the rest of the model compiled all the same.
+# This is what torch.compiler.assume_constant_result sets; calling that would import the compiler. With it the check
+# runs while a model is traced. Without it the tracer, on meeting a `raise`, would only leave this function uncompiled
+# and go on compiling the model.
 _check_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]

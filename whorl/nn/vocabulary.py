@@ -1,4 +1,4 @@
-"""The embedding and the head."""
+"""The matrix of the vocabulary: embedding, output head, or both."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from .weight import Matrix, Part
 
 
 class Vocabulary(Matrix):
-    """One row per token, for the embedding and for the head. Ranks share the rows; the last may hold fewer.
+    """One row per token id, for the embedding and for the output head.
 
-    is_embedding, is_head: what the model uses it for, which may be both.
+    Ranks shard the rows; the last may have fewer. is_embedding, is_head: what the model uses it for, which may be both.
     """
 
     def __init__(
@@ -19,26 +19,28 @@ class Vocabulary(Matrix):
         unit = ranks.unit.rows
         per_rank = -(-size // (ranks.size * unit)) * unit
         first = min(ranks.rank * per_rank, size)
-        held = slice(first, min(first + per_rank, size))
-        super().__init__((per_rank, width), [Part(name="", shape=(size, width), rows=held, columns=slice(0, width))])
-        self.size, self.ranks, self.start, self.stop = size, ranks, held.start, held.stop
+        shard = slice(first, min(first + per_rank, size))
+        super().__init__((per_rank, width), [Part(name="", shape=(size, width), rows=shard, columns=slice(0, width))])
+        self.size, self.ranks, self.start, self.stop = size, ranks, shard.start, shard.stop
         self.is_embedding, self.is_head = is_embedding, is_head
 
     def forward(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings of token_ids [T], [T, width]."""
         if self.ranks.size == 1:
             return self.format.lookup(self, token_ids)
-        is_mine = (token_ids >= self.start) & (token_ids < self.stop)
-        rows = self.format.lookup(self, (token_ids - self.start) * is_mine)
-        return self.ranks.sum(torch.where(is_mine[:, None], rows, 0))
+        is_local = (token_ids >= self.start) & (token_ids < self.stop)
+        rows = self.format.lookup(self, (token_ids - self.start) * is_local)
+        return self.ranks.sum(torch.where(is_local[:, None], rows, 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [N, size] of hidden states [N, width]."""
         return self.ranks.gather(self.format.linear(self, hidden, None))[:, : self.size]
 
     def step_bytes(self, batch: int) -> float:
-        """As an embedding a row a sequence, as a head all."""
-        held = super().step_bytes(batch)
-        return self.is_embedding * batch * held / self.shape[0] + self.is_head * held
+        """Return the bytes that a decode step reads: one row per sequence as an embedding, all rows as a head."""
+        all_rows = super().step_bytes(batch)
+        return self.is_embedding * batch * all_rows / self.shape[0] + self.is_head * all_rows
 
     def prompt_flops(self, num_tokens: int) -> float:
-        """The head sees a prompt's last token."""
+        """Return the FLOPs of a prompt: the head multiplies its last token only."""
         return super().prompt_flops(1) * self.is_head

@@ -1,9 +1,9 @@
-"""A matrix of a model, and the format that its values are held in.
+"""A matrix of a model, and the format that its values are stored in.
 
-A model is first a skeleton: its layers know how large their matrices are and which part of them this rank has. The
-loader then gives every matrix a `Format`, by its name in the checkpoint, and the format does the rest: it makes the
-parameters, says where the checkpoint's tensors go in them, and multiplies. Neither models nor the engine know which
-formats there are; `whorl.nn.weights` has the table.
+A model is first a skeleton: its layers know how large their matrices are and which shard of them this rank has. The
+loader then gives every matrix a `Format`, by its name in the checkpoint. The format creates the parameters, states
+where the checkpoint's tensors go in them, and computes products. Neither models nor the engine know which formats
+exist; `whorl.nn.weights` has the table.
 """
 
 import math
@@ -20,11 +20,11 @@ from whorl import ops
 from .ranks import Unit
 
 Index = tuple[slice, ...]
-FEW = 8  # rows in front of which a norm may be part of the product
+FEW = 8  # tokens: up to so many, a norm may be fused into the product behind it
 
 
 class Norm(Protocol):
-    """Of a row and what is added to it before."""
+    """A norm of x + residual that returns the norm and the sum."""
 
     weight: Tensor
     eps: float
@@ -35,17 +35,17 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """Where a checkpoint's tensor goes: its `index` part is copied `into` a view of a parameter.
+    """The destination of a checkpoint's tensor: its `index` part is copied `into` a view of a parameter.
 
-    dtype: how it must be stored, to be copied as it is; None: in any floating point dtype of 16 bits or more, or in one
-    of `also`, and it is converted. more: other parts of the same tensor, where what goes into a rank's parameter is not
-    one run of it. default: what `into` is filled with where the checkpoint has no such tensor; None: it must have one.
-    is_either_way: the last two dims may be exchanged in the file; where they are equal, they are not.
-    A tensor of one number may be stored in any number of dimensions.
+    dtype: the stored dtype must be this one, and values are copied as they are; None: any floating point dtype of 16
+    bits or more, or one of `also`, is converted. more: slots for other parts of the same tensor, where a rank's shard
+    is not one contiguous range of it. default: the value that fills `into` when the checkpoint has no such tensor;
+    None: it must have one. is_either_way: the last two dims may be transposed in the file; where they are equal, they
+    are taken as they are. A tensor of one number may have any number of dims.
     """
 
     into: Tensor
-    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
+    shape: tuple[int, ...]  # of the full tensor in the checkpoint
     index: Index
     dtype: torch.dtype | None = None
     also: tuple[torch.dtype, ...] = ()
@@ -54,127 +54,136 @@ class Slot:
     is_either_way: bool = False
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape can be it."""
+        """Return whether a tensor of this shape can be copied."""
         return shape == self.shape or self.is_exchanged(shape) or math.prod(shape) == math.prod(self.shape) == 1
 
     def is_exchanged(self, shape: tuple[int, ...]) -> bool:
-        """Whether the last two dims of this shape are the wrong way round."""
+        """Return whether a tensor of this shape has its last two dims transposed."""
         return self.is_either_way and shape != self.shape and shape == (*self.shape[:-2], *self.shape[:-3:-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A projection of the checkpoint, and what of it a matrix holds."""
+    """A projection of the checkpoint, and the part of it that a matrix has."""
 
-    name: str  # its own, where the matrix holds several projections; "": that of the matrix
-    shape: tuple[int, int]  # of the whole projection
-    rows: slice  # that this rank has
+    name: str  # its name in the checkpoint, where the matrix has several projections; "": that of the matrix
+    shape: tuple[int, int]  # of the full projection
+    rows: slice  # this rank's
     columns: slice
-    first: int = 0  # row of the matrix in which its rows begin
-    entry: int | None = None  # of a stack of matrices
+    first: int = 0  # row of the matrix at which the projection begins
+    entry: int | None = None  # its index in a stack of matrices
 
     @property
     def place(self) -> tuple[int | slice, ...]:
-        """Its rows in the matrix."""
+        """The index of the projection's rows in the matrix."""
         rows = slice(self.first, self.first + self.rows.stop - self.rows.start)
         return (rows,) if self.entry is None else (self.entry, rows)
 
     def source(self, name: str) -> str:
-        """Its name in the checkpoint, as a part of the matrix of this name."""
+        """Return the projection's name in the checkpoint; name: that of the matrix."""
         return f"{name.rpartition('.')[0]}.{self.name}" if self.name else name
 
 
 class Format(ABC):
-    """How matrices are held. One that says what its values are can do everything; products of its own are faster."""
+    """How the values of matrices are stored, and how products with them are computed.
+
+    A format that implements `values` works everywhere; products of its own make it faster.
+    """
 
     unit = Unit()
-    is_weight_only = True  # its products are those of its values, so that values in the model's dtype may replace it
+    is_weight_only = True  # products equal those of `values`, so the matrix may be unpacked to the model's dtype
 
     @abstractmethod
     def tensors(self, matrix: "Matrix") -> dict[str, Tensor]:
-        """The parameters of a matrix by name, not initialised."""
+        """Return the parameters of a matrix by name, not initialised."""
 
     @abstractmethod
     def slots(self, matrix: "Matrix", part: Part) -> Iterator[tuple[str, Slot]]:
-        """Every tensor that the checkpoint has for a part, by the end of its name, such as "weight"."""
+        """Yield every tensor that the checkpoint has for a part, by the end of its name, such as "weight"."""
 
     @abstractmethod
     def values(self, matrix: "Matrix") -> Tensor:
-        """matrix.shape, in the model's dtype."""
+        """Return the values, in matrix.shape and the model's dtype."""
 
     @abstractmethod
     def randomize(self, matrix: "Matrix", generator: torch.Generator) -> None:
-        """Fill the parameters so that values are normal, with a variance of 1 / columns."""
+        """Fill the parameters with random values of variance 1 / columns."""
 
     def finish(self, matrix: "Matrix") -> None:  # noqa: B027 (most have nothing to do)
-        """The checkpoint's tensors are in: parameters may be laid out anew."""
+        """Rearrange the parameters for the kernels, after the checkpoint's tensors have been copied."""
 
     def linear(self, matrix: "Matrix", x: Tensor, bias: Tensor | None) -> Tensor:
-        """As `ops.linear`."""
+        """Return x W^T + bias, as `ops.linear` does."""
         return ops.linear.unchecked(x, self.values(matrix), bias)  # type: ignore[no-any-return]
 
     def norm_linear(
         self, matrix: "Matrix", norm: "Norm", x: Tensor, residual: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The product of norm(x + residual), that norm and that sum."""
+        """Return the product of norm(x + residual), that norm and that sum."""
         normed, total = norm(x, residual)
         return self.linear(matrix, normed, bias), normed, total
 
     def experts(self, gate_up: "Matrix", down: "Matrix", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """As `ops.experts`."""
+        """Return the output of the experts, as `ops.experts` does."""
         return ops.experts(x, self.values(gate_up), self.values(down), weights, ids)  # type: ignore[no-any-return]
 
     def lookup(self, matrix: "Matrix", row_ids: Tensor) -> Tensor:
-        """Rows of the matrix, [T, columns]."""
+        """Return rows of the matrix, [T, columns]."""
         return nn.functional.embedding(row_ids, self.values(matrix))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formats:
-    """Of a checkpoint: the format of each module, by its name there, and where shares of all of them may be cut."""
+    """The formats of a checkpoint.
+
+    of: function from a module's name in the checkpoint to its format. unit: where shards of all of them may be cut.
+    """
 
     of: Callable[[str], Format]
     unit: Unit = Unit()  # noqa: RUF009 (a tuple)
-    ignored: tuple[str, ...] = ()  # ends of the names of tensors that the checkpoint may have and nothing here uses
+    ignored: tuple[str, ...] = ()  # ends of names of tensors that the checkpoint may have and that are not used
 
 
 class Weighted(nn.Module):
-    """A layer with weights. It is made without them: `hold` makes its parameters."""
+    """A layer with weights. It is built without them; `create_parameters` makes them."""
 
-    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
-        """name: of the layer in the model; dtype: the model's."""
+    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        """Create the parameters, not initialised; name: of the layer in the model, dtype: the model's."""
         raise NotImplementedError
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        """Where each tensor of the checkpoint goes, by its name."""
+        """Yield the destination of each tensor of the checkpoint, by its name."""
         raise NotImplementedError
 
     def randomize(self, generator: torch.Generator) -> None:
+        """Fill the parameters with random values."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Called when a checkpoint's tensors have been copied."""
+        """Do what is left to do when a checkpoint's tensors have been copied."""
 
     def unpack(self, plain: Format) -> None:
-        """Replace quantised weights by their values in the model's dtype, where products are the same. plain: the
-        format that holds such values."""
+        """Replace quantised weights by their values in the model's dtype, if that does not change products.
+
+        plain: the format that stores such values.
+        """
 
     def step_bytes(self, batch: int) -> float:
-        """That a decode step of `batch` sequences reads."""
+        """Return the bytes of weights that a decode step of `batch` sequences reads."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
     @property
     def num_values(self) -> int:
-        """Numbers of the model that this rank has here, however they are held."""
+        """The number of the model's weights that this rank has here, however they are stored."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def prompt_flops(self, num_tokens: int) -> float:
-        """Of the products that a prompt needs; the rest is nothing beside them."""
+        """Return the FLOPs of the matrix products of a prompt; other work is negligible."""
         return 0
 
 
 class Matrix(Weighted):
-    """[rows, columns], or a stack of such: one or several projections of a checkpoint as one weight."""
+    """A matrix [rows, columns], or a stack of them: one or several projections of a checkpoint as one weight."""
 
     format: Format
     name: str  # in the model
@@ -185,13 +194,15 @@ class Matrix(Weighted):
         super().__init__()
         self.shape, self.parts = tuple(shape), tuple(parts)
 
-    def hold(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
-        first, *others = (part.source(name) for part in self.parts)
+    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        first, *other_names = (part.source(name) for part in self.parts)
         self.format, self.name, self.dtype = formats.of(first), name, dtype
-        if (odd := next((other for other in others if formats.of(other) != self.format), None)) is not None:
+        if (
+            different := next((other_name for other_name in other_names if formats.of(other_name) != self.format), None)
+        ) is not None:
             raise ValueError(
-                f"{first} and {odd} are one matrix here, and the checkpoint has them in different formats: "
-                f"{self.format} and {formats.of(odd)}"
+                f"{first} and {different} are stored as one matrix, and the checkpoint has them in different formats: "
+                f"{self.format} and {formats.of(different)}"
             )
         self._check_cuts(name)
         for key, tensor in self.format.tensors(self).items():
@@ -200,12 +211,12 @@ class Matrix(Weighted):
     def _check_cuts(self, name: str) -> None:
         for part in self.parts:
             cuts = (part.rows, part.columns)
-            for what, cut, size, unit in zip(("rows", "columns"), cuts, part.shape, self.format.unit, strict=True):
+            for dim, cut, size, unit in zip(("rows", "columns"), cuts, part.shape, self.format.unit, strict=True):
                 if cut.start % unit or (cut.stop % unit and cut.stop != size):
                     raise ValueError(
-                        f"tensor parallel: {part.source(name)}: this rank's share is {what} {cut.start} to {cut.stop} "
-                        f"of {size}, and the weights are in units of {unit} {what}, which cannot be cut: take fewer "
-                        f"ranks, so that each has whole units"
+                        f"tensor parallel: {part.source(name)}: this rank's share is {dim} {cut.start} to {cut.stop} "
+                        f"of {size}, and the weights are in units of {unit} {dim}, which cannot be cut: take fewer "
+                        f"ranks, so that each has complete units"
                     )
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
@@ -227,7 +238,7 @@ class Matrix(Weighted):
             self.format.finish(self)
 
     def replace(self, **tensors: Tensor) -> None:
-        """Hold these parameters, and none of those that the format had asked for."""
+        """Replace all parameters but the bias by these."""
         for key in [key for key in self._parameters if key != "bias"]:
             delattr(self, key)
         for key, tensor in tensors.items():
@@ -242,7 +253,10 @@ class Matrix(Weighted):
 
 
 def weighted(model: nn.Module, name: str = "") -> Iterator[tuple[str, Weighted]]:
-    """The layers of a model that have weights, by name, in its order. What a layer has inside is its own affair."""
+    """Yield the layers of a model that have weights, by name, in the model's order.
+
+    Modules inside such a layer are not listed.
+    """
     if isinstance(model, Weighted):
         yield name, model
         return
@@ -250,12 +264,12 @@ def weighted(model: nn.Module, name: str = "") -> Iterator[tuple[str, Weighted]]
         yield from weighted(child, f"{name}.{child_name}" if name else child_name)
 
 
-def hold(model: nn.Module, formats: Formats, dtype: torch.dtype) -> None:
-    """Make every layer's parameters, on the device at hand, not initialised."""
+def create_parameters(model: nn.Module, formats: Formats, dtype: torch.dtype) -> None:
+    """Create every layer's parameters, on the current device, not initialised."""
     for name, layer in weighted(model):
-        layer.hold(name, formats, dtype)
+        layer.create_parameters(name, formats, dtype)
 
 
 def slots(model: nn.Module) -> dict[str, Slot]:
-    """Every tensor a checkpoint must hold for this model, by Hugging Face's name."""
+    """Return the destination of every tensor that a checkpoint must have for this model, by Hugging Face's name."""
     return {source: slot for name, layer in weighted(model) for source, slot in layer.slots(name)}

@@ -1,7 +1,8 @@
-"""Sequence parallelism for models that torch.compile captures: the graph passes that rewrite sums over ranks.
+"""Sequence parallelism for models that torch.compile captures: graph passes that rewrite sums over ranks.
 
-It is this one thing and no framework for passes of other kinds. Start reading at `pipeline.PIPELINE`;
-`capture.compile` is the front door, `rewrite` the passes alone.
+This package does this one thing; it is not a framework for other graph passes. `compile` is the entry point for users,
+`rewrite` runs the passes on a graph you captured yourself, and `pipeline.PIPELINE` lists the passes in order: start
+reading there.
 """
 
 from typing import Any
@@ -41,7 +42,11 @@ __all__ = [
 
 
 def inductor_options(config: SequenceParallel) -> dict[str, Any]:
-    """torch.compile(model, options=inductor_options(config)): the passes inside torch's own Inductor, for one graph."""
+    """Return the options that run the passes inside torch's own Inductor, on one graph per capture.
+
+    config: `min_tokens` must be a number; returns a dict for torch.compile's `options`; raises ValueError when
+    `config.min_tokens` is "auto". Example: torch.compile(model, options=inductor_options(config)).
+    """
     from .inductor import inductor_options as options  # Inductor takes seconds to import
 
     return options(config)

@@ -1,13 +1,13 @@
-"""The pass that puts collectives into a graph which run while the product before or after them is computed.
+"""The pass that overlaps collectives with the matrix product before or after them, as one fused operator.
 
     mm -> reduce_scatter      matmul_reduce_scatter       sequence parallelism
     all_gather -> mm          all_gather_matmul           sequence parallelism; several products may share a gather
     mm -> all_reduce          matmul_all_reduce           tensor parallelism alone
 
-Where the platform has a fused operator (CUDA's symmetric memory, Ascend) it is used, unless sums must be in rank order;
-elsewhere the product is cut by rank: one part is on its way while the next is multiplied. Then sums are in rank order,
-as in `collectives`, and the result has the bits of the unfused pair wherever a row of a product does not depend on the
-rows beside it: always with whorl's `linear`, with aten's `mm` where the library keeps to that.
+Where the platform has a fused operator (CUDA's symmetric memory, Ascend) it is used, unless sums must be in rank order.
+Elsewhere the product is split by rank: one part is sent while the next is multiplied. Then sums are in rank order, as
+in `collectives`, and the result has the bits of the unfused pair wherever a row of a product does not depend on the
+rows beside it: always with whorl's `linear`, and with aten's `mm` where the library guarantees it.
 """
 
 import operator
@@ -26,28 +26,23 @@ from .rewriting import Rewrite
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.whorl
-Fuser = Callable[[Graph, Node, bool, bool], str | None]  # None, or why not
-
-
-# ---- the operators
-
-
-# ---- the pass
+# Fuses one collective (graph, node, ordered, exact); returns None, or the reason why it did not.
+Fuser = Callable[[Graph, Node, bool, bool], str | None]
 
 
 def fuse(state: Rewrite) -> int:
-    """The pass of the pipeline, for those who ask for it."""
+    """Run `fuse_graph` with the options of the rewrite's config. Returns how many collectives were fused."""
     return fuse_graph(state.graph, state.group, ordered=state.config.ordered)
 
 
 def fuse_graph(
     graph: Graph, group: str, *, ordered: bool = True, exact: bool = False, left: list[str] | None = None
 ) -> int:
-    """Fuse the products of `graph` with the collectives over `group` beside them. Returns how many collectives.
+    """Fuse the matrix products of `graph` with the collectives over `group` beside them, in place.
 
-    ordered: the passes' own sums stay in rank order; torch's functional ones never are. exact: leave products alone
-    that may change a row's bits when they are given other rows beside it. `left` is given a line for every collective
-    over the group that stays as it is.
+    ordered: the passes' sums stay in rank order; torch's functional sums never are. exact: leave alone products whose
+    rows may change their bits when other rows run beside them. left: a list to which a line is appended for every
+    collective over the group that is not fused, with the reason. Returns how many collectives were fused.
     """
     left = [] if left is None else left
     count = 0
@@ -66,7 +61,7 @@ NOT_EXACT = "rows of aten's mm may change with the rows beside them; whorl's lin
 
 
 def _product(node: Any) -> tuple[Node, Node, str] | None:
-    """x, weight and kind of a plain product."""
+    """Return input, weight and kind ("mm" or "linear") of a plain product; None for any other node."""
     if not isinstance(node, Node):
         return None
     arguments: Any = node.args
@@ -80,34 +75,34 @@ def _product(node: Any) -> tuple[Node, Node, str] | None:
 
 
 def _before_views(node: Any) -> Any:
-    """What `node` is a view of, when all views together leave the shape and nothing else reads them."""
+    """Return the value that `node` is a view of, if the views keep its shape and nothing else reads them."""
     source = node
     while isinstance(source, Node) and source.target in VIEWS and len(source.users) == 1:
         source = source.args[0]
     return source if isinstance(source, Node) and has_shape_of(source, node) else node
 
 
-def _products_of(value: Node) -> list[Node]:
-    """Plain products with `value`, as it is or through views that leave its shape."""
-    found, todo = [], list(value.users)
+def _find_products(value: Node) -> list[Node]:
+    """Return the plain products that read `value`, directly or through views that keep its shape."""
+    products, todo = [], list(value.users)
     while todo:
         user = todo.pop(0)
         product = _product(user)
-        if product is not None and has_shape_of(product[0], value) and _root(product[0]) is value:
-            found.append(user)
+        if product is not None and has_shape_of(product[0], value) and _skip_views(product[0]) is value:
+            products.append(user)
         elif user.target in VIEWS:
             todo += list(user.users)
-    return found
+    return products
 
 
-def _root(node: Any) -> Any:
+def _skip_views(node: Any) -> Any:
     while isinstance(node, Node) and node.target in VIEWS:
         node = node.args[0]
     return node
 
 
 def _result(node: Node) -> Node | None:
-    """The node that hands out a collective's result: itself, or the one that waits for it."""
+    """Return the node that holds a collective's result: the collective itself, or the node that waits for it."""
     if _is_ours(node):
         return node
     waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
@@ -125,12 +120,12 @@ def _replace(graph: Graph, old: Node, new: Node) -> None:
 
 
 def _erase(graph: Graph, node: Any) -> None:
-    """The node, and what only it read among views, products and the collective it waited for."""
+    """Erase the node, and the views, products and collectives that nothing else reads."""
     sources = node.all_input_nodes
     graph.erase_node(node)
     for source in sources:
-        is_ended = not source.users and (source.target in VIEWS or source.target in _FUSERS or _product(source))
-        if is_ended:
+        is_unused = not source.users and (source.target in VIEWS or source.target in _FUSERS or _product(source))
+        if is_unused:
             _erase(graph, source)
 
 
@@ -139,12 +134,12 @@ def _fuse_sum(target: Any) -> Fuser:
         if not _is_ours(node) and node.args[1] != "sum":
             return f"it reduces by {node.args[1]!r}, not 'sum'"
         source, out = _before_views(node.args[0]), _result(node)
-        found = _product(source)
-        if found is None:
-            return "what it reduces is not a plain product"
+        parts = _product(source)
+        if parts is None:
+            return "its input is not a plain product"
         if len(source.users) > 1 or out is None:
             return "the product, or the sum before it is waited for, is read elsewhere too"
-        x, weight, product = found
+        x, weight, product = parts
         if exact and product == "mm":
             return NOT_EXACT
         with graph.inserting_before(out):
@@ -157,8 +152,8 @@ def _fuse_sum(target: Any) -> Fuser:
 
 def _fuse_gather(graph: Graph, node: Node, ordered: bool, exact: bool) -> str | None:
     out = _result(node)
-    products = [] if out is None else _products_of(out)
-    kinds = {what[2] for p in products if (what := _product(p))}
+    products = [] if out is None else _find_products(out)
+    kinds = {parts[2] for p in products if (parts := _product(p))}
     if out is None or len(kinds) != 1:
         return "products of several kinds read it" if kinds else "no plain product reads it"
     if exact and "mm" in kinds:
@@ -166,36 +161,39 @@ def _fuse_gather(graph: Graph, node: Node, ordered: bool, exact: bool) -> str | 
     arguments: Any = node.args
     tokens: Any = arguments[1] if _is_ours(node) else out.meta["val"].shape[0]
     if isinstance(tokens, torch.SymInt):
-        return "its number of rows is a symbol, and it is not in the passes' own form"
+        return "its number of rows is a symbol, and only whorl's all_gather takes a symbol"
     format = arguments[3] if _is_ours(node) and len(arguments) > 3 else ""
-    weights = [what[1] for p in products if (what := _product(p))]
+    weights = [parts[1] for p in products if (parts := _product(p))]
     place = _hoist(graph, weights, out)
     if place is None:
         return "a weight depends on what is gathered"
     with graph.inserting_after(place):
-        both = graph.call_function(
+        fused = graph.call_function(
             all_gather_matmul._opoverload, (arguments[0], weights, tokens, group_of(node), format, kinds.pop())
         )
-    place = both
-    pieces = []
+    place = fused
+    outputs = []
     for i in range(1 + len(products)):
         with graph.inserting_after(place):
-            place = graph.call_function(operator.getitem, (both, i))
-        pieces.append(place)
-    both.meta = {k: v for k, v in out.meta.items() if k != "val"} | {
+            place = graph.call_function(operator.getitem, (fused, i))
+        outputs.append(place)
+    fused.meta = {k: v for k, v in out.meta.items() if k != "val"} | {
         "val": [p.meta.get("val") for p in (out, *products)]
     }
-    for product, piece in zip(products, pieces[1:], strict=True):
-        _replace(graph, product, piece)
+    for product, output in zip(products, outputs[1:], strict=True):
+        _replace(graph, product, output)
     if not out._erased:
-        _replace(graph, out, pieces[0])
+        _replace(graph, out, outputs[0])
     return None
 
 
-def _hoist(graph: Graph, wanted: Sequence[Node], place: Node) -> Node | None:
-    """Move what the wanted nodes are computed from to behind `place`: the last of them, None where that is a circle."""
+def _hoist(graph: Graph, operands: Sequence[Node], place: Node) -> Node | None:
+    """Move the nodes that `operands` are computed from to directly behind `place`.
+
+    Returns the last node moved (`place` when none was), or None where one of them depends on `place` itself.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    todo, needed = list(wanted), set()
+    todo, needed = list(operands), set()
     while todo:
         node = todo.pop()
         if node is place:

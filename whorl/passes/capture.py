@@ -1,4 +1,4 @@
-"""Capturing a model once and running it as two graphs: as it is below `min_tokens`, rewritten from there on."""
+"""Capture a model once and run it as two graphs: the plain one below `min_tokens`, the rewritten one from there on."""
 
 import contextlib
 import hashlib
@@ -19,21 +19,25 @@ from .config import SequenceParallel
 from .inputs import Input, input_layouts, name_inputs
 from .pipeline import order_sums, rewrite
 from .report import Report
-from .retrace import retraced
+from .retrace import retrace
 from .rows import value
-from .threshold import NEVER, cost_here, least_tokens
+from .threshold import NEVER, least_tokens, local_cost_model
 
 Backend = Literal["inductor", "eager"]
 _CAPTURE = {
-    # Else torch tries an epsilon as a variable first, captures anew without, and remembers: ranks that have not
-    # captured the same things before would not meet.
+    # Otherwise torch first captures an epsilon as a variable, then captures again with a constant and remembers that:
+    # ranks with different histories would run a different number of captures and wait for each other for ever.
     "specialize_float": True,
-    "capture_dynamic_output_shape_ops": True,  # rows chosen by a mask
+    "capture_dynamic_output_shape_ops": True,  # a mask that selects rows gives a size that depends on data
 }
 
 
 class Compiled:
-    """A compiled model. `report` is that of the graph captured last, `reports` of all of them."""
+    """A compiled model; call it like the model it was made from, under torch.no_grad().
+
+    reports: the reports of all captured graphs. last_run: "plain" or "rewritten", the graph that the last call ran.
+    force: set it to one of these two to run that graph whatever the number of tokens, where both were compiled.
+    """
 
     def __init__(
         self,
@@ -45,15 +49,14 @@ class Compiled:
     ) -> None:
         self.model, self.config, self.backend, self.dump = model, config, backend, dump
         self.reports: list[Report] = []
-        self.last_run = ""  # "plain" or "rewritten": the graph that the last call ran
-        self.force = (
-            ""  # one of the two, to compare them: it runs whatever the number of tokens, where there is a choice
-        )
+        self.last_run = ""
+        self.force = ""
         self._hooked = [m for m in model.modules() if _has_backward_hooks(m)] if isinstance(model, nn.Module) else []
         self._call = torch.compile(model, backend=self._capture, fullgraph=True, dynamic=dynamic)
 
     @property
     def report(self) -> Report:
+        """The report of the graph captured last; raises RuntimeError before the first call."""
         if not self.reports:
             raise RuntimeError("no graph has been captured yet: call the compiled model first")
         return self.reports[-1]
@@ -68,14 +71,14 @@ class Compiled:
                 return self._call(*args, **kwargs)
         except torch._dynamo.exc.Unsupported as e:
             raise RuntimeError(
-                f"sequence parallelism needs the model as one graph, since its residual lives across it; torch.compile "
-                f"cannot capture it: {e}"
+                f"sequence parallelism needs the model as one graph, because the sharded residual runs through all "
+                f"layers; torch.compile cannot capture it: {e}"
             ) from e
         except torch._dynamo.exc.FailOnRecompileLimitHit as e:
             raise RuntimeError(
-                f"torch.compile has captured this model {config.recompile_limit} times and captures no more: give "
+                f"torch.compile has captured this model {config.recompile_limit} times and captures no more: pass "
                 "compile(dynamic=True), so that one capture serves every number of tokens, or raise "
-                "torch._dynamo.config.recompile_limit; TORCH_LOGS=recompiles says what changed between calls"
+                "torch._dynamo.config.recompile_limit; TORCH_LOGS=recompiles prints what changed between calls"
             ) from e
         except torch._dynamo.exc.BackendCompilerFailed as e:
             raise e.inner_exception from None
@@ -99,25 +102,26 @@ class Compiled:
             return aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())(gm, example_inputs)
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any], inputs: list[Input]) -> Callable[..., Any]:
+        """Compile the plain graph, the rewritten graph, or both, as the number of tokens needs."""
         layouts = name_inputs(gm, inputs)
         plain = order_sums(gm, self.config)
-        source, mode = (gm, None) if self.backend == "eager" else retraced(gm, collectives.group_size(self._group()))
-        short = rewrite(source, self.config, inputs=layouts, dump=self._dump_folder())
-        report: Report = short.meta["report"]
+        source, mode = (gm, None) if self.backend == "eager" else retrace(gm, collectives.group_size(self._group()))
+        rewritten_gm = rewrite(source, self.config, inputs=layouts, dump=self._dump_folder())
+        report: Report = rewritten_gm.meta["report"]
         minimum = least_tokens(self.config, report)
         report.min_tokens = "never" if minimum == NEVER else minimum
         self.reports.append(report)
-        tokens = short.meta["tokens"]
-        is_plain = isinstance(tokens, int) and not self._is_short(tokens, minimum)
+        tokens = rewritten_gm.meta["tokens"]
+        is_plain = isinstance(tokens, int) and not self._takes_rewritten(tokens, minimum)
         if is_plain or not report.rewrites or minimum == NEVER:
             return _Single("plain", self._lower(plain, example_inputs), self)
-        rewritten = self._lower(short, None, mode)
+        compiled = self._lower(rewritten_gm, None, mode)
         if isinstance(tokens, int):
-            return _Single("rewritten", rewritten, self)
-        return _Dispatch(self._lower(plain, example_inputs), rewritten, short, self, minimum)
+            return _Single("rewritten", compiled, self)
+        return _Dispatch(self._lower(plain, example_inputs), compiled, rewritten_gm, self, minimum)
 
     def _dump_folder(self) -> Path | None:
-        """One for each capture and rank."""
+        """Return a new folder for each capture and rank, or None when no graphs are written."""
         if self.dump is None:
             return None
         rank = collectives.process_group(self._group()).rank()
@@ -126,7 +130,8 @@ class Compiled:
     def _group(self) -> str:
         return collectives.group_name(self.config.group)
 
-    def _is_short(self, tokens: int, minimum: int) -> bool:
+    def _takes_rewritten(self, tokens: int, minimum: int) -> bool:
+        """Return whether a call with so many tokens runs the rewritten graph."""
         return tokens >= minimum and (self.config.pad or tokens % collectives.group_size(self._group()) == 0)
 
     def _lower(self, gm: GraphModule, example_inputs: Sequence[Any] | None, mode: Any = None) -> Callable[..., Any]:
@@ -144,25 +149,28 @@ class Compiled:
 
 
 def schemas_key() -> str:
-    """Of our operators, for Inductor's cache on disk: its code writes defaults out, and its key leaves them out, so
-    that a graph compiled with an earlier signature would be found and fail."""
+    """Return a hash of the schemas of whorl's operators, for the key of Inductor's cache on disk.
+
+    Inductor's code writes default arguments out while its key leaves them out, so a graph compiled with an earlier
+    signature would be taken from the cache and fail.
+    """
     text = "\n".join(sorted(f"{name}{op.schema}" for name, op in ops.OPS.items()))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def rounding(config: SequenceParallel) -> dict[str, Any]:
-    """Inductor's settings under which both graphs round alike.
+    """Return Inductor's settings under which the plain and the rewritten graph round alike.
 
-    A fused kernel keeps what is between its operators in fp32, so bf16 would be rounded where a graph happens to be
-    cut by a collective.
+    A fused kernel keeps the values between its operators in fp32, so bf16 would be rounded only where a collective
+    happens to cut the graph, and the two graphs are cut at different places.
     """
     return {"emulate_precision_casts": True} if config.ordered else {}
 
 
 def _wants_grad(model: Any, *inputs: Any) -> bool:
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
-    given = (x for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, Tensor))
-    return any(x.requires_grad for x in itertools.chain(parameters, given))
+    tensors = (x for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, Tensor))
+    return any(x.requires_grad for x in itertools.chain(parameters, tensors))
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:
@@ -171,22 +179,26 @@ def _has_backward_hooks(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _without_backward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """torch.compile captures no module with one (transformers' tp_plan adds some), and without gradients none runs."""
+    """Remove the modules' backward hooks while gradients are off.
+
+    torch.compile captures no module that has one (transformers' tp_plan adds some), and without gradients none would
+    run.
+    """
     if torch.is_grad_enabled() or not modules:
         yield
         return
-    kept = [(module, module._backward_hooks, module._backward_pre_hooks) for module in modules]
+    removed = [(module, module._backward_hooks, module._backward_pre_hooks) for module in modules]
     for module in modules:
         module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
     try:
         yield
     finally:
-        for module, hooks, pre_hooks in kept:
+        for module, hooks, pre_hooks in removed:
             module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
 
 
 class _Boxed:
-    """torch's convention for graphs: one list of inputs."""
+    """Calls a graph by torch's boxed convention: one list of inputs."""
 
     _boxed_call = True
 
@@ -198,7 +210,7 @@ class _Boxed:
 
 
 class _Single:
-    """The one graph of a capture with a fixed number of tokens, or with nothing to choose."""
+    """Runs the only graph of a capture: its number of tokens is fixed, or only one graph is needed."""
 
     _boxed_call = True
 
@@ -211,16 +223,19 @@ class _Single:
 
 
 class _Dispatch:
-    """Runs the plain or the rewritten graph by the number of tokens of this call; torch's guards stay as they were."""
+    """Runs the plain or the rewritten graph, depending on the number of tokens of the call.
+
+    The choice is made here, so torch's guards stay as the capture left them.
+    """
 
     _boxed_call = True
 
-    def __init__(self, plain: Any, short: Any, gm: GraphModule, owner: Compiled, minimum: int) -> None:
-        self.graphs = {"plain": plain, "rewritten": short}
+    def __init__(self, plain: Any, rewritten: Any, gm: GraphModule, owner: Compiled, minimum: int) -> None:
+        self.graphs = {"plain": plain, "rewritten": rewritten}
         self.owner, self.minimum = owner, minimum
-        self.symbols = _symbol_places([n for n in gm.graph.nodes if n.op == "placeholder"])
+        self.symbols = _locate_symbols([n for n in gm.graph.nodes if n.op == "placeholder"])
         self.tokens = gm.meta["tokens"].node.expr
-        # The rewritten graph was compiled in a shape environment of its own, whose guards are asked here.
+        # The rewritten graph was compiled in its own shape environment; the guards of that one are checked here.
         env = gm.meta["tokens"].node.shape_env
         self.guards = [guard.expr for guard in env.guards] if owner.backend == "inductor" else []
         self.chosen: dict[tuple[int, ...], str] = {}
@@ -233,25 +248,26 @@ class _Dispatch:
         return self.graphs[name](args)
 
     def _choose(self, sizes: tuple[int, ...]) -> str:
-        known = dict(zip(self.symbols, sizes, strict=True))
-        tokens = int(self.tokens.xreplace(known))
-        holds = all(bool(guard.xreplace(known)) for guard in self.guards)
-        return "rewritten" if holds and self.owner._is_short(tokens, self.minimum) else "plain"
+        sizes_of_symbols = dict(zip(self.symbols, sizes, strict=True))
+        tokens = int(self.tokens.xreplace(sizes_of_symbols))
+        guards_hold = all(bool(guard.xreplace(sizes_of_symbols)) for guard in self.guards)
+        return "rewritten" if guards_hold and self.owner._takes_rewritten(tokens, self.minimum) else "plain"
 
 
-def _symbol_places(placeholders: Sequence[Node]) -> dict[Any, tuple[int, int | None]]:
-    found: dict[Any, tuple[int, int | None]] = {}
+def _locate_symbols(placeholders: Sequence[Node]) -> dict[Any, tuple[int, int | None]]:
+    """Return for each size symbol the input, and its dim (None: the input is the size), that gives its value."""
+    locations: dict[Any, tuple[int, int | None]] = {}
     for i, node in enumerate(placeholders):
         if isinstance(value(node), torch.SymInt) and value(node).node.expr.is_Symbol:
-            found.setdefault(value(node).node.expr, (i, None))
+            locations.setdefault(value(node).node.expr, (i, None))
     for i, node in enumerate(placeholders):
         for dim, size in enumerate(value(node).shape if isinstance(value(node), Tensor) else ()):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                found.setdefault(size.node.expr, (i, dim))
-    return found
+                locations.setdefault(size.node.expr, (i, dim))
+    return locations
 
 
-# ---- thresholds
+# ---- entry point
 
 
 def compile(
@@ -262,16 +278,23 @@ def compile(
     dynamic: bool | None = None,
     dump: str | Path | None = None,
 ) -> Compiled:
-    """A model, compiled, that keeps its rows apart between all-reduces when there are enough tokens.
+    """Compile a model so that each rank keeps only its rows between all-reduces when there are enough tokens.
 
-    Inputs and outputs are as they were. Both graphs come from one capture; which of them runs is decided at each call
-    by the number of tokens. backend "eager" runs the graphs operator by operator. dump: a folder for graphs, which get
-    one of their own for each capture and rank.
+    model: anything torch.compile captures as one graph, called with the same inputs on every rank of the group.
+    sequence_parallel: the options; default `SequenceParallel()`. backend: "inductor", or "eager" to run the graphs
+    operator by operator. dynamic: as in torch.compile. dump: a folder to which the graph is written before and after
+    each pass, in a subfolder for each capture and rank. Returns a `Compiled` that takes and gives what the model does;
+    both graphs come from one capture, and each call chooses between them by its number of tokens. Raises ValueError for
+    another backend.
+
+    Example: model = passes.compile(model, passes.SequenceParallel(min_tokens=1000), dynamic=True)
     """
     if backend not in ("inductor", "eager"):
         raise ValueError(f"compile: backend is {backend!r}, expected 'inductor' or 'eager'")
     config = sequence_parallel or SequenceParallel()
     group = collectives.group_name(config.group)
     if config.min_tokens == "auto" and config.cost is None:
-        config = replace(config, cost=cost_here(group))  # here and not while a graph is traced
+        config = replace(
+            config, cost=local_cost_model(group)
+        )  # measured here, because collectives cannot run during tracing
     return Compiled(model, config, backend, dynamic, dump)

@@ -1,4 +1,4 @@
-"""The end of the pipeline: what is dead goes, the contracts are checked, the report is written."""
+"""The last passes: write the report, drop dead nodes, and check that shapes still agree."""
 
 import contextlib
 from typing import Any
@@ -20,7 +20,10 @@ aten = torch.ops.aten
 
 
 def cleanup(state: Rewrite) -> int:
-    """Drop dead nodes; with `ordered` off, put the backend's own collectives in. Returns how many nodes went."""
+    """Drop dead nodes; with `ordered` off, replace rank-ordered sums by the backend's own collectives.
+
+    Returns how many nodes were dropped.
+    """
     before = len(state.graph.nodes)
     _drop_dead(state.gm)
     after = len(state.graph.nodes)
@@ -32,7 +35,7 @@ def cleanup(state: Rewrite) -> int:
 
 
 def _drop_dead(gm: GraphModule) -> None:
-    """Collectives are not dead code to torch; here an unused one is."""
+    """Drop unused nodes; torch keeps an unused collective as if it had effects, here it is dropped as well."""
     for node in reversed(list(gm.graph.nodes)):
         is_collective = node.op == "call_function" and (group_of(node) or node.target is c10d.wait_tensor.default)
         if is_collective and not node.users:
@@ -41,12 +44,15 @@ def _drop_dead(gm: GraphModule) -> None:
 
 
 def write_report(state: Rewrite) -> int:
-    """Before collectives and products become one. Returns how many gathers there are."""
+    """Add every collective and gather to the report, before `fuse` merges them with products.
+
+    Returns how many gathers there are.
+    """
     report = state.report
     for root in state.roots:
         is_local = root in state.local_roots
         reason = (
-            "rows stay on their rank until the gathers below" if is_local else state.reasons.get(root, "not placed")
+            "each rank keeps its rows until the gathers below" if is_local else state.reasons.get(root, "not placed")
         )
         report.collectives.append(_describe(state, root, state.kinds[root], rewritten=is_local, reason=reason, lead=1))
     report.collectives += state.left_alone
@@ -61,7 +67,7 @@ def write_report(state: Rewrite) -> int:
                 module=module_path(node),
                 source=source_line(node),
                 shape=str(list(value(node).shape)),
-                dtype=_wire_dtype(state, node),
+                dtype=_sent_dtype(state, node),
                 row_bytes=size,
                 reason=reason,
                 is_quantized=node.target is ours.all_gather_quantized.default,
@@ -71,19 +77,20 @@ def write_report(state: Rewrite) -> int:
     return len(report.gathers)
 
 
-def _wire_dtype(state: Rewrite, node: Node) -> str:
+def _sent_dtype(state: Rewrite, node: Node) -> str:
     if node.target is ours.all_gather_quantized.default:
         return str(state.config.quantize)
     return str(value(node).dtype).removeprefix("torch.")
 
 
-# ---- contracts
+# ---- checks
 
 
 def check(gm: GraphModule, before: list[Any], known: set[Node], mode: Any) -> None:
-    """No full and short values meet, and every output has the shape it had.
+    """Check that no full tensor meets one of a rank's rows, and that every output has the shape it had.
 
-    Nodes that are new, or read one that is, are run on shapes alone; `known` are those of the graph as it came.
+    before: the outputs of the captured graph; known: its nodes. Nodes that are new, or read a new one, are run on fake
+    tensors. Raises RuntimeError naming the node or output that is wrong.
     """
     env = mode.shape_env
     with contextlib.ExitStack() as stack:
@@ -95,53 +102,61 @@ def check(gm: GraphModule, before: list[Any], known: set[Node], mode: Any) -> No
             is_touched = node not in known or any(a not in known for a in node.all_input_nodes)
             if node.op == "call_function" and is_touched:
                 _check_node(node)
-    for i, (old, new) in enumerate(zip(before, outputs_of(gm), strict=True)):
+    for i, (old, new) in enumerate(zip(before, output_values(gm), strict=True)):
         if isinstance(old, Tensor) and not _same_shape(old, new):
             raise RuntimeError(
                 f"sequence parallelism changed output {i} from {list(old.shape)} to {list(new.shape)}: "
-                "inputs and outputs keep their layout"
+                "inputs and outputs must keep their shapes"
             )
 
 
 def _check_node(node: Node) -> None:
-    read = torch.fx.node.map_aggregate((node.args, node.kwargs), lambda a: value(a) if isinstance(a, Node) else a)
+    arguments = torch.fx.node.map_aggregate((node.args, node.kwargs), lambda a: value(a) if isinstance(a, Node) else a)
     try:
-        found = node.target(*read[0], **read[1])  # type: ignore[operator]
+        result = node.target(*arguments[0], **arguments[1])  # type: ignore[operator]
     except Exception as e:
-        raise RuntimeError(f"sequence parallelism left full and short values together in {node.name}: {e}") from e
-    pairs = zip(*(torch.utils._pytree.tree_leaves(x) for x in (found, value(node))), strict=True)
-    for got, said in pairs:
-        if isinstance(said, Tensor) and (not _same_shape(got, said) or got.dtype != said.dtype):
+        raise RuntimeError(f"sequence parallelism: {node.name} mixes full tensors and a rank's rows: {e}") from e
+    pairs = zip(*(torch.utils._pytree.tree_leaves(x) for x in (result, value(node))), strict=True)
+    for actual, recorded in pairs:
+        if isinstance(recorded, Tensor) and (not _same_shape(actual, recorded) or actual.dtype != recorded.dtype):
             raise RuntimeError(
-                f"sequence parallelism: {node.name} gives {list(got.shape)} {got.dtype}, "
-                f"not {list(said.shape)} {said.dtype}"
+                f"sequence parallelism: {node.name} gives {list(actual.shape)} {actual.dtype}, "
+                f"not {list(recorded.shape)} {recorded.dtype}"
             )
 
 
 def _same_shape(a: Tensor, b: Tensor) -> bool:
-    """Sizes are compared as they stand: rows of a rank are one symbol throughout. A size by data is a new one in a."""
+    """Return whether two shapes are equal; sizes are compared as expressions.
+
+    The rows of a rank are one symbol throughout the graph. A size that depends on data gets a new symbol in `a`, and
+    counts as equal.
+    """
     return a.dim() == b.dim() and all(
         str(x) == str(y) or same(x, y) or bool(free_unbacked_symbols(x)) or _is_example_of_one(x, y)
         for x, y in zip(a.shape, b.shape, strict=True)
     )
 
 
-def _is_example_of_one(got: Any, said: Any) -> bool:
-    """Broadcasting asks whether a size is 1 and is answered by its example: a rank's rows of few tokens look like 1."""
-    return isinstance(got, int) and got == 1 and isinstance(said, torch.SymInt) and said.node.hint == 1
+def _is_example_of_one(actual: Any, recorded: Any) -> bool:
+    """Return whether a symbolic size was replaced by 1.
+
+    Broadcasting asks whether a size is 1 and gets its example as the answer: with few tokens a rank's rows look like 1.
+    """
+    return isinstance(actual, int) and actual == 1 and isinstance(recorded, torch.SymInt) and recorded.node.hint == 1
 
 
-def outputs_of(gm: GraphModule) -> list[Any]:
+def output_values(gm: GraphModule) -> list[Any]:
+    """Return the fake values that the graph returns, flattened."""
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
-    given, _ = torch.utils._pytree.tree_flatten(output.args[0])
-    return [value(n) if isinstance(n, Node) else n for n in given]
+    returned, _ = torch.utils._pytree.tree_flatten(output.args[0])
+    return [value(n) if isinstance(n, Node) else n for n in returned]
 
 
 # ---- the backend's own collectives
 
 
 def _lower(state: Rewrite) -> None:
-    """Rank-ordered sums become torch's functional collectives, which the backend may sum as it likes."""
+    """Replace rank-ordered sums by torch's functional collectives, which the backend may sum in any order."""
     size, edit = state.size, state.editor
     for node in list(state.graph.nodes):
         if node.op != "call_function" or group_of(node) != state.group:
@@ -169,7 +184,7 @@ def _pad(state: Rewrite, node: Node) -> Node:
     tokens, size, edit = value(node).shape[0], state.size, state.editor
     if same(tokens % size, 0):
         return node
-    # So that the shape of what is scattered reads as every other count of a rank's rows does.
-    missing = edit.size(size * collectives.rows_per_rank(tokens, size) - tokens)
-    widths = [0, 0] * (value(node).dim() - 1) + [0, missing]
+    # Computed from rows_per_rank, so that a rank's rows are the same expression as everywhere else in the graph.
+    padding = edit.size(size * collectives.rows_per_rank(tokens, size) - tokens)
+    widths = [0, 0] * (value(node).dim() - 1) + [0, padding]
     return edit.call(aten.constant_pad_nd.default, node, widths, 0.0)

@@ -1,4 +1,4 @@
-"""What the passes are asked to do."""
+"""The options of sequence parallelism."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +11,7 @@ QUANTIZE = (None, "int8", "fp8")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRange:
-    """Token counts from `start` to `end`, both included; `end` None: and all above."""
+    """A range of token counts from `start` to `end`, both included; `end` None means no upper limit."""
 
     start: int
     end: int | None
@@ -19,23 +19,27 @@ class TokenRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceParallel:
-    """Sequence parallelism over one process group.
+    """Options of sequence parallelism over one process group.
 
     group: torch.distributed's process group, its name, or None for all processes.
-    min_tokens: below so many tokens the graph stays as it is; "auto" asks `cost`, or the cost model of this machine.
-    quantize: gather activations as int8 or fp8 with one fp32 scale a token where that moves fewer bytes. It rounds;
-        a model that quantises by itself needs None: its own quantised tensors are gathered, and nothing is rounded.
-    pad: token counts that the ranks do not divide are padded inside the graph; False: they take the plain graph.
-        `rewrite` alone has one graph: with a symbolic number of tokens its caller chooses.
-    ordered: sum over ranks in rank order, in the plain graph too, so that both give the same bits. False leaves the
-        sums to the backend's own collectives.
-    sharded: names of parameters and inputs (a dot-separated part of them, or fnmatch patterns) that differ between
-        ranks though nothing in them says so. DTensor parameters and what `probe` finds need no mention.
+    min_tokens: with fewer tokens the plain graph runs; "auto" takes the threshold from `cost`, or from a cost model
+        measured on this machine.
+    quantize: gather activations as int8 or fp8 with one fp32 scale per token where that moves fewer bytes. This rounds.
+        A model that quantises its activations itself needs None: its quantised tensors are gathered as they are.
+    pad: pad token counts that are not a multiple of the number of ranks inside the graph; False: such counts take the
+        plain graph. `rewrite` alone makes one graph: with a symbolic number of tokens its caller chooses.
+    ordered: sum over ranks in rank order, in the plain graph too, so that both graphs give the same bits. False leaves
+        the order to the backend's own collectives.
+    sharded: names of parameters and inputs (a dot-separated part of a name, or an fnmatch pattern) that differ between
+        ranks though nothing in them shows it. DTensor parameters and differences that `probe` sees need no mention.
     probe: compare a checksum of every parameter and input across ranks once, at compile time; those that differ are
-        varying. False: what is not DTensor and not in `sharded` is taken to be equal on all ranks.
-    fuse: run collectives and the matrix products beside them as one operator, piece by piece. A product then sees fewer
-        rows at a time, which may change the last bits of aten's; whorl's linear keeps its own.
+        varying. False: everything that is not a DTensor and not in `sharded` is taken to be equal on all ranks.
+    fuse: run collectives and the matrix products beside them as one operator, part by part. A product then sees fewer
+        rows at a time, which may change the last bits of aten's products; whorl's linear keeps its bits.
     skip: names of passes to leave out.
+    cost: a `cost.CostModel` for min_tokens="auto" and for the gain that the report predicts.
+
+    Raises ValueError for a value that is not among these. Example: SequenceParallel(min_tokens=1000, quantize="int8")
     """
 
     group: Any = None
@@ -50,12 +54,12 @@ class SequenceParallel:
     cost: "CostModel | None" = None
 
     def __post_init__(self) -> None:
-        for name in ("skip", "sharded"):  # a string is a sequence, too: of letters
+        for name in ("skip", "sharded"):  # a string would be read as a sequence of letters
             if isinstance(getattr(self, name), str):
-                given = getattr(self, name)
-                raise ValueError(f"SequenceParallel: {name} is {given!r}, expected several names: ({given!r},)")
-        if isinstance(self.group, int):  # what torch.distributed.new_group gives to ranks outside of it
-            raise ValueError("SequenceParallel: this rank is not in the group; only its ranks compile with it")
+                value = getattr(self, name)
+                raise ValueError(f"SequenceParallel: {name} is {value!r}, expected several names: ({value!r},)")
+        if isinstance(self.group, int):  # torch.distributed.new_group returns a number to ranks outside the group
+            raise ValueError("SequenceParallel: this rank is not in the group; call compile only on ranks of the group")
         if self.quantize not in QUANTIZE:
             raise ValueError(f"SequenceParallel: quantize is {self.quantize!r}, expected one of None, 'int8', 'fp8'")
         is_count = isinstance(self.min_tokens, int) and not isinstance(self.min_tokens, bool) and self.min_tokens >= 0

@@ -1,14 +1,15 @@
-"""What collectives cost: alpha and beta of a link, from a table or measured, and the choice that follows.
+"""The cost model of collectives: latency (alpha) and time per byte (beta) of a link, and the choice that follows.
 
 A collective takes launch + steps * alpha + bytes that one rank sends * beta. With p ranks and a tensor of S bytes:
 
     all-reduce, ring        2 (p - 1) steps    2 (p - 1) / p * S
     all-reduce, one shot    1 step             (p - 1) * S
-    reduce-scatter          p - 1 steps        (p - 1) / p * S          1 step where every pair has its own way
+    reduce-scatter          p - 1 steps        (p - 1) / p * S          1 step where every pair has its own link
     all-gather of G         p - 1 steps        (p - 1) / p * G          the same
 
-so plain sequence parallelism sends what an all-reduce does, and gains by gathering less than it reduces: 8 bits, or
-what comes out of a down-projection.
+So plain sequence parallelism sends as many bytes as an all-reduce. It gains when it gathers less than it reduces: 8
+bits instead of 16, or the narrow output of a down-projection. Constants come from the table below or from
+`measure_cost.measure`.
 """
 
 import itertools
@@ -24,25 +25,29 @@ from .config import TokenRange
 
 Choice = Literal["all_reduce", "sp", "sp_int8"]
 CHOICES: tuple[Choice, ...] = ("all_reduce", "sp", "sp_int8")
-MOST_TOKENS = 1 << 20  # no prefill is longer: past it a threshold is never
+MOST_TOKENS = 1 << 20  # longer than any prefill: a threshold beyond it means never
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Bytes a token of one graph: of each all-reduce, and of each gather that sequence parallelism puts in its place.
+    """Bytes per token of the collectives of one graph.
 
-    `quantized`: the same gathers in 8 bits, scales included; None where they are not on offer. `own`: gathers that the
-    model has by itself and that go, too.
+    reduced: of each all-reduce. gathered: of each gather that sequence parallelism puts in their place. quantized: of
+    the same gathers in 8 bits, scales included; None where they are not possible. model_gathers: of gathers that the
+    model itself has and that sequence parallelism removes.
     """
 
     reduced: tuple[float, ...]
     gathered: tuple[float, ...]
     quantized: tuple[float, ...] | None = None
-    own: tuple[float, ...] = ()
+    model_gathers: tuple[float, ...] = ()
 
     @classmethod
     def of_norm(cls, hidden: int, dtype: torch.dtype, gathered: int | None = None) -> "Traffic":
-        """One all-reduce of `hidden` channels and one gather of `gathered` (the same, unless said) after the norm."""
+        """Return the traffic of one all-reduce of `hidden` channels and one gather after the norm.
+
+        gathered: channels of the gather; default: `hidden`.
+        """
         width = hidden if gathered is None else gathered
         return cls(
             reduced=(hidden * dtype.itemsize,), gathered=(width * dtype.itemsize,), quantized=(width + SCALE_BYTES,)
@@ -51,21 +56,22 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range(TokenRange):
-    """Those that take one choice."""
+    """A range of token counts for which one choice is the cheapest."""
 
     choice: Choice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """Seconds of collectives between the ranks of one group.
+    """Predicts the seconds that collectives take between the ranks of one group.
 
-    bandwidth: bytes a second that one rank sends; with `per_peer` to each other rank, of which `most_peers` at once.
-    is_direct: every pair has its own way and the library uses it: reduce-scatter and all-gather take one step each.
-    has_one_shot: small all-reduces may send everything to everyone at once.
-    switch_gain: by ranks, how much faster an all-reduce is than its bytes say, because a switch does the sum.
-    quantize: seconds for each byte gathered in 8 bits that quantising on the shard and restoring the whole take.
-    fitted: (seconds, seconds a byte sent) by collective, as measured on a group of `world` ranks.
+    alpha: seconds per step; launch: seconds once per collective.
+    bandwidth: bytes per second that one rank sends; with `per_peer` to each other rank, to `most_peers` at once.
+    is_direct: every pair of ranks has its own link and the library uses it: reduce-scatter and all-gather are 1 step.
+    has_one_shot: small all-reduces may send everything to every rank at once.
+    switch_gain: by number of ranks, how much faster an all-reduce is than its bytes predict, because a switch sums.
+    quantize: seconds per byte gathered in 8 bits for quantising the shard and dequantising the gathered tensor.
+    fitted: (seconds, seconds per byte sent) by collective, as measured on a group of `world` ranks.
     """
 
     name: str
@@ -84,6 +90,7 @@ class CostModel:
     # ---- one collective
 
     def all_reduce(self, num_bytes: float, world: int) -> float:
+        """Return the seconds of an all-reduce of a tensor of `num_bytes` bytes."""
         sent = 2 * (world - 1) / world * num_bytes
         if self._is_fitted(world):
             return self._line("all_reduce", sent)
@@ -94,21 +101,25 @@ class CostModel:
         return min(two_halves, self.launch + self.alpha + (world - 1) * num_bytes / self._rate(world))
 
     def reduce_scatter(self, num_bytes: float, world: int) -> float:
+        """Return the seconds of a reduce-scatter of a tensor of `num_bytes` bytes before it is scattered."""
         return self._half("reduce_scatter", num_bytes, world)
 
     def all_gather(self, num_bytes: float, world: int) -> float:
-        """`num_bytes` of the gathered tensor."""
+        """Return the seconds of an all-gather; `num_bytes` are those of the gathered tensor."""
         return self._half("all_gather", num_bytes, world)
 
     def all_gather_quantized(self, num_bytes: float, world: int) -> float:
-        """`num_bytes` of what is gathered in 8 bits; quantising and restoring included."""
+        """Return the seconds of an all-gather in 8 bits, with quantising and dequantising.
+
+        num_bytes: of the gathered 8-bit tensor.
+        """
         work = 0.0 if self._is_fitted(world) else self.quantize * num_bytes
         return self._half("all_gather_quantized", num_bytes, world) + work
 
-    def _half(self, what: str, num_bytes: float, world: int) -> float:
+    def _half(self, collective: str, num_bytes: float, world: int) -> float:
         sent = (world - 1) / world * num_bytes
         if self._is_fitted(world):
-            return self._line(what, sent)
+            return self._line(collective, sent)
         return self.launch + self._steps(world) * self.alpha + sent / self._rate(world)
 
     def _steps(self, world: int) -> int:
@@ -120,65 +131,73 @@ class CostModel:
     def _is_fitted(self, world: int) -> bool:
         return bool(self.fitted) and world == self.world
 
-    def _line(self, what: str, sent: float) -> float:
-        seconds, a_byte = self.fitted[what]
-        return seconds + a_byte * sent
+    def _line(self, collective: str, sent: float) -> float:
+        seconds, seconds_per_byte = self.fitted[collective]
+        return seconds + seconds_per_byte * sent
 
     # ---- one graph
 
     def seconds(self, choice: Choice, tokens: float, world: int, traffic: Traffic) -> float:
-        """What the collectives of one pass through the graph take."""
+        """Return the seconds that all collectives of one pass through the graph take.
+
+        Raises ValueError for choice "sp_int8" when `traffic.quantized` is None.
+        """
         if world == 1 or not tokens:
             return 0.0
         if choice == "all_reduce":
-            own = sum(self.all_gather(b * tokens, world) for b in traffic.own)
-            return own + sum(self.all_reduce(b * tokens, world) for b in traffic.reduced)
+            gathered = sum(self.all_gather(b * tokens, world) for b in traffic.model_gathers)
+            return gathered + sum(self.all_reduce(b * tokens, world) for b in traffic.reduced)
         reduced = sum(self.reduce_scatter(b * tokens, world) for b in traffic.reduced)
         if choice == "sp":
             return reduced + sum(self.all_gather(b * tokens, world) for b in traffic.gathered)
         if traffic.quantized is None:
-            raise ValueError("cost model: sp_int8 was asked for, and the graph has no quantised gathers on offer")
+            raise ValueError(
+                "cost model: choice is 'sp_int8', and the graph has no quantised gathers; choose 'all_reduce' or 'sp'"
+            )
         gathered = sum(self.all_gather_quantized(b * tokens, world) for b in traffic.quantized)
         return reduced + gathered
 
     def choose(self, tokens: float, world: int, traffic: Traffic, allowed: Sequence[Choice] = CHOICES) -> Choice:
-        """The cheapest way for `tokens`; on a tie the first of `allowed`, so nothing changes without a gain."""
-        offered = [c for c in allowed if c != "sp_int8" or traffic.quantized is not None]
-        return min(offered, key=lambda c: self.seconds(c, tokens, world, traffic))
+        """Return the cheapest choice for `tokens`; on a tie the first of `allowed`: nothing changes without a gain."""
+        possible = [c for c in allowed if c != "sp_int8" or traffic.quantized is not None]
+        return min(possible, key=lambda c: self.seconds(c, tokens, world, traffic))
 
     def ranges(
         self, world: int, traffic: Traffic, allowed: Sequence[Choice] = CHOICES, most: int = MOST_TOKENS
     ) -> tuple[Range, ...]:
-        """The choice for every token count from 1 on, neighbours that agree merged."""
+        """Return the cheapest choice for every token count from 1 on, as ranges."""
 
         def chosen(tokens: int) -> Choice:
             return self.choose(tokens, world, traffic, allowed)
 
-        # Costs are lines in the token count, all-reduce the lower of two: a grid finds each change, bisection its
-        # place.
+        # Each cost is linear in the token count, or for all-reduce the lower of two lines: a grid of powers of two sees
+        # every change, and bisection finds the exact count.
         grid = sorted({1, most, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)})
         starts = [(1, chosen(1))]
         for low, high in itertools.pairwise(grid):
             while chosen(high) != starts[-1][1]:
-                at = _first_change(chosen, max(low, starts[-1][0]), high)
-                starts.append((at, chosen(at)))
+                change = _first_change(chosen, max(low, starts[-1][0]), high)
+                starts.append((change, chosen(change)))
         ends = [*(start - 1 for start, _ in starts[1:]), None]
         return tuple(Range(start=s, end=e, choice=c) for (s, c), e in zip(starts, ends, strict=True))
 
     def threshold(
         self, world: int, traffic: Traffic, allowed: Sequence[Choice] = CHOICES, most: int = MOST_TOKENS
     ) -> int | None:
-        """min_tokens="auto": from here on an all-reduce is never the cheapest; None: there is no such place."""
+        """Return the token count from which an all-reduce is never the cheapest, or None if there is none.
+
+        This is what min_tokens="auto" uses.
+        """
         last = None
-        for part in reversed(self.ranges(world, traffic, allowed, most)):
-            if part.choice == "all_reduce":
+        for span in reversed(self.ranges(world, traffic, allowed, most)):
+            if span.choice == "all_reduce":
                 break
-            last = part.start
+            last = span.start
         return last
 
 
 def _first_change(chosen: Callable[[int], Choice], low: int, high: int) -> int:
-    """The smallest count in (low, high] that is not chosen as `low` is."""
+    """Return the smallest count in (low, high] whose choice is not that of `low`."""
     before = chosen(low)
     while high - low > 1:
         middle = (low + high) // 2
@@ -194,11 +213,15 @@ _NCCL_LAUNCH = 8.4e-6
 
 
 def _quantize(rate: float) -> float:
-    """Three bytes of traffic for each on the whole, and on a shard of eight, at the rate of a copy."""
+    """Return the seconds per gathered byte, for a memory bandwidth of `rate` bytes per second.
+
+    Quantising and dequantising move three bytes of memory traffic for each byte, on the gathered tensor and on a shard
+    of an eighth.
+    """
     return 3 * (1 + 1 / 8) / rate
 
 
-def _by_nccl(name: str, *, alpha: float, bandwidth: float) -> CostModel:
+def _nccl_model(name: str, *, alpha: float, bandwidth: float) -> CostModel:
     return CostModel(name=name, alpha=alpha, launch=_NCCL_LAUNCH, bandwidth=bandwidth, quantize=_quantize(2e12))
 
 
@@ -233,17 +256,15 @@ TABLE: dict[str, CostModel] = {
         ),
         # PCIe 4.0 x16 is 31.5 GB/s each way; 20 is what Ascend's profiler holds PCIe to (msprof) and what
         # NVIDIA/nccl-tests#178 reports once a path leaves NVLink.
-        _by_nccl("pcie", alpha=5.7e-6, bandwidth=20e9),
+        _nccl_model("pcie", alpha=5.7e-6, bandwidth=20e9),
         # 100 Gbit/s, one port a rank: 12.5 GB/s, which RDMA reaches (msprof, RDMA_BANDWIDTH_V2_1_0).
-        _by_nccl("ethernet", alpha=9.6e-6, bandwidth=12.5e9),
+        _nccl_model("ethernet", alpha=9.6e-6, bandwidth=12.5e9),
     )
 }
 
 
 def table(name: str) -> CostModel:
+    """Return the cost model of a link of the table; raises ValueError for a name that is not in it."""
     if name not in TABLE:
         raise ValueError(f"cost model: no link {name!r} in the table. Has: {', '.join(TABLE)}")
     return TABLE[name]
-
-
-# ---- measuring

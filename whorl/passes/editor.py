@@ -1,4 +1,4 @@
-"""Adding nodes to a captured graph without adding guards: shapes are carried, never evaluated."""
+"""Adds nodes to a captured graph without adding guards: sizes are carried as expressions, never evaluated."""
 
 import contextlib
 import math
@@ -12,14 +12,14 @@ from torch.fx import GraphModule, Node, Proxy
 
 from .rows import value
 
-KEPT_META = (
+COPIED_META = (
     *("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "from_node", "seq_nr"),
     "low_precision_pointwise_barrier",  # where Inductor must round, see `capture.rounding`
 )
 
 
 class Editor:
-    """Emits nodes into one graph, each with its fake value and with the provenance of the node it stands for."""
+    """Emits nodes into one graph, each with its fake value and with the metadata of the node it stands for."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm, self.graph = gm, gm.graph
@@ -48,46 +48,52 @@ class Editor:
         like: Node | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> Node:
-        """A node whose value follows from its arguments; for operators that ask nothing of sizes."""
+        """Add a call whose fake value follows from its arguments; for operators that check no sizes.
+
+        like: the node whose source location and module the new node gets.
+        """
         node = self.graph.call_function(target, args, dict(kwargs or {}))
-        read = torch.fx.node.map_aggregate((args, node.kwargs), lambda a: value(a) if isinstance(a, Node) else a)
+        arguments = torch.fx.node.map_aggregate((args, node.kwargs), lambda a: value(a) if isinstance(a, Node) else a)
         with self._faking():
-            node.meta["val"] = target(*read[0], **read[1])
-        return self._remember(node, like)
+            node.meta["val"] = target(*arguments[0], **arguments[1])
+        return self._copy_meta(node, like)
 
     def local(
         self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Node, lead: int, rows: Any
     ) -> Node:
-        """The node `like` on a rank's rows: the same features, `rows` instead of its `lead` token dims."""
+        """Add the node `like` on a rank's rows: the same features, `rows` in place of its `lead` token dims."""
         node = self.graph.call_function(target, args, dict(kwargs))
         with self._faking():
             node.meta["val"] = torch.utils._pytree.tree_map_only(
-                Tensor, lambda x: _shortened(x, lead, rows), value(like)
+                Tensor, lambda x: _with_rows(x, lead, rows), value(like)
             )
-        return self._remember(node, like)
+        return self._copy_meta(node, like)
 
     @staticmethod
-    def _remember(node: Node, like: Node | None) -> Node:
+    def _copy_meta(node: Node, like: Node | None) -> Node:
         if like is not None:
-            node.meta.update({k: like.meta[k] for k in KEPT_META if k in like.meta})
+            node.meta.update({k: like.meta[k] for k in COPIED_META if k in like.meta})
         return node
 
     def knows(self, count: Any) -> bool:
-        """Whether a count follows from the graph's inputs; how many elements of a mask are true does not."""
+        """Return whether a count can be computed from the sizes of the graph's inputs.
+
+        How many elements of a mask are true, for example, cannot.
+        """
         return not isinstance(count, torch.SymInt) or count.node.expr.free_symbols <= self._symbols.keys()
 
     def size(self, count: Any) -> Any:
-        """A count as a graph argument: a number, or the node that computes it from the graph's inputs."""
+        """Return a count as a graph argument: a number, or the node that computes it from the graph's inputs."""
         if not isinstance(count, torch.SymInt):
             return count
         expr = count.node.expr
         if expr.is_number:
             return int(expr)
         if expr not in self._sizes:
-            self._sizes[expr] = self._emit(expr, count)
+            self._sizes[expr] = self._emit_size(expr, count)
         return self._sizes[expr]
 
-    def _emit(self, expr: Any, count: torch.SymInt) -> Node:
+    def _emit_size(self, expr: Any, count: torch.SymInt) -> Node:
         if isinstance(expr, sympy.Symbol):
             source, dim = self._symbols[expr]
             if dim is None:
@@ -105,10 +111,10 @@ class Editor:
         return self._append(lambda: sympy_interp(PythonReferenceAnalysis, proxies, expr).node, count)
 
     def _append(self, make: Callable[[], Node], count: torch.SymInt) -> Node:
-        """Behind the placeholders and earlier sizes, so that every node may use it."""
+        """Insert a size behind the placeholders and earlier sizes, so that every node may use it."""
         before = set(self.graph.nodes)
         first = next(iter(self.graph.nodes)) if self._last is None else self._last.next
-        with self.graph.inserting_before(first):  # inserting_after would turn the order round
+        with self.graph.inserting_before(first):  # inserting_after would reverse the order of the new nodes
             node = make()
         for new in [n for n in self.graph.nodes if n not in before]:
             with self._faking():
@@ -119,19 +125,19 @@ class Editor:
         return node
 
     def reshape(self, node: Node, sizes: Sequence[Any], like: Node | None = None) -> Node:
-        """`node` with these sizes, unless it has them."""
+        """Add a reshape of `node` to these sizes."""
         reshaped = self.graph.call_function(torch.ops.aten.reshape.default, (node, [self.size(s) for s in sizes]))
         reshaped.meta["val"] = self.empty(sizes, like=node)
-        return self._remember(reshaped, like)
+        return self._copy_meta(reshaped, like)
 
     def empty(self, sizes: Sequence[Any], like: Node) -> Tensor:
-        """A fake value of these sizes, of a node's dtype and device."""
+        """Return a fake tensor of these sizes, with the dtype and device of the node `like`."""
         with self._faking():
             return torch.empty(tuple(sizes), dtype=value(like).dtype, device=value(like).device)
 
 
-def copied(gm: GraphModule) -> GraphModule:
-    """A graph of its own over the same parameters."""
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """Return a copy of the graph that shares the parameters of `gm`."""
     graph = torch.fx.Graph()
     nodes: dict[Node, Node] = {}
     returned = graph.graph_copy(gm.graph, nodes)
@@ -143,23 +149,23 @@ def copied(gm: GraphModule) -> GraphModule:
 
 
 def _symbol_sources(placeholders: Iterable[Node]) -> dict[Any, tuple[Node, int | None]]:
-    """Where each symbol of the inputs' shapes can be read: a SymInt input, or a dim of a tensor input."""
-    found: dict[Any, tuple[Node, int | None]] = {}
+    """Return where each symbol of the inputs' shapes can be read: a SymInt input, or a dim of a tensor input."""
+    sources: dict[Any, tuple[Node, int | None]] = {}
     for node in placeholders:
         if isinstance(value(node), torch.SymInt):
-            found.setdefault(value(node).node.expr, (node, None))
+            sources.setdefault(value(node).node.expr, (node, None))
     for node in placeholders:
         if isinstance(value(node), Tensor):
             for dim, size in enumerate(value(node).shape):
                 if isinstance(size, torch.SymInt):
-                    found.setdefault(size.node.expr, (node, dim))
-    return found
+                    sources.setdefault(size.node.expr, (node, dim))
+    return sources
 
 
-def _shortened(x: Tensor, lead: int, rows: Any) -> Tensor:
-    """Fake rows of x, its features laid out as they were."""
+def _with_rows(x: Tensor, lead: int, rows: Any) -> Tensor:
+    """Return a fake tensor with `rows` in place of the `lead` token dims of x and the features' strides kept."""
     features, strides = tuple(x.shape[lead:]), tuple(x.stride()[lead:])
-    dense = [math.prod(features[i + 1 :]) for i in range(len(features))]
-    if strides == tuple(dense) or not all(isinstance(s, int) for s in strides):
+    contiguous = [math.prod(features[i + 1 :]) for i in range(len(features))]
+    if strides == tuple(contiguous) or not all(isinstance(s, int) for s in strides):
         return x.new_empty((rows, *features))
     return torch.empty_strided((rows, *features), (x.stride()[lead - 1], *strides), dtype=x.dtype, device=x.device)

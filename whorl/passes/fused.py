@@ -1,7 +1,7 @@
 """Products fused with a collective by the platform itself: symmetric memory on CUDA, torch_npu on Ascend.
 
-Each function returns the call, ready to be made, or None where the platform cannot take it. None of these adds in rank
-order. Groups and communicators are looked up when an operator runs.
+Each of the first three functions returns a function that makes the fused call, or None where the platform cannot run
+it. None of the fused calls sums in rank order. Groups and communicators are looked up when an operator runs.
 """
 
 import functools
@@ -22,6 +22,7 @@ CUDA, NPU = BACKENDS["triton"].home, BACKENDS["torch_npu"].home
 
 
 def reduce_scatter(x: Tensor, weight: Tensor, group: str) -> Callable[[], Tensor] | None:
+    """Return the fused call of x [T, K] @ weight [K, N] and a reduce-scatter over the group, or None."""
     world = collectives.group_size(group)
     if _uses_symmetric_memory(x, group) and x.shape[0] and not x.shape[0] % world:
         return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), weight, "sum", 0, group)
@@ -31,6 +32,7 @@ def reduce_scatter(x: Tensor, weight: Tensor, group: str) -> Callable[[], Tensor
 
 
 def all_gather(x: Tensor, weights: Sequence[Tensor], tokens: int, group: str) -> Callable[[], list[Tensor]] | None:
+    """Return the fused call of an all-gather of x and its products with each weight, or None."""
     world = collectives.group_size(group)
     if tokens != world * x.shape[0] or not tokens:
         return None
@@ -42,6 +44,7 @@ def all_gather(x: Tensor, weights: Sequence[Tensor], tokens: int, group: str) ->
 
 
 def all_reduce(x: Tensor, weight: Tensor, group: str) -> Callable[[], Tensor] | None:
+    """Return the fused call of x [T, K] @ weight [K, N] and an all-reduce over the group, or None."""
     if x.device.type != NPU or _limit(mm_all_reduce_limit, x, weight, collectives.group_size(group)) is not None:
         return None
     return lambda: npu_all_reduce(x, weight, communicator(group))
@@ -56,8 +59,11 @@ def _uses_symmetric_memory(x: Tensor, group: str) -> bool:
 
 @functools.cache
 def has_symmetric_memory(group: str) -> bool:
-    """Whether the ranks of a group can map each other's memory; tried once, with the workspace that is used later."""
-    # A group that also has a backend for the host is not called "nccl", but by each device's backend.
+    """Return whether the ranks of a group can map each other's memory.
+
+    It is tried once, with the workspace that is used later.
+    """
+    # The backend of a group that also has one for the host is not called "nccl", but by each device's backend.
     if f"{CUDA}:nccl" not in dist.get_backend_config(collectives.process_group(group)):
         return False
     from torch.distributed import _symmetric_memory
@@ -65,7 +71,8 @@ def has_symmetric_memory(group: str) -> bool:
     try:
         _symmetric_memory.get_symm_mem_workspace(group, min_size=1 << 20)  # type: ignore[arg-type]
     except RuntimeError as error:  # GPUs without peer access, or on several hosts
-        warnings.warn(f"async_tp: no symmetric memory, chunks overlap instead: {error}", RuntimeWarning, stacklevel=2)
+        message = f"async_tp: no symmetric memory between these ranks: {error}; the product is split by rank instead"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
         return False
     return True
 
@@ -83,7 +90,7 @@ def _limit(limit: Callable[..., str | None], x: Tensor, weight: Tensor, world: i
 
 
 def communicator(group: str) -> str:
-    """HCCL's name of this rank's end of the group."""
+    """Return HCCL's name of this rank's communicator in the group."""
     ranks = collectives.process_group(group)
     return str(ranks._get_backend(torch.device(NPU)).get_hccl_comm_name(ranks.rank()))
 
@@ -96,7 +103,7 @@ def npu_reduce_scatter(x: Tensor, weight: Tensor, hcom: str, world: int) -> Tens
 
 
 def npu_all_gather(x: Tensor, weights: Sequence[Tensor], hcom: str, world: int) -> list[Tensor]:
-    """The rows are gathered with the first product; the others read them."""
+    """Gather with the first product; the other products read the gathered rows."""
     first, gathered = _torch_npu.call(
         "npu_all_gather_base_mm", input=x.contiguous(), x2=weights[0], hcom=hcom, world_size=world, gather_output=True
     )

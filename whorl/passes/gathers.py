@@ -1,4 +1,4 @@
-"""Where rows come together: gathers placed by the least cut, then folded or quantised."""
+"""Passes that decide where the rows of all ranks are gathered: a minimum cut, then folding and quantising."""
 
 from typing import Any
 
@@ -9,16 +9,19 @@ from whorl import collectives
 
 from .layout import group_of, ours
 from .noop import has_shape_of
-from .placement import Region, find_region, minimum_cut, row_bytes, why_cut
+from .placement import Region, explain_cut, find_region, minimum_cut, row_bytes
 from .rewriting import Rewrite
-from .rows import CHUNKS, Features, Rows, label, product, same, value
+from .rows import LOCAL_ROWS, Features, Rows, label, product, same, value
 
 aten = torch.ops.aten
-MIN_QUANTIZED = 64  # features of a row; shorter rows gain nothing beside their scale and a message
+MIN_QUANTIZED = 64  # features; in a shorter row the scale and the extra message cost more than 8 bits save
 
 
 def place_gathers(state: Rewrite) -> int:
-    """Move every gather behind the row-wise operators where the fewest bytes cross. Returns operators made local."""
+    """Move every gather behind row-wise operators to where the fewest bytes cross.
+
+    Returns how many operators now run on a rank's rows alone.
+    """
     todo = list(state.roots)
     count = 0
     while todo:
@@ -31,9 +34,10 @@ def place_gathers(state: Rewrite) -> int:
     return count
 
 
-def moved_bytes(state: Rewrite, node: Node, lead: int) -> int:
+def gathered_row_bytes(state: Rewrite, node: Node, lead: int) -> int:
+    """Return the bytes of one row of `node` if it were gathered there, quantised where that is allowed."""
     plain = row_bytes(node, lead)
-    if node in state.roots:  # gathered where it was summed it is an all-reduce again, which rounds nothing
+    if node in state.roots:  # gathered where it was summed, it becomes an all-reduce again, which never quantises
         return plain
     return min(plain, _quantized_bytes(node, lead)) if _may_quantize(state, node, lead) else plain
 
@@ -43,12 +47,12 @@ def _quantized_bytes(node: Node, lead: int) -> int:
 
 
 def _may_quantize(state: Rewrite, node: Node, lead: int) -> bool:
-    """Activations between layers; neither what the graph returns nor short rows such as routing weights."""
+    """Return whether a gather may be quantised: not what the graph returns, nor short rows such as routing weights."""
     if state.config.quantize is None or "quantize" in state.config.skip:
         return False
-    found = value(node)
-    is_long = int(product(found.shape[lead:])) >= MIN_QUANTIZED
-    is_wide = found.is_floating_point() and found.element_size() in (2, 4)
+    fake = value(node)
+    is_long = int(product(fake.shape[lead:])) >= MIN_QUANTIZED
+    is_wide = fake.is_floating_point() and fake.element_size() in (2, 4)
     return is_long and is_wide and not _is_returned(node)
 
 
@@ -57,26 +61,27 @@ def _is_returned(node: Node) -> bool:
 
 
 def _place(state: Rewrite, region: Region) -> int:
-    cut = minimum_cut(region, lambda node, lead: moved_bytes(state, node, lead))
-    kept = set(cut.local)
-    still = [r for r in region.roots if r in cut.gathered and not _has_local_users(r, region, kept)]
-    for root in still:
-        state.reasons[root] = f"nothing to gain: {why_cut(root, region, kept - {root})}"
-    local = [n for n in cut.local if n not in still]
+    """Cut one region and write its local nodes. Returns how many operators now run on a rank's rows."""
+    cut = minimum_cut(region, lambda node, lead: gathered_row_bytes(state, node, lead))
+    local_nodes = set(cut.local)
+    unchanged = [r for r in region.roots if r in cut.gathered and not _has_local_users(r, region, local_nodes)]
+    for root in unchanged:
+        state.reasons[root] = f"nothing to gain: {explain_cut(root, region, local_nodes - {root})}"
+    local = [n for n in cut.local if n not in unchanged]
     if local:
-        _Rows(state, region, set(local)).emit(set(cut.gathered) - set(still))
+        _RowWriter(state, region, set(local)).emit(set(cut.gathered) - set(unchanged))
     state.local_roots |= {r for r in region.roots if r in local}
     count = sum(n not in region.roots for n in local)
     state.report.local_operators += count
     return count
 
 
-def _has_local_users(node: Node, region: Region, kept: set[Node]) -> bool:
-    return any(u in kept or u in region.chunks for u in node.users)
+def _has_local_users(node: Node, region: Region, local: set[Node]) -> bool:
+    return any(u in local or u in region.local_rows for u in node.users)
 
 
-class _Rows:
-    """Writes the local nodes of one region into the graph."""
+class _RowWriter:
+    """Writes the nodes of one region that run on a rank's rows into the graph."""
 
     def __init__(self, state: Rewrite, region: Region, local: set[Node]) -> None:
         self.state, self.region, self.local = state, region, local
@@ -87,11 +92,11 @@ class _Rows:
 
     def emit(self, gathered: set[Node]) -> None:
         graph = self.state.graph
-        order = [n for n in graph.nodes if n in self.local or n in self.region.chunks]
+        order = [n for n in graph.nodes if n in self.local or n in self.region.local_rows]
         for node in order:
             with graph.inserting_before(node):
-                if node in self.region.chunks:
-                    self._chunk(node)
+                if node in self.region.local_rows:
+                    self._replace_local_rows(node)
                     continue
                 self.shards[node] = self._shard(node)
                 if node in gathered:
@@ -104,10 +109,10 @@ class _Rows:
         if node in self.region.roots:
             return node.args[0]  # type: ignore[return-value]
         plan = self.region.plans[node]
-        place = torch.fx.node.map_aggregate((plan.args, dict(plan.kwargs)), self._argument)
+        arguments = torch.fx.node.map_aggregate((plan.args, dict(plan.kwargs)), self._argument)
         if plan.is_gemm:
             self.state.report.gemms.append(node.name)
-        return self.edit.local(plan.target or node.target, place[0], place[1], node, plan.lead, self.rows)
+        return self.edit.local(plan.target or node.target, arguments[0], arguments[1], node, plan.lead, self.rows)
 
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, Rows):
@@ -116,24 +121,24 @@ class _Rows:
             return self.edit.reshape(argument.node, value(argument.node).shape[argument.lead :])
         return self.shards.get(argument, argument) if isinstance(argument, Node) else argument
 
-    def _slice(self, wanted: Rows) -> Node:
-        """This rank's rows of an operand that every rank has whole."""
-        key = (wanted.node, wanted.lead, wanted.tokens is None)
+    def _slice(self, operand: Rows) -> Node:
+        """Return this rank's rows of an operand that every rank has in full."""
+        key = (operand.node, operand.lead, operand.tokens is None)
         if key not in self.sliced:
-            full, features = wanted.node, tuple(value(wanted.node).shape[wanted.lead :])
-            token_dims = wanted.lead
-            if wanted.tokens is not None:
-                sizes = [self.edit.size(s) for s in (*wanted.tokens, *features)]
-                full, token_dims = self.edit.call(aten.expand.default, full, sizes), len(wanted.tokens)
+            full, features = operand.node, tuple(value(operand.node).shape[operand.lead :])
+            token_dims = operand.lead
+            if operand.tokens is not None:
+                sizes = [self.edit.size(s) for s in (*operand.tokens, *features)]
+                full, token_dims = self.edit.call(aten.expand.default, full, sizes), len(operand.tokens)
             if token_dims > 1:
                 full = self.edit.reshape(full, (self.region.tokens, *features))
-            self.sliced[key] = self.edit.call(ours.local_rows.default, full, self.group, like=wanted.node)
-            self.state.report.sliced.append(label(wanted.node))
+            self.sliced[key] = self.edit.call(ours.local_rows.default, full, self.group, like=operand.node)
+            self.state.report.sliced.append(label(operand.node))
         return self.sliced[key]
 
     def _gather(self, node: Node) -> None:
-        edit, lead = self.edit, self.region.held[node]
-        reason = why_cut(node, self.region, self.local)
+        edit, lead = self.edit, self.region.shardable[node]
+        reason = explain_cut(node, self.region, self.local)
         if node in self.region.roots:
             self.state.placed[node] = (row_bytes(node, 1), reason)
             return
@@ -142,10 +147,15 @@ class _Rows:
         self.state.placed[full] = (row_bytes(full, 1), reason)
         if lead != 1:
             full = edit.reshape(full, value(node).shape, like=node)
-        node.replace_all_uses_with(full, delete_user_cb=lambda u: u not in self.local and u not in self.region.chunks)
+        node.replace_all_uses_with(
+            full, delete_user_cb=lambda u: u not in self.local and u not in self.region.local_rows
+        )
 
-    def _chunk(self, node: Node) -> None:
-        """A rank's rows of what it holds as rows already; where there is padding it must read zero, as in a chunk."""
+    def _replace_local_rows(self, node: Node) -> None:
+        """Replace a node that takes this rank's rows of a sharded value by the shard itself.
+
+        Padding rows must read zero, as they do in the node's output.
+        """
         source: Any = node.args[0]
         if source not in self.shards:
             return
@@ -159,30 +169,38 @@ class _Rows:
 
 
 def quantize_gathers(state: Rewrite) -> int:
-    """Gather activations in 8 bits with a scale a row; only gathers that placement made, and only where it is less."""
+    """Replace gathers by gathers in 8 bits with a scale per row, where that moves fewer bytes.
+
+    Only gathers that `place_gathers` made are replaced. Returns how many were.
+    """
     if state.config.quantize is None:
         return 0
     count = 0
     for node in [n for n in state.placed if not n._erased and _is_gather(n, state.group)]:
-        less = _quantized_bytes(node, 1)
-        if not _may_quantize(state, node, 1) or less >= row_bytes(node, 1):
+        num_bytes = _quantized_bytes(node, 1)
+        if not _may_quantize(state, node, 1) or num_bytes >= row_bytes(node, 1):
             continue
         reason = state.placed[node][1]
         with state.graph.inserting_before(node):
-            packed = state.editor.call(ours.all_gather_quantized.default, *node.args, state.config.quantize, like=node)
-        _rename(state, node, packed)
-        state.placed[packed] = (less, reason)
+            quantized = state.editor.call(
+                ours.all_gather_quantized.default, *node.args, state.config.quantize, like=node
+            )
+        _replace(state, node, quantized)
+        state.placed[quantized] = (num_bytes, reason)
         count += 1
     state.report.is_quantized = count > 0
     return count
 
 
 def fold(state: Rewrite) -> int:
-    """all_gather(reduce_scatter(x)) = all_reduce(x), and a rank's rows of a gather are what it gave."""
+    """Undo gathers that nothing was moved across: all_gather(reduce_scatter(x)) becomes all_reduce(x).
+
+    A rank's rows of a gather become the shard that the rank put in. Returns how many pairs were folded.
+    """
     count = 0
     for node in list(state.graph.nodes):
         source: Any = node.args[0] if node.args else None
-        if node.target in CHUNKS and _is_gather(source, state.group) and group_of(node) == state.group:
+        if node.target in LOCAL_ROWS and _is_gather(source, state.group) and group_of(node) == state.group:
             _skip_gather(state, node, source)
             count += 1
     for node in list(state.graph.nodes):
@@ -190,8 +208,8 @@ def fold(state: Rewrite) -> int:
         is_pair = _is_gather(node, state.group) and source.target is ours.ordered_reduce_scatter.default
         if is_pair and len(source.users) == 1 and has_shape_of(node, source.args[0]):
             with state.graph.inserting_before(node):
-                whole = state.editor.call(ours.ordered_all_reduce.default, source.args[0], state.group, like=node)
-            _rename(state, node, whole)
+                reduced = state.editor.call(ours.ordered_all_reduce.default, source.args[0], state.group, like=node)
+            _replace(state, node, reduced)
             state.graph.erase_node(source)
             count += 1
     return count
@@ -201,25 +219,26 @@ def _is_gather(node: Any, group: str) -> bool:
     return isinstance(node, Node) and node.target is ours.all_gather.default and group_of(node) == group
 
 
-def _skip_gather(state: Rewrite, chunk: Node, gather: Node) -> None:
+def _skip_gather(state: Rewrite, local_rows: Node, gather: Node) -> None:
+    """Replace this rank's rows of a gather by the shard that was gathered."""
     shard: Any = gather.args[0]
-    with state.graph.inserting_before(chunk):
+    with state.graph.inserting_before(local_rows):
         if shard.target is not ours.ordered_reduce_scatter.default:
-            shard = state.editor.call(ours.zero_padding.default, shard, gather.args[1], state.group, like=chunk)
-    chunk.replace_all_uses_with(shard)
-    state.graph.erase_node(chunk)
+            shard = state.editor.call(ours.zero_padding.default, shard, gather.args[1], state.group, like=local_rows)
+    local_rows.replace_all_uses_with(shard)
+    state.graph.erase_node(local_rows)
     state.local_roots |= {gather} & set(state.roots)
     if not gather.users:
         state.graph.erase_node(gather)
 
 
-def _rename(state: Rewrite, old: Node, new: Node) -> None:
-    """Put `new` in the place of `old`, also in what is known about it."""
+def _replace(state: Rewrite, old: Node, new: Node) -> None:
+    """Replace `old` by `new` in the graph and in the tables of the rewrite."""
     old.replace_all_uses_with(new)
     tables: list[dict[Node, Any]] = [state.roots, state.kinds, state.reasons, state.placed]
-    for known in tables:
-        if old in known:
-            known[new] = known.pop(old)
+    for table in tables:
+        if old in table:
+            table[new] = table.pop(old)
     if old in state.local_roots:
         state.local_roots.remove(old)
         state.local_roots.add(new)

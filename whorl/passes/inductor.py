@@ -1,4 +1,4 @@
-"""The passes inside torch.compile's own Inductor, for those who do not call `whorl.passes.compile`."""
+"""The passes inside torch.compile's own Inductor, for users who do not call `whorl.passes.compile`."""
 
 import hashlib
 from pathlib import Path
@@ -21,8 +21,11 @@ _SOURCES = tuple(sorted(str(p) for p in Path(__file__).parent.glob("*.py")))
 
 
 class SequenceParallelPass(CustomGraphPass):
-    """For `post_grad_custom_pre_pass`. There is one graph here: it is rewritten when the captured number of tokens, or
-    the example of a symbolic one, reaches `min_tokens` (a number; "auto" needs the choice at run time)."""
+    """The pass for Inductor's `post_grad_custom_pre_pass`.
+
+    There is one graph here. It is rewritten when the captured number of tokens, or the example of a symbolic one,
+    reaches `min_tokens`. That must be a number: "auto" needs the choice at run time that `whorl.passes.compile` makes.
+    """
 
     def __init__(self, config: SequenceParallel) -> None:
         if config.min_tokens == "auto":
@@ -30,16 +33,17 @@ class SequenceParallelPass(CustomGraphPass):
         self.config = config
         self.reports: list[Report] = []
         self.inputs: list[Input] = []
-        self.left_as_is = ""  # why the last graph that was left alone was
+        self.left_as_is = ""  # why the last graph was not rewritten; empty when it was
 
     @property
     def report(self) -> Report:
+        """The report of the graph rewritten last; raises RuntimeError if none was."""
         if not self.reports:
             raise RuntimeError(self.left_as_is or "the pass has not run yet: call the compiled model first")
         return self.reports[-1]
 
     def record(self, graph: Graph) -> None:
-        """Before AOTAutograd, while inputs still have their names and values."""
+        """Record the layouts of the inputs before AOTAutograd, while inputs still have their names and values."""
         gm: Any = graph.owning_module
         self.inputs = input_layouts(gm, self.config)
 
@@ -53,7 +57,7 @@ class SequenceParallelPass(CustomGraphPass):
             self.left_as_is = f"nothing was rewritten: {count} tokens, and min_tokens is {self.config.min_tokens}"
         elif not self.config.pad and not same(tokens % size, 0):
             self.left_as_is = (
-                f"nothing was rewritten: {size} ranks may not share {tokens} tokens evenly, and pad is off"
+                f"nothing was rewritten: {tokens} tokens may not divide evenly over {size} ranks, and pad is off"
             )
         if self.left_as_is:
             order_sums_in_place(gm, self.config)
@@ -63,7 +67,10 @@ class SequenceParallelPass(CustomGraphPass):
         self.reports.append(report)
 
     def uuid(self) -> Any:
-        """Everything a rewritten graph follows from; the rank is not among it, for graphs do not hold it."""
+        """Return a hash of everything that a rewritten graph depends on.
+
+        The rank is not part of it, because no graph holds the rank.
+        """
         group = collectives.group_name(self.config.group)
         world = (group, collectives.group_size(group))
         inputs = [(name, layout.value) for name, layout, *_ in self.inputs]
@@ -88,7 +95,10 @@ class _Recorder(CustomGraphPass):
 
 
 def inductor_options(config: SequenceParallel) -> dict[str, Any]:
-    """torch.compile(model, options=inductor_options(config)); the pass is under "post_grad_custom_pre_pass"."""
+    """Return the options that run the passes inside Inductor; see `whorl.passes.inductor_options`.
+
+    The pass itself, with its reports, is under "post_grad_custom_pre_pass".
+    """
     sequence_parallel = SequenceParallelPass(config)
     passes = {"pre_grad_custom_pass": _Recorder(sequence_parallel), "post_grad_custom_pre_pass": sequence_parallel}
     return passes | rounding(config)

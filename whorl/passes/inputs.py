@@ -1,4 +1,7 @@
-"""Where the inputs of a captured graph live: by their placement, by name, or by comparing them on all ranks."""
+"""Layouts of the inputs of a captured graph.
+
+They follow from the DTensor placement, from `SequenceParallel.sharded`, or from comparing the inputs on all ranks.
+"""
 
 import re
 from typing import Any, NamedTuple
@@ -16,7 +19,10 @@ from .pipeline import matches, warn_of_unmatched
 
 
 class Input(NamedTuple):
-    """What the model calls an input, and where it lives; unproven: it had one repeated value when it was compared."""
+    """The model's name of an input and its layout.
+
+    unproven: it held one repeated value when it was compared, so equality proved nothing.
+    """
 
     name: str
     layout: Layout
@@ -24,33 +30,39 @@ class Input(NamedTuple):
 
 
 def input_layouts(gm: GraphModule, config: SequenceParallel) -> list[Input]:
-    """Of each input of a graph from Dynamo: by its placement, by name, or by comparing it on all ranks."""
+    """Return name and layout of each input of a graph from Dynamo.
+
+    An input that `config.sharded` names is VARYING; a DTensor has its placement; others are compared on all ranks.
+    """
     group = collectives.group_name(config.group)
     tensors: dict[str, Any] = {}
-    found: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {}
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node in placeholders:
         argument = node.meta.get("grapharg")
         name = _source_name(argument, node)
         example: Any = None if argument is None else argument.example
         if matches(name, config.sharded):
-            found[node.name] = Layout.VARYING
+            layouts[node.name] = Layout.VARYING
         elif hasattr(example, "placements"):
-            is_whole = all(p.is_replicate() for p in example.placements)
-            found[node.name] = Layout.REPLICATED if is_whole else Layout.VARYING
+            is_replicated = all(p.is_replicate() for p in example.placements)
+            layouts[node.name] = Layout.REPLICATED if is_replicated else Layout.VARYING
         elif isinstance(example, Tensor) and config.probe:
             tensors[node.name] = example
         else:
-            found[node.name] = Layout.REPLICATED
-    found |= agree.probe(tensors, group) if config.probe else {}
+            layouts[node.name] = Layout.REPLICATED
+    layouts |= agree.probe(tensors, group) if config.probe else {}
     names = {node.name: _source_name(node.meta.get("grapharg"), node) for node in placeholders}
     warn_of_unmatched(config, list(names.values()))
-    unproven = {n for n, x in tensors.items() if found[n] is Layout.VARYING and agree.is_one_value(x)}
-    return [Input(name, found[node], node in unproven) for node, name in names.items()]
+    unproven = {n for n, x in tensors.items() if layouts[n] is Layout.VARYING and agree.is_one_value(x)}
+    return [Input(name, layouts[node], node in unproven) for node, name in names.items()]
 
 
 def _source_name(argument: Any, node: Node) -> str:
-    """`layers.0.up.weight` of L['self']._modules['layers']._modules['0']._modules['up']._parameters['weight']."""
+    """Return the model's name of an input.
+
+    `layers.0.up.weight` for L['self']._modules['layers']._modules['0']._modules['up']._parameters['weight'].
+    """
     source = getattr(argument, "source", None)
     if source is None:
         return node.name
@@ -61,27 +73,27 @@ def _source_name(argument: Any, node: Node) -> str:
 
 
 def name_inputs(gm: GraphModule, inputs: list[Input]) -> dict[str, Layout]:
-    """Layouts of the traced graph's inputs; each is given the model's name for it.
+    """Return the layouts of the traced graph's inputs, and store the model's name of each in its node.
 
-    What the graph writes to is not equal on all ranks for having been so once.
+    An input that the graph writes to is VARYING: that it was equal on all ranks once does not prove that it stays so.
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     context = torch._guards.TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     mutated = set(metadata.mutated_inp_runtime_indices) if metadata is not None else set()
-    found = {}
+    layouts = {}
     for i, node in enumerate(placeholders):
         index = _input_index(node.meta.get("desc"))
         index = i if index is None and len(placeholders) == len(inputs) else index
         unknown = Input(node.name, Layout.VARYING)
         name, layout, unproven = Input(*inputs[index]) if index is not None and index < len(inputs) else unknown
         node.meta["whorl_name"], node.meta["whorl_unproven"] = name, unproven
-        found[node.name] = Layout.VARYING if i in mutated else layout
-    return found
+        layouts[node.name] = Layout.VARYING if i in mutated else layout
+    return layouts
 
 
 def _input_index(description: Any) -> int | None:
-    """The captured input that an input of the traced graph is, or is a part of (a DTensor's local tensor)."""
+    """Return the index of the captured input that a traced input is, or is a part of (a DTensor's local tensor)."""
     while description is not None and not hasattr(description, "idx"):
         description = getattr(description, "base", None)
     return getattr(description, "idx", None)

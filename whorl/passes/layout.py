@@ -1,4 +1,4 @@
-"""Where each value of a graph lives, over one process group."""
+"""Infers the layout of each value of a graph over one process group: replicated, sharded, partial or varying."""
 
 from collections.abc import Mapping, Set
 from enum import Enum
@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from whorl import collectives
 
-from .rows import CHUNKS, is_registered
+from .rows import LOCAL_ROWS, is_registered
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.whorl
@@ -22,13 +22,17 @@ ALL_GATHERS = {
     ours.all_gather.default,
     ours.all_gather_quantized.default,
 }
-SAME_EVERYWHERE = ALL_REDUCES | ALL_GATHERS | {c10d.broadcast.default}
-# Operators of these namespaces compute from their arguments alone; others may read the rank.
+REPLICATING = ALL_REDUCES | ALL_GATHERS | {c10d.broadcast.default}
+# Operators of these namespaces depend on their arguments alone; operators of others may read the rank.
 PURE = ("aten", "prims", "whorl", "_operator", "math", "torch")
 
 
 class Layout(Enum):
-    """REPLICATED: equal on all ranks. PARTIAL: its summands. SHARDED: each rank has its rows. VARYING: anything."""
+    """How a value lies across the ranks of a group.
+
+    REPLICATED: equal on all ranks. PARTIAL: each rank has one summand. SHARDED: each rank has its rows. VARYING:
+    unknown.
+    """
 
     REPLICATED = "replicated"
     PARTIAL = "partial"
@@ -37,7 +41,7 @@ class Layout(Enum):
 
 
 def group_of(node: Node) -> str | None:
-    """The group that a collective works over; None for other nodes."""
+    """Return the name of the group that a collective works over; None for other nodes."""
     is_ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("_c10d_functional", "whorl")
     if not is_ours:
         return None
@@ -48,7 +52,7 @@ def group_of(node: Node) -> str | None:
 
 
 def covers(wide: str | None, group: str) -> bool:
-    """Whether every rank of `group` takes part in one collective over `wide`."""
+    """Return whether every rank of `group` takes part in one collective over `wide`."""
     if wide is None or wide == group:
         return wide == group
     ranks = [set(dist.get_process_group_ranks(collectives.process_group(g))) for g in (wide, group)]
@@ -56,26 +60,27 @@ def covers(wide: str | None, group: str) -> bool:
 
 
 def infer(graph: Graph, group: str, inputs: Mapping[str, Layout], differing: Set[str]) -> dict[Node, Layout]:
-    """The layout of every node. `inputs`: of placeholders by name, REPLICATED where nothing is said.
+    """Return the layout of every node.
 
-    differing: names of nodes with constants or shapes that are not the same on all ranks.
+    inputs: layouts of placeholders by name; those not named are REPLICATED. differing: names of nodes with constants or
+    shapes that are not the same on all ranks.
     """
-    found: dict[Node, Layout] = {}
+    layouts: dict[Node, Layout] = {}
     for node in graph.nodes:
         if node.name in differing:
-            found[node] = Layout.VARYING
+            layouts[node] = Layout.VARYING
         elif node.op in ("placeholder", "get_attr"):
-            found[node] = inputs.get(node.name, Layout.REPLICATED)
+            layouts[node] = inputs.get(node.name, Layout.REPLICATED)
         else:
-            found[node] = _layout(node, group, found)
+            layouts[node] = _layout(node, group, layouts)
     for node in reversed(graph.nodes):
         users = list(node.users)
-        if found[node] is Layout.VARYING and users and all(_sums(u, group) for u in users):
-            found[node] = Layout.PARTIAL
-    return found
+        if layouts[node] is Layout.VARYING and users and all(_sums_over(u, group) for u in users):
+            layouts[node] = Layout.PARTIAL
+    return layouts
 
 
-def _sums(node: Node, group: str) -> bool:
+def _sums_over(node: Node, group: str) -> bool:
     if node.target not in ALL_REDUCES | REDUCE_SCATTERS or group_of(node) != group:
         return False
     return (
@@ -83,12 +88,12 @@ def _sums(node: Node, group: str) -> bool:
     )
 
 
-def _layout(node: Node, group: str, found: Mapping[Node, Layout]) -> Layout:
+def _layout(node: Node, group: str, known: Mapping[Node, Layout]) -> Layout:
     target: Any = node.target
-    layouts = [found[a] for a in node.all_input_nodes]
-    if target in SAME_EVERYWHERE and covers(group_of(node), group):
+    layouts = [known[a] for a in node.all_input_nodes]
+    if target in REPLICATING and covers(group_of(node), group):
         return Layout.REPLICATED
-    if target in REDUCE_SCATTERS | CHUNKS:
+    if target in REDUCE_SCATTERS | LOCAL_ROWS:
         return Layout.SHARDED if group_of(node) == group else Layout.VARYING
     if target is c10d.wait_tensor.default:
         return layouts[0]

@@ -1,4 +1,4 @@
-"""Operators that do nothing, whatever the sizes: no guard is added to find out."""
+"""Drops operators that change nothing for any size; finding them adds no guard."""
 
 from typing import Any
 
@@ -10,27 +10,32 @@ from .rows import is_tensor, same, value
 aten = torch.ops.aten
 VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 SAME_SHAPE = VIEWS | {aten.expand.default, aten.slice.Tensor, aten.squeeze.default}
-OVERWRITES = {aten.copy.default, aten.slice_scatter.default}  # all of the first argument, if the second is as large
+OVERWRITES = {
+    aten.copy.default,
+    aten.slice_scatter.default,
+}  # they replace all of the first argument if the second is as large
 ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
 
 
 def has_shape_of(node: Node, other: Node) -> bool:
+    """Return whether two nodes are known to have the same shape."""
     a, b = value(node), value(other)
     return len(a.shape) == len(b.shape) and all(same(x, y) for x, y in zip(a.shape, b.shape, strict=True))
 
 
-def _stands_for(node: Node) -> Any:
-    """The node that has the same value already, or None."""
+def _find_equal(node: Node) -> Any:
+    """Return the node that already has the value of `node`, or None."""
     source: Any = node.args[0] if node.args else None
     if not is_tensor(node) or not is_tensor(source):
         return None
     if node.target in OVERWRITES:
-        return node.args[1] if _has_layout_of(node, node.args[1]) else None
+        return node.args[1] if _has_strides_of(node, node.args[1]) else None
     is_same = node.target in ALIASES or (node.target in SAME_SHAPE and has_shape_of(node, source))
     return source if is_same else None
 
 
-def _has_layout_of(node: Node, other: Any) -> bool:
+def _has_strides_of(node: Node, other: Any) -> bool:
+    """Return whether both nodes have the same shape, strides, dtype and device."""
     if not is_tensor(other) or not has_shape_of(node, other):
         return False
     a, b = value(node), value(other)
@@ -39,9 +44,9 @@ def _has_layout_of(node: Node, other: Any) -> bool:
 
 
 def eliminate_noops(graph: Graph) -> int:
-    """Drop aliases, copies over a whole value, views, slices and expansions to the same shape; join chains of views.
+    """Drop aliases, copies over a full value, and views, slices and expansions to the same shape; join chains of views.
 
-    Returns how many.
+    Returns how many nodes were dropped or joined.
     """
     count = 0
     for node in list(graph.nodes):
@@ -54,9 +59,9 @@ def eliminate_noops(graph: Graph) -> int:
             count += 1
             if not source.users:
                 graph.erase_node(source)
-        kept = _stands_for(node)
-        if kept is not None and not any(u.op == "output" for u in node.users):  # outputs may not become inputs
-            node.replace_all_uses_with(kept)
+        equal = _find_equal(node)
+        if equal is not None and not any(u.op == "output" for u in node.users):  # an output must not become an input
+            node.replace_all_uses_with(equal)
             graph.erase_node(node)
             count += 1
     return count

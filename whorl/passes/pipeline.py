@@ -1,4 +1,4 @@
-"""Runs the passes over one graph, in order, and says what they did."""
+"""Runs the passes over one graph, in order, and reports what they did."""
 
 import fnmatch
 import warnings
@@ -12,12 +12,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from whorl import collectives
 
 from . import agree
-from .cleanup import check, cleanup, outputs_of, write_report
+from .cleanup import check, cleanup, output_values, write_report
 from .config import SequenceParallel
-from .editor import Editor, copied
+from .editor import Editor, copy_graph
 from .gathers import fold, place_gathers, quantize_gathers
 from .layout import ALL_GATHERS, ALL_REDUCES, Layout, group_of, ours
-from .report import Report, place
+from .report import Report, describe_place
 from .rewriting import Rewrite
 from .rows import example, label, product, same, value
 from .sequence_parallel import eliminate_noops, infer_layouts, order_sum, split_all_reduces, spread_masks
@@ -26,7 +26,7 @@ Pass = Callable[[Rewrite], int]
 
 
 def fuse_matmuls(state: Rewrite) -> int:
-    """Collectives and the products beside them as one operator, when asked for."""
+    """Fuse collectives with the products beside them if `config.fuse` is set. Returns how many were fused."""
     if not state.config.fuse:
         return 0
     from . import async_tp
@@ -37,7 +37,7 @@ def fuse_matmuls(state: Rewrite) -> int:
     return count
 
 
-# In this order. Each pass returns how much it changed; `SequenceParallel(skip=(name,))` leaves one out.
+# The passes in order. Each returns how much it changed; `SequenceParallel(skip=(name,))` leaves one out.
 PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("noops", eliminate_noops),
     ("masks", spread_masks),
@@ -61,14 +61,19 @@ def rewrite(
     pipeline: Sequence[tuple[str, Pass]] = PIPELINE,
     in_place: bool = False,
 ) -> GraphModule:
-    """The graph with sequence parallelism; `meta["report"]` says what was done, `meta["tokens"]` counts the rows.
+    """Rewrite a graph for sequence parallelism and return it.
 
-    gm: of aten, `_c10d_functional` and our own operators, with fake values. It is not changed, unless `in_place`.
+    gm: a graph of aten, `_c10d_functional` and whorl operators with fake values; it is copied unless `in_place`.
     inputs: the layout of placeholders by name; those not named are REPLICATED, unless `config.sharded` matches their
-    names. Every rank of the group must call this with the same graph. dump: a folder for the graph before and after
-    each pass.
+    names. dump: a folder to which the graph is written before and after each pass. pipeline: the passes to run. Every
+    rank of the group must call this with the same graph.
+    Returns a graph with `meta["report"]`, the Report, and `meta["tokens"]`, the number of tokens (a number or a
+    symbol).
+    Raises ValueError for a name in `config.skip` or `inputs` that does not exist, RuntimeError when the ranks' graphs
+    differ; warns when nothing was rewritten.
+    Example: rewrite(gm, SequenceParallel(min_tokens=1000), inputs={"weight": Layout.VARYING}).meta["report"]
     """
-    gm = gm if in_place else copied(gm)
+    gm = gm if in_place else copy_graph(gm)
     _check_skip(config, pipeline)
     group = collectives.group_name(config.group)
     size = collectives.group_size(group)
@@ -90,7 +95,7 @@ def rewrite(
         differing=differing,
         editor=Editor(gm),
     )
-    before, known = outputs_of(gm), set(gm.graph.nodes)
+    before, known = output_values(gm), set(gm.graph.nodes)
     for i, (name, run) in enumerate(pipeline):
         if name in config.skip:
             continue
@@ -101,19 +106,22 @@ def rewrite(
     agree.compare(gm, group, "rewritten graph")
     report.graph_hash = agree.graph_hash(gm)
     if not report.rewrites:
-        warnings.warn(_nothing_done(gm, report), RuntimeWarning, stacklevel=2)
+        warnings.warn(_explain_no_rewrite(gm, report), RuntimeWarning, stacklevel=2)
     return gm
 
 
 def order_sums(gm: GraphModule, config: SequenceParallel) -> GraphModule:
-    """The plain graph with every all-reduce over the group summed in rank order, as the rewritten graph does."""
-    gm = copied(gm)
+    """Return a copy of the plain graph that sums every all-reduce over the group in rank order.
+
+    The rewritten graph does the same, so both give the same bits.
+    """
+    gm = copy_graph(gm)
     order_sums_in_place(gm, config)
     return gm
 
 
 def order_sums_in_place(gm: GraphModule, config: SequenceParallel) -> int:
-    """As `order_sums`, on the graph itself. Returns how many."""
+    """Do what `order_sums` does on the graph itself. Returns how many all-reduces were replaced."""
     group = collectives.group_name(config.group)
     if not config.ordered or collectives.group_size(group) == 1:
         return 0
@@ -124,20 +132,23 @@ def order_sums_in_place(gm: GraphModule, config: SequenceParallel) -> int:
 
 
 def tokens_of(gm: GraphModule, group: str) -> Any:
-    """The rows of most of the all-reduces and gathers over the group: a number or a symbol; 0 without any."""
+    """Return the number of tokens of the graph: the rows that most of its all-reduces and gathers over the group have.
+
+    It is a number or a symbol; 0 for a graph without any.
+    """
     counts: list[list[Any]] = []
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target not in ALL_REDUCES | ALL_GATHERS or group_of(node) != group:
             continue
         shape = value(node).shape
         rows = product(shape[:-1]) if node.target in ALL_REDUCES else shape[0]
-        if free_unbacked_symbols(rows):  # only data can say: no call could be judged by it
+        if free_unbacked_symbols(rows):  # it depends on data, so no call could be dispatched by it
             continue
-        known = next((c for c in counts if same(c[0], rows)), None)
-        if known is None:
+        entry = next((c for c in counts if same(c[0], rows)), None)
+        if entry is None:
             counts.append([rows, 1])
         else:
-            known[1] += 1
+            entry[1] += 1
     rows = max(counts, key=lambda c: c[1])[0] if counts else 0
     is_number = isinstance(rows, int) or rows.node.expr.is_number
     return int(rows) if is_number else rows
@@ -151,22 +162,26 @@ def _check_skip(config: SequenceParallel, pipeline: Sequence[tuple[str, Pass]]) 
         raise ValueError(f"SequenceParallel: skip has {wrong}; passes that can be left out: {optional}")
 
 
-def _inputs(gm: GraphModule, config: SequenceParallel, given: Mapping[str, Layout]) -> dict[str, Layout]:
+def _inputs(gm: GraphModule, config: SequenceParallel, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
     names = [n.name for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
-    unknown = [name for name in given if name not in names]
+    unknown = [name for name in layouts if name not in names]
     if unknown:
         raise ValueError(f"rewrite: inputs has {unknown}; the graph's are {names}")
-    if not given:  # else they were matched with the model's names
+    if not layouts:  # otherwise the caller has matched them with the model's names
         warn_of_unmatched(config, names)
-    return {name: Layout.VARYING for name in names if matches(name, config.sharded)} | dict(given)
+    return {name: Layout.VARYING for name in names if matches(name, config.sharded)} | dict(layouts)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a pattern is a dot-separated part of the name, or matches it by fnmatch."""
     return any(p in name.split(".") or fnmatch.fnmatch(name, p) for p in patterns)
 
 
 def warn_of_unmatched(config: SequenceParallel, names: Sequence[str]) -> None:
-    """A misspelt declaration would make a weight equal on all ranks that is not."""
+    """Warn of names in `config.sharded` that match no input.
+
+    A misspelt one would make the passes treat a weight as equal on all ranks that is not.
+    """
     wrong = [p for p in config.sharded if not any(matches(name, (p,)) for name in names)]
     if wrong:
         text = f"SequenceParallel: sharded has {wrong}, which match no input of the graph; its inputs are {list(names)}"
@@ -179,18 +194,18 @@ def _dump(folder: str | Path | None, name: str, gm: GraphModule) -> None:
         (Path(folder) / f"{name}.txt").write_text(f"{gm.graph}\n")
 
 
-def _nothing_done(gm: GraphModule, report: Report) -> str:
+def _explain_no_rewrite(gm: GraphModule, report: Report) -> str:
     if report.collectives:
         reducing = [c for c in report.collectives if c.kind in ("all_reduce", "all_gather")]
         nearest = (reducing or report.collectives)[0]
-        proof = f". {report.what_is_unproven()}" if report.unproven else ""
+        proof = f". {report.describe_unproven()}" if report.unproven else ""
         return (
             f"sequence parallelism is on and rewrote none of {len(report.collectives)} collectives. "
-            f"Nearest miss: {nearest.kind} {nearest.shape} {place(nearest)}: {nearest.reason}{proof}"
+            f"Nearest miss: {nearest.kind} {nearest.shape} {describe_place(nearest)}: {nearest.reason}{proof}"
         )
-    others = sorted({str(group_of(n)) for n in gm.graph.nodes if _is_sum(n)})
-    found = f"; it has all-reduces over {others}" if others else ""
-    return f"sequence parallelism is on, but the graph has no collective over group {report.group!r}{found}"
+    other_groups = sorted({str(group_of(n)) for n in gm.graph.nodes if _is_sum(n)})
+    other_sums = f"; it has all-reduces over {other_groups}" if other_groups else ""
+    return f"sequence parallelism is on, but the graph has no collective over group {report.group!r}{other_sums}"
 
 
 def _is_sum(node: Node) -> bool:

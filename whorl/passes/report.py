@@ -1,4 +1,4 @@
-"""What was rewritten, what was left alone, and why."""
+"""The report: what was rewritten, what was left alone, and why."""
 
 import json
 import re
@@ -21,13 +21,13 @@ class Collective:
     row_bytes: int
     rewritten: bool
     reason: str
-    rows: int | None = None  # when captured, where they are not the graph's tokens
-    size: int | None = None  # ranks, where it is over another group
+    rows: int | None = None  # rows at capture, if they are not the graph's tokens
+    size: int | None = None  # number of ranks, if it is over another group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gather:
-    """A gather of the rewritten graph: where rows come together again."""
+    """A gather of the rewritten graph: where the rows of all ranks come together again."""
 
     value: str
     module: str
@@ -42,7 +42,11 @@ class Gather:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """Of one graph. Bytes are those one rank sends, with `tokens` tokens; what has other rows has them as captured."""
+    """What the passes did to one graph; `str(report)` is for people, `report.json()` for programs.
+
+    Bytes are those that one rank sends for `tokens` tokens; a collective with another number of rows counts its rows as
+    captured.
+    """
 
     group: str
     size: int
@@ -52,11 +56,11 @@ class Report:
     collectives: list[Collective] = field(default_factory=list)
     gathers: list[Gather] = field(default_factory=list)
     local_operators: int = 0
-    sliced: list[str] = field(default_factory=list)  # full-length operands of which each rank takes its rows
+    sliced: list[str] = field(default_factory=list)  # full operands of which each rank takes its rows
     gemms: list[str] = field(default_factory=list)  # products that see fewer rows than before
     varying: list[str] = field(default_factory=list)  # nodes with constants that differ between ranks
-    unproven: list[str] = field(default_factory=list)  # inputs of one repeated value: they say nothing about ranks
-    not_fused: list[str] = field(default_factory=list)  # why collectives and products stay apart
+    unproven: list[str] = field(default_factory=list)  # inputs of one repeated value: being equal proves nothing
+    not_fused: list[str] = field(default_factory=list)  # collectives that were not fused with a product, and why
     is_quantized: bool = False
     is_ordered: bool = True  # sums are in rank order
     predicted_gain: float | None = None  # time of plain communication / time of rewritten
@@ -64,10 +68,12 @@ class Report:
 
     @property
     def rewrites(self) -> int:
+        """The number of captured collectives that were rewritten."""
         return sum(c.rewritten for c in self.collectives)
 
     @property
     def exactness(self) -> str:
+        """How equal the results of the rewritten and the plain graph are, in words."""
         if self.is_quantized:
             return "rounds: activations are gathered in 8 bits"
         if not self.is_ordered:
@@ -79,35 +85,40 @@ class Report:
         return "bitwise"
 
     def bytes_before(self, tokens: int | None = None) -> int:
+        """Return the bytes one rank sends in the plain graph; tokens: default those of the capture."""
         return sum(self._sent(c.kind, c, tokens) for c in self.collectives)
 
     def bytes_after(self, tokens: int | None = None) -> int:
-        kept = sum(self._sent(c.kind, c, tokens) for c in self.collectives if not c.rewritten)
+        """Return the bytes one rank sends in the rewritten graph; tokens: default those of the capture."""
+        unchanged = sum(self._sent(c.kind, c, tokens) for c in self.collectives if not c.rewritten)
         scattered = [c for c in self.collectives if c.rewritten and c.kind == "all_reduce"]
-        moved: list[Collective | Gather] = [*scattered, *self.gathers]
-        return kept + sum(self._sent("reduce_scatter", found, tokens) for found in moved)
+        rewritten: list[Collective | Gather] = [*scattered, *self.gathers]
+        return unchanged + sum(self._sent("reduce_scatter", collective, tokens) for collective in rewritten)
 
-    def _sent(self, kind: str, found: "Collective | Gather", tokens: int | None) -> int:
+    def _sent(self, kind: str, collective: "Collective | Gather", tokens: int | None) -> int:
         count = self.tokens if tokens is None else tokens
-        size = getattr(found, "size", None) or self.size
-        return wire_bytes(kind, found.row_bytes, count if found.rows is None else found.rows, size)
+        size = getattr(collective, "size", None) or self.size
+        return wire_bytes(kind, collective.row_bytes, count if collective.rows is None else collective.rows, size)
 
     def as_dict(self) -> dict[str, Any]:
-        more = {
+        """Return all fields, with the number of rewrites, the bytes and the exactness."""
+        derived = {
             "rewrites": self.rewrites,
             "bytes_before": self.bytes_before(),
             "bytes_after": self.bytes_after(),
             "exactness": self.exactness,
         }
-        return asdict(self) | more
+        return asdict(self) | derived
 
     def json(self) -> str:
+        """Return the report as JSON text."""
         return json.dumps(self.as_dict(), indent=2)
 
-    def what_is_unproven(self) -> str:
+    def describe_unproven(self) -> str:
+        """Return a sentence on the inputs whose equality on all ranks is not proven."""
         return (
             f"Inputs of one repeated value, which does not prove that ranks have the same: {', '.join(self.unproven)}; "
-            "if they do, make the first call with real values"
+            "if they are the same, make the first call with real values"
         )
 
     def __str__(self) -> str:
@@ -125,28 +136,29 @@ class Report:
         elif after and self.rewrites:
             lines.append(
                 f"predicted by bytes alone: communication {before / after:.2f} times as fast; "
-                "a cost model (SequenceParallel's `cost`) knows latency, too"
+                "a cost model (SequenceParallel's `cost`) would count latency as well"
             )
-        lines += [f"  {c.kind} {c.shape} {place(c)}: {c.reason}" for c in self.collectives]
-        lines += [f"  gather {g.dtype} {g.shape} of {g.value} {place(g)}: {g.reason}" for g in self.gathers]
+        lines += [f"  {c.kind} {c.shape} {describe_place(c)}: {c.reason}" for c in self.collectives]
+        lines += [f"  gather {g.dtype} {g.shape} of {g.value} {describe_place(g)}: {g.reason}" for g in self.gathers]
         if self.sliced:
             lines.append(f"  sliced, equal on all ranks: {', '.join(self.sliced)}")
         if self.varying:
             lines.append(f"  constants that differ between ranks: {', '.join(self.varying)}")
         if self.unproven:
-            lines.append(f"  {self.what_is_unproven()}")
+            lines.append(f"  {self.describe_unproven()}")
         lines += [f"  not fused: {reason}" for reason in self.not_fused]
         lines.append("  passes: " + ", ".join(f"{name} {count}" for name, count in self.counts.items()))
         return "\n".join(lines)
 
 
-def place(found: Collective | Gather) -> str:
-    parts = [found.module and f"in {found.module}", found.source and f"({found.source})"]
+def describe_place(collective: Collective | Gather) -> str:
+    """Return module and source line of a collective, as a phrase."""
+    parts = [collective.module and f"in {collective.module}", collective.source and f"({collective.source})"]
     return " ".join(p for p in parts if p) or "(no source known)"
 
 
 def module_path(node: Node) -> str:
-    """The module that a node was traced in, as the model names it."""
+    """Return the path of the module that a node was traced in, as the model names it."""
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
@@ -158,7 +170,7 @@ def module_path(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """file:line of the innermost frame outside torch."""
+    """Return "file:line" of the innermost stack frame outside torch."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    ours = [f for f in frames if "/torch/" not in f[0]]
-    return f"{ours[-1][0].rsplit('/', 1)[-1]}:{ours[-1][1]}" if ours else ""
+    outside_torch = [f for f in frames if "/torch/" not in f[0]]
+    return f"{outside_torch[-1][0].rsplit('/', 1)[-1]}:{outside_torch[-1][1]}" if outside_torch else ""

@@ -1,4 +1,4 @@
-"""A captured graph in a shape environment of its own."""
+"""Copies a captured graph into its own shape environment."""
 
 from typing import Any
 
@@ -6,32 +6,33 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .editor import copied
+from .editor import copy_graph
 from .rows import value
 
 
-def retraced(gm: GraphModule, size: int) -> tuple[GraphModule, Any]:
-    """A copy of the graph with symbols of its own: what its compilation asks of sizes is no guard of the capture.
+def retrace(gm: GraphModule, size: int) -> tuple[GraphModule, Any]:
+    """Return a copy of the graph with new size symbols, and its fake tensor mode.
 
-    Symbols get an example large enough that no rank's share looks like a constant 0 or 1.
+    What its compilation asks of sizes then adds no guard to the capture. Symbols get an example large enough that no
+    rank's share looks like a constant 0 or 1.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    gm = copied(gm)
+    gm = copy_graph(gm)
     for node in gm.graph.nodes:
-        node.meta.pop("unbacked_bindings", None)  # sizes by data get new symbols as well
+        node.meta.pop("unbacked_bindings", None)  # sizes that depend on data get new symbols as well
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     symbols: dict[Any, Any] = {}
-    inputs = [_renewed(value(n), env, mode, symbols, size) for n in placeholders]
+    inputs = [_with_new_symbols(value(n), env, mode, symbols, size) for n in placeholders]
     FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
     return gm, mode
 
 
-def _renewed(old: Any, env: Any, mode: Any, symbols: dict[Any, Any], size: int) -> Any:
+def _with_new_symbols(old: Any, env: Any, mode: Any, symbols: dict[Any, Any], size: int) -> Any:
     if isinstance(old, torch.SymInt):
         return _new_size(old, env, symbols, size)
     if not isinstance(old, Tensor):
@@ -54,8 +55,10 @@ def _new_size(old: Any, env: Any, symbols: dict[Any, Any], size: int) -> Any:
     for symbol in sorted(expr.free_symbols, key=str):
         if symbol in symbols:
             continue
-        known = old.node.shape_env
-        examples = getattr(known, "backed_var_to_val", None) or known.var_to_val  # its older name
+        old_env = old.node.shape_env
+        examples = (
+            getattr(old_env, "backed_var_to_val", None) or old_env.var_to_val
+        )  # the name in earlier versions of torch
         hint = int(examples[symbol])
         hint = hint if hint >= 4 * size else 8 * size
         source = ConstantSource(f"whorl_{symbol}")

@@ -1,4 +1,4 @@
-"""A graph on its way through the passes, and what is known of it."""
+"""The state that the passes share: one graph and what is known of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from .report import Collective, Report
 
 @dataclass(slots=True)
 class Rewrite:
-    """One graph on its way through the passes."""
+    """One graph on its way through the passes, and what the passes so far have learned."""
 
     gm: GraphModule
     config: SequenceParallel
@@ -26,15 +26,16 @@ class Rewrite:
     differing: frozenset[str]
     editor: Editor
     layouts: dict[Node, Layout] = field(default_factory=dict)
-    roots: dict[Node, Any] = field(default_factory=dict)  # gathers that stand for a captured collective, and its input
-    kinds: dict[Node, Any] = field(default_factory=dict)
+    roots: dict[Node, Any] = field(default_factory=dict)  # gathers that replace a captured collective, and their shards
+    kinds: dict[Node, Any] = field(default_factory=dict)  # of each root: all_reduce or all_gather
     reasons: dict[Node, Any] = field(default_factory=dict)  # why a root stays as it was
     left_alone: list[Collective] = field(default_factory=list)
-    placed: dict[Node, Any] = field(default_factory=dict)  # gathers by placement: bytes of a row, and why
-    local_roots: set[Node] = field(default_factory=set)
+    placed: dict[Node, Any] = field(default_factory=dict)  # gathers that `place` made: bytes per row, and why there
+    local_roots: set[Node] = field(default_factory=set)  # roots whose rows stay on their rank
 
     @property
     def size(self) -> int:
+        """The number of ranks of the group."""
         return self.report.size
 
     @property

@@ -1,9 +1,9 @@
-"""Which operators work row by row, and how each looks on a rank's rows alone.
+"""Rules that say which operators work row by row, and how each of them runs on a rank's rows alone.
 
-A value of the region that may be sharded has `lead` leading token dims and feature dims after them; T, the product of
-the token dims, is the number of rows. On a rank it is [ceil(T / p), *features]: the token dims are flattened, so a rule
-must say which arguments have rows and keep its hands off the token dims. A rule returns a `Plan`, or the reason why the
-node is not row-wise. `register_row_wise` adds an operator of your own.
+A shardable value has `lead` leading token dims and feature dims after them. A row is the features of one token; T, the
+product of the token dims, is the number of rows. On a rank the value is [ceil(T / p), *features]: the token dims are
+flattened, so a rule says which arguments have rows and must not touch the token dims. A rule returns a `Plan`, or the
+reason why the node is not row-wise. `register_row_wise` adds a rule for an operator of your own.
 """
 
 import math
@@ -24,9 +24,9 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """An argument's place where this rank's rows of `node` go, the first `lead` of its dims being tokens.
+    """Stands in a plan's arguments for this rank's rows of `node`, whose first `lead` dims are token dims.
 
-    tokens: what those dims are expanded to first, where broadcasting would have done it.
+    tokens: the sizes to which these dims are expanded first, where broadcasting would have done it.
     """
 
     node: Node
@@ -36,7 +36,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """An argument's place where `node` goes without its `lead` leading dims of size 1."""
+    """Stands in a plan's arguments for `node` without its `lead` leading dims of size 1."""
 
     node: Node
     lead: int
@@ -44,9 +44,10 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to run a node on a rank's rows: its arguments with `Rows` and `Features` in place of tensors.
+    """How to run a node on a rank's rows: its arguments, with `Rows` and `Features` in place of tensors.
 
-    lead: token dims of the outputs. is_gemm: rows that run together may change a row's last bits.
+    lead: token dims of the outputs. target: the operator, if not the node's. is_gemm: a row's last bits may depend on
+    the rows that run with it.
     """
 
     lead: int
@@ -56,17 +57,18 @@ class Plan:
     is_gemm: bool = False
 
 
-Held = Mapping[Node, int]  # nodes that may be held as rows, and how many token dims they have
-Rule = Callable[[Node, Held, Any], Plan | str]
+Shardable = Mapping[Node, int]  # values that may be sharded by rows, with their number of token dims
+Rule = Callable[[Node, Shardable, Any], Plan | str]
 RULES: dict[Any, Rule] = {}
 
 
 def value(node: Any) -> Any:
+    """Return the fake value of a node, or None for anything else."""
     return node.meta.get("val") if isinstance(node, Node) else None
 
 
 def label(node: Node) -> str:
-    """What a reader calls a node: the model's name of an input, else the graph's."""
+    """Return the name to print for a node: the model's name of an input, otherwise the graph's."""
     return str(node.meta.get("whorl_name", node.name))
 
 
@@ -75,11 +77,12 @@ def is_tensor(node: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
+    """Return whether two sizes are known to be equal, without adding a guard."""
     return bool(statically_known_true(a == b))
 
 
 def example(count: Any) -> int:
-    """A count, or what a symbol was when captured; 0 where only data can say."""
+    """Return a count as a number; of a symbol its value at capture, or 0 if it depends on data."""
     return int(count) if isinstance(count, int) else int(count.node.hint or 0)
 
 
@@ -88,23 +91,25 @@ def product(sizes: Sequence[Any]) -> Any:
 
 
 def name_of(target: Any) -> str:
+    """Return the name of an operator, for messages."""
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
-def plan_for(node: Node, held: Held, tokens: Any) -> Plan | str:
-    """The plan for a node that reads held values, or why there is none."""
+def plan_for(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
+    """Return the plan for a node that reads shardable values, or the reason why there is none."""
     target = node.target
     if target is operator.getitem:
         source = node.args[0]
-        lead = held[source]  # type: ignore[index]
-        return Plan(lead, node.args) if _has_rows(node, lead, tokens) else "output without token dims"
+        lead = shardable[source]  # type: ignore[index]
+        return Plan(lead, node.args) if _has_rows(node, lead, tokens) else "its output has no token dims"
     rule = _pointwise if is_pointwise(target) else RULES.get(target)
     if rule is None:
         return f"{name_of(target)} is not row-wise"
-    return rule(node, held, tokens)
+    return rule(node, shardable, tokens)
 
 
 def is_pointwise(target: Any) -> bool:
+    """Return whether an operator works element by element and is not random."""
     if target in RULES:
         return RULES[target] is _pointwise
     return (
@@ -116,12 +121,12 @@ def is_pointwise(target: Any) -> bool:
 
 
 def _has_rows(node: Node, lead: int, tokens: Any) -> bool:
-    found = value(node)
-    return isinstance(found, Tensor) and found.dim() >= lead and same(product(found.shape[:lead]), tokens)
+    fake = value(node)
+    return isinstance(fake, Tensor) and fake.dim() >= lead and same(product(fake.shape[:lead]), tokens)
 
 
 def _bind(node: Node) -> dict[str, Any]:
-    """Arguments by name, defaults filled in."""
+    """Return the node's arguments by name, with defaults filled in."""
     bound: dict[str, Any] = {}
     for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if i < len(node.args):
@@ -134,7 +139,7 @@ def _bind(node: Node) -> dict[str, Any]:
 
 
 def _unbind(node: Node, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Back to args and kwargs, without what is default."""
+    """Return arguments by name as args and kwargs, without trailing defaults."""
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     args = [bound[a.name] for a in arguments if not a.kwarg_only]
     defaults = [a.default_value if a.has_default_value() else ... for a in arguments if not a.kwarg_only]
@@ -144,47 +149,47 @@ def _unbind(node: Node, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict
     return tuple(args), kwargs
 
 
-def _is_default(given: Any, default: Any) -> bool:
+def _is_default(argument: Any, default: Any) -> bool:
     return (
-        not isinstance(given, Node | Rows | Features | list | tuple)
-        and type(given) is type(default)
-        and given == default
+        not isinstance(argument, Node | Rows | Features | list | tuple)
+        and type(argument) is type(default)
+        and argument == default
     )
 
 
-def _leading(node: Node, held: Held) -> int | str:
-    """The one number of token dims of all held arguments."""
-    leads = {held[a] for a in node.all_input_nodes if a in held}
+def _leading(node: Node, shardable: Shardable) -> int | str:
+    """Return the number of token dims that all shardable arguments have, or a reason if they differ."""
+    leads = {shardable[a] for a in node.all_input_nodes if a in shardable}
     return leads.pop() if len(leads) == 1 else "its arguments have different token dims"
 
 
 # ---- element by element
 
 
-def _pointwise(node: Node, held: Held, tokens: Any) -> Plan | str:
-    lead, out = _leading(node, held), value(node)
+def _pointwise(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
+    lead, out = _leading(node, shardable), value(node)
     if isinstance(lead, str):
         return lead
     if not isinstance(out, Tensor) or not _has_rows(node, lead, tokens):
-        return "its output has other rows"
+        return "its output has another number of rows"
     shape = out.shape
-    if any(value(a).dim() != out.dim() for a in node.all_input_nodes if a in held):
+    if any(value(a).dim() != out.dim() for a in node.all_input_nodes if a in shardable):
         return "broadcasting puts dims before the tokens"
 
     def place(argument: Any) -> Any:
         if not is_tensor(argument):
             return argument
-        if argument in held:
+        if argument in shardable:
             return Rows(argument, lead)
-        own = value(argument).shape
-        reach = len(own) - (len(shape) - lead)  # how many of its dims stand beside token dims
-        if reach <= 0:
+        sizes = value(argument).shape
+        beside_tokens = len(sizes) - (len(shape) - lead)  # how many of its dims broadcast against token dims
+        if beside_tokens <= 0:
             return argument
-        if all(same(size, 1) for size in own[:reach]):
-            return Features(argument, reach)
-        if reach == lead and all(same(a, b) for a, b in zip(own, shape[:lead], strict=False)):
+        if all(same(size, 1) for size in sizes[:beside_tokens]):
+            return Features(argument, beside_tokens)
+        if beside_tokens == lead and all(same(a, b) for a, b in zip(sizes, shape[:lead], strict=False)):
             return Rows(argument, lead)
-        return Rows(argument, reach, tuple(shape[:lead]))
+        return Rows(argument, beside_tokens, tuple(shape[:lead]))
 
     return Plan(lead, torch.fx.node.map_aggregate(node.args, place), torch.fx.node.map_aggregate(node.kwargs, place))
 
@@ -205,22 +210,25 @@ for _target in (
 
 
 def _over_features(rows: Sequence[str], dims: Sequence[str], *, of_output: bool = False) -> Rule:
-    """Operators with dim arguments: every dim must be a feature's; `rows` are the tensor arguments with tokens."""
+    """Return the rule of operators with dim arguments `dims`, which must all be feature dims.
 
-    def rule(node: Node, held: Held, tokens: Any) -> Plan | str:
-        lead, bound = _leading(node, held), _bind(node)
+    rows: the tensor arguments with token dims. of_output: dims count those of the output, which has one more.
+    """
+
+    def rule(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
+        lead, bound = _leading(node, shardable), _bind(node)
         if isinstance(lead, str):
             return lead
-        given = bound[rows[0]]
-        first = given[0] if isinstance(given, list | tuple) else given
+        argument = bound[rows[0]]
+        first = argument[0] if isinstance(argument, list | tuple) else argument
         total = value(first).dim() + (1 if of_output else 0)
         for name in dims:
-            found = _negative(bound[name], total, lead)
-            if found is None:
+            counted = _negative(bound[name], total, lead)
+            if counted is None:
                 return f"{name_of(node.target)} works on dim {bound[name]}, which is a token dim"
-            bound[name] = found
+            bound[name] = counted
         for name in rows:
-            placed = _place_rows(bound[name], value(first).shape[:lead], lead, held)
+            placed = _place_rows(bound[name], value(first).shape[:lead], lead, shardable)
             if isinstance(placed, str):
                 return placed
             bound[name] = placed
@@ -230,24 +238,27 @@ def _over_features(rows: Sequence[str], dims: Sequence[str], *, of_output: bool 
 
 
 def _negative(dims: Any, total: int, lead: int) -> Any:
-    """Dims counted from the end, where flattening tokens does not move them; None if one is a token dim, or for all."""
+    """Return dims counted from the end, where flattening the token dims does not move them.
+
+    None if one is a token dim, or if no dims are given, which means all of them.
+    """
     if isinstance(dims, int):
-        found = dims if dims < 0 else dims - total
-        return found if found + total >= lead else None
+        counted = dims if dims < 0 else dims - total
+        return counted if counted + total >= lead else None
     if not dims:
         return None
-    each = [_negative(d, total, lead) for d in dims]
-    return None if None in each else each
+    counted_dims = [_negative(d, total, lead) for d in dims]
+    return None if None in counted_dims else counted_dims
 
 
-def _place_rows(argument: Any, token_dims: Sequence[Any], lead: int, held: Held) -> Any:
+def _place_rows(argument: Any, token_dims: Sequence[Any], lead: int, shardable: Shardable) -> Any:
     if isinstance(argument, list | tuple):
-        placed = [_place_rows(a, token_dims, lead, held) for a in argument]
+        placed = [_place_rows(a, token_dims, lead, shardable) for a in argument]
         return next((p for p in placed if isinstance(p, str)), placed)
-    if not is_tensor(argument) or argument in held:
+    if not is_tensor(argument) or argument in shardable:
         return Rows(argument, lead) if is_tensor(argument) else argument
-    own = value(argument).shape
-    if len(own) < lead or not all(same(a, b) for a, b in zip(own, token_dims, strict=False)):
+    sizes = value(argument).shape
+    if len(sizes) < lead or not all(same(a, b) for a, b in zip(sizes, token_dims, strict=False)):
         return f"its argument {label(argument)} has other token dims"
     return Rows(argument, lead)
 
@@ -279,10 +290,10 @@ _features((aten.cat.default,), "dim", rows=("tensors",))
 _features((aten.stack.default,), "dim", rows=("tensors",), of_output=True)
 
 
-def _permute(node: Node, held: Held, tokens: Any) -> Plan | str:
+def _permute(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
     source: Any = node.args[0]
     dims: Any = node.args[1]
-    lead, total = held[source], len(dims)
+    lead, total = shardable[source], len(dims)
     order = [d % total for d in dims]
     if order[:lead] != list(range(lead)):
         return "it moves the token dims"
@@ -292,16 +303,16 @@ def _permute(node: Node, held: Held, tokens: Any) -> Plan | str:
 RULES[aten.permute.default] = _permute
 
 
-def _reshape(node: Node, held: Held, tokens: Any) -> Plan | str:
+def _reshape(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
     source: Any = node.args[0]
     shape = value(node).shape
-    fitting = [i for i in range(1, len(shape) + 1) if same(product(shape[:i]), tokens)]
-    if not fitting:
+    possible_leads = [i for i in range(1, len(shape) + 1) if same(product(shape[:i]), tokens)]
+    if not possible_leads:
         return "it mixes tokens and features"
-    lead = held[source] if held[source] in fitting else fitting[0]
+    lead = shardable[source] if shardable[source] in possible_leads else possible_leads[0]
     if not all(isinstance(size, int) and size for size in shape[lead:]):
-        return "its feature dims are not known numbers"
-    return Plan(lead, (Rows(source, held[source]), [-1, *shape[lead:]]), target=aten.reshape.default)
+        return "the sizes of its feature dims are not constants"
+    return Plan(lead, (Rows(source, shardable[source]), [-1, *shape[lead:]]), target=aten.reshape.default)
 
 
 for _target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.squeeze.default):
@@ -310,25 +321,25 @@ RULES[aten.squeeze.dims] = _reshape
 RULES[aten.flatten.using_ints] = _reshape
 
 
-def _expand(node: Node, held: Held, tokens: Any) -> Plan | str:
+def _expand(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
     source: Any = node.args[0]
-    lead, shape = held[source], value(node).shape
+    lead, shape = shardable[source], value(node).shape
     if len(shape) != value(source).dim() or not _has_rows(node, lead, tokens):
         return "it expands the token dims"
     if not all(isinstance(size, int) for size in shape[lead:]):
-        return "its feature dims are not known numbers"
+        return "the sizes of its feature dims are not constants"
     return Plan(lead, (Rows(source, lead), [-1, *shape[lead:]]), target=aten.expand.default)
 
 
 RULES[aten.expand.default] = _expand
 
 
-def _pad(node: Node, held: Held, tokens: Any) -> Plan | str:
+def _pad(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
     source: Any = node.args[0]
     widths: Any = node.args[1]
-    if len(widths) // 2 > value(source).dim() - held[source]:
+    if len(widths) // 2 > value(source).dim() - shardable[source]:
         return "it pads the tokens"
-    return Plan(held[source], (Rows(source, held[source]), *node.args[1:]))
+    return Plan(shardable[source], (Rows(source, shardable[source]), *node.args[1:]))
 
 
 RULES[aten.constant_pad_nd.default] = _pad
@@ -338,21 +349,24 @@ RULES[aten.constant_pad_nd.default] = _pad
 
 
 def _named(rows: Sequence[str], *, single: bool = False, is_gemm: bool = False) -> Rule:
-    """Operators whose arguments `rows`, where given, have leading token dims; no other argument may be held."""
+    """Return the rule of operators whose arguments `rows`, where present, have leading token dims.
 
-    def rule(node: Node, held: Held, tokens: Any) -> Plan | str:
-        lead, bound = _leading(node, held), _bind(node)
+    No other argument may be shardable. single: the operator takes one token dim only.
+    """
+
+    def rule(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
+        lead, bound = _leading(node, shardable), _bind(node)
         if isinstance(lead, str):
             return lead
         if single and lead != 1:
             return f"{name_of(node.target)} takes one token dim"
-        given = [n for n in rows if isinstance(bound[n], Node)]
+        present = [n for n in rows if isinstance(bound[n], Node)]
         for name, argument in bound.items():
-            if name not in rows and isinstance(argument, Node) and argument in held:
-                return f"its argument {name} is read whole by every row"
-        first = next(bound[n] for n in given if bound[n] in held)
-        for name in given:
-            placed = _place_rows(bound[name], value(first).shape[:lead], lead, held)
+            if name not in rows and isinstance(argument, Node) and argument in shardable:
+                return f"its argument {name} is read in full by every row"
+        first = next(bound[n] for n in present if bound[n] in shardable)
+        for name in present:
+            placed = _place_rows(bound[name], value(first).shape[:lead], lead, shardable)
             if isinstance(placed, str):
                 return placed
             bound[name] = placed
@@ -363,28 +377,32 @@ def _named(rows: Sequence[str], *, single: bool = False, is_gemm: bool = False) 
 
 
 def register_row_wise(op: Any, rows: Sequence[str], *, single: bool = False, is_gemm: bool = False) -> None:
-    """Say that an operator works row by row: `rows` are its arguments with leading token dims, and so are its outputs.
+    """Declare that an operator works row by row.
 
-    Every other argument is read whole by every row. single: it takes one token dim only. is_gemm: a row's last bits
-    may depend on how many rows run together.
+    op: an operator of torch or whorl, or one of its overloads. rows: the names of its arguments with leading token
+    dims; all its outputs have them as well, and every other argument is read in full by every row. single: it takes one
+    token dim only. is_gemm: a row's last bits may depend on how many rows run together.
+    Raises ValueError when `rows` is empty or names an argument that the operator does not have.
+    Example: register_row_wise(torch.ops.mylib.gelu_tanh, ("x",))
     """
     op = getattr(op, "node", op)
     overload = op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
-    known = [a.name for a in overload._schema.arguments]
-    wrong = [name for name in rows if name not in known]
-    if wrong or not rows:
-        raise ValueError(f"register_row_wise: {overload} has the arguments {known}, asked for {list(rows)}")
+    names = [a.name for a in overload._schema.arguments]
+    unknown = [name for name in rows if name not in names]
+    if unknown or not rows:
+        raise ValueError(f"register_row_wise: {overload} has the arguments {names}, got rows {list(rows)}")
     RULES[overload] = _named(rows, single=single, is_gemm=is_gemm)
 
 
 def is_registered(target: Any) -> bool:
+    """Return whether an operator has a rule."""
     return target in RULES
 
 
-def _addmm(node: Node, held: Held, tokens: Any) -> Plan | str:
+def _addmm(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
     bias: Any = node.args[0]
-    has_rows = bias in held or value(bias).dim() == 2
-    return _named(("self", "mat1") if has_rows else ("mat1",), single=True, is_gemm=True)(node, held, tokens)
+    has_rows = bias in shardable or value(bias).dim() == 2
+    return _named(("self", "mat1") if has_rows else ("mat1",), single=True, is_gemm=True)(node, shardable, tokens)
 
 
 RULES[aten.addmm.default] = _addmm
@@ -394,14 +412,15 @@ register_row_wise(aten.linear.default, ("input",), is_gemm=True)
 register_row_wise(aten.embedding.default, ("indices",))
 
 
-def _normalised(node: Node, held: Held, tokens: Any) -> Plan | str:
-    if len(node.args[1]) > value(node.args[0]).dim() - _first(held, node):  # type: ignore[arg-type]
+def _normalised(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
+    if len(node.args[1]) > value(node.args[0]).dim() - _token_dims(shardable, node):  # type: ignore[arg-type]
         return "it normalises over tokens"
-    return _named(("input",))(node, held, tokens)
+    return _named(("input",))(node, shardable, tokens)
 
 
-def _first(held: Held, node: Node) -> int:
-    return next(held[a] for a in node.all_input_nodes if a in held)
+def _token_dims(shardable: Shardable, node: Node) -> int:
+    """Return the number of token dims of the node's first shardable argument."""
+    return next(shardable[a] for a in node.all_input_nodes if a in shardable)
 
 
 for _target in (aten.native_layer_norm.default, aten.layer_norm.default, aten._fused_rms_norm.default):
@@ -409,7 +428,7 @@ for _target in (aten.native_layer_norm.default, aten.layer_norm.default, aten._f
 RULES[aten.rms_norm.default] = _normalised
 
 
-def _register_ours() -> None:
+def _register_whorl_operators() -> None:
     from whorl import ops
     from whorl.ops.quant import dequantize, dynamic_quant
 
@@ -428,7 +447,7 @@ def _register_ours() -> None:
     register_row_wise(ops.experts, ("x", "weights", "ids"), single=True)
 
 
-_register_ours()
+_register_whorl_operators()
 
-# Operators that hand out the rows of a full tensor that belong to this rank.
-CHUNKS: set[Any] = {collectives.local_rows._opoverload}
+# Operators that return this rank's rows of a full tensor.
+LOCAL_ROWS: set[Any] = {collectives.local_rows._opoverload}

@@ -1,6 +1,7 @@
 """The first passes of sequence parallelism. Each takes the state of a rewrite, changes its graph and returns a count.
 
-Every all-reduce becomes a reduce-scatter and an all-gather; `gathers` then moves those to where the fewest bytes cross.
+Every all-reduce becomes a reduce-scatter and an all-gather; the passes in `gathers` then move the all-gathers to where
+the fewest bytes cross.
 """
 
 from typing import Any
@@ -21,7 +22,10 @@ aten = torch.ops.aten
 
 
 def eliminate_noops(state: Rewrite) -> int:
-    """Drop what does nothing; sizes are read from the graph's inputs, so that no value is kept whole for its size."""
+    """Drop operators that change nothing, and read sizes from the graph's inputs.
+
+    A size read from a later value would keep that value from being sharded. Returns how many nodes changed.
+    """
     count = 0
     for node in list(state.graph.nodes):
         source: Any = node.args[0] if node.args else None
@@ -34,29 +38,32 @@ def eliminate_noops(state: Rewrite) -> int:
 
 
 def spread_masks(state: Rewrite) -> int:
-    """Updates of the rows that a mask chooses become updates of all rows, so that a rank can do its share."""
+    """Rewrite updates of the rows that a mask selects as updates of all rows, so that ranks can share them."""
     return masks.spread_masked_updates(state.editor)
 
 
 def infer_layouts(state: Rewrite) -> int:
-    """Counts the values that are not equal on all ranks."""
+    """Infer the layout of every value. Returns how many values are not equal on all ranks."""
     state.infer_layouts()
-    return sum(found is not Layout.REPLICATED for found in state.layouts.values())
+    return sum(layout is not Layout.REPLICATED for layout in state.layouts.values())
 
 
 # ---- splitting
 
 
-def _waited(node: Node) -> Node | None:
-    """The node that hands out a functional collective's result."""
+def _waiting_node(node: Node) -> Node | None:
+    """Return the node that waits for a functional collective and holds its result; None if there is not exactly one."""
     waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
     return waits[0] if len(waits) == 1 and len(node.users) == 1 else None
 
 
 def order_sum(editor: Editor, node: Node, group: str) -> bool:
-    """torch's sum over the group becomes one in rank order; a scalar's has no rows to share and stays."""
+    """Replace torch's sum over the group by one in rank order. Returns whether it was replaced.
+
+    The sum of a scalar has no rows to share and stays as it is.
+    """
     is_sum = node.target is c10d.all_reduce.default and node.args[1] == "sum" and group_of(node) == group
-    out = _waited(node) if is_sum else None
+    out = _waiting_node(node) if is_sum else None
     if out is None or not value(out).dim():
         return False
     with editor.graph.inserting_before(out):
@@ -68,7 +75,7 @@ def order_sum(editor: Editor, node: Node, group: str) -> bool:
 
 
 def other_rows(rows: Any, tokens: Any, size: int) -> int | None:
-    """How many rows there were when captured, where they are not the graph's tokens, filled up or not."""
+    """Return the number of rows at capture if they are not the graph's tokens, padded or not; otherwise None."""
     pairs = ((rows, tokens), (tokens, rows))
     is_filled = any(same(a, size * collectives.rows_per_rank(b, size)) for a, b in pairs)
     return None if is_filled or same(rows, tokens) else example(rows)
@@ -77,28 +84,31 @@ def other_rows(rows: Any, tokens: Any, size: int) -> int | None:
 def _describe(
     state: Rewrite, node: Node, kind: str, *, rewritten: bool, reason: str, lead: int | None = None
 ) -> Collective:
-    """lead: dims of rows; by default all but the last, or the one there is."""
-    found = value(node.args[0]) if kind in ("reduce_scatter", "all_to_all") else value(node)
-    lead = max(found.dim() - 1, min(found.dim(), 1)) if lead is None else lead
-    rows, tokens, group = product(found.shape[:lead]), state.gm.meta["tokens"], group_of(node)
-    # A gather of features has the tokens once for every rank.
-    times = state.size if kind == "all_gather" and same(rows, state.size * tokens) else 1
-    features = product(found.shape[lead:])
+    """Describe a collective for the report; lead: its row dims, by default all but the last, or the only one."""
+    reduced = value(node.args[0]) if kind in ("reduce_scatter", "all_to_all") else value(node)
+    lead = max(reduced.dim() - 1, min(reduced.dim(), 1)) if lead is None else lead
+    rows, tokens, group = product(reduced.shape[:lead]), state.gm.meta["tokens"], group_of(node)
+    # An all-gather of features has every token once per rank.
+    copies = state.size if kind == "all_gather" and same(rows, state.size * tokens) else 1
+    features = product(reduced.shape[lead:])
     return Collective(
         kind=kind,
         module=module_path(node),
         source=source_line(node),
-        shape=str(list(found.shape)),
-        row_bytes=times * features * found.element_size() if isinstance(features, int) else 0,
+        shape=str(list(reduced.shape)),
+        row_bytes=copies * features * reduced.element_size() if isinstance(features, int) else 0,
         rewritten=rewritten,
         reason=reason,
-        rows=None if times > 1 else other_rows(rows, tokens, state.size),
+        rows=None if copies > 1 else other_rows(rows, tokens, state.size),
         size=None if group in (None, state.group) else collectives.group_size(str(group)),
     )
 
 
 def split_all_reduces(state: Rewrite) -> int:
-    """all_reduce = all_gather(reduce_scatter); gathers that the model has are brought into the same form."""
+    """Replace every all-reduce by an all-gather of a reduce-scatter; returns how many.
+
+    All-gathers that the model itself has are brought into the same form, so that they can be moved as well.
+    """
     count = 0
     for node in list(state.graph.nodes):
         if node.op != "call_function":
@@ -107,43 +117,49 @@ def split_all_reduces(state: Rewrite) -> int:
             count += _split(state, node)
         elif node.target in (c10d.all_gather_into_tensor.default, ours.all_gather.default):
             _adopt_gather(state, node)
-        elif node.target in _OTHERS:
-            kind, reason = _OTHERS[node.target]
+        elif node.target in _LEFT_ALONE:
+            kind, reason = _LEFT_ALONE[node.target]
             state.left_alone.append(_describe(state, node, kind, rewritten=False, reason=reason))
     return count
 
 
-_OTHERS: dict[Any, tuple[str, str]] = {
-    **dict.fromkeys(REDUCE_SCATTERS, ("reduce_scatter", "it is the model's own, and each rank has its rows behind it")),
-    c10d.all_to_all_single.default: ("all_to_all", "it moves rows between ranks: neither a sum nor a gather of rows"),
+_LEFT_ALONE: dict[Any, tuple[str, str]] = {
+    **dict.fromkeys(
+        REDUCE_SCATTERS, ("reduce_scatter", "the model itself scatters here, and each rank has its rows after it")
+    ),
+    c10d.all_to_all_single.default: (
+        "all_to_all",
+        "it exchanges rows between ranks: neither a sum nor a gather of rows",
+    ),
 }
 
 
-def _refusal(state: Rewrite, node: Node, out: Node | None) -> str | None:
+def _sum_refusal(state: Rewrite, node: Node, out: Node | None) -> str | None:
+    """Return why an all-reduce cannot be split, or None."""
     if group_of(node) != state.group:
-        return f"it is over group {group_of(node)!r}, asked for {state.group!r}"
+        return f"it is over group {group_of(node)!r}, not {state.group!r}"
     if out is None:
-        return "its result is not waited for once"
+        return "its result is not waited for exactly once"
     if node.target is c10d.all_reduce.default and node.args[1] != "sum":
         return f"it reduces by {node.args[1]!r}, not 'sum'"
     if value(out).dim() < 2:
         return f"its result has the shape {list(value(out).shape)}: no rows of features"
     if not isinstance(value(out).shape[-1], int):
-        return "its feature dim is not a known number"
-    return _refused_rows(state, product(value(out).shape[:-1]))
+        return "the size of its feature dim is not a constant"
+    return _row_refusal(state, product(value(out).shape[:-1]))
 
 
-def _refused_rows(state: Rewrite, tokens: Any) -> str | None:
+def _row_refusal(state: Rewrite, tokens: Any) -> str | None:
     if not state.editor.knows(tokens):
         return f"its number of rows, {tokens}, is known only from data"
     if not state.config.pad and isinstance(tokens, int) and tokens % state.size:
-        return f"{state.size} ranks do not share {tokens} rows evenly, and pad is off"
+        return f"{tokens} rows do not divide evenly over {state.size} ranks, and pad is off"
     return None
 
 
 def _split(state: Rewrite, node: Node) -> int:
-    out = node if node.target is ours.ordered_all_reduce.default else _waited(node)
-    reason = _refusal(state, node, out)
+    out = node if node.target is ours.ordered_all_reduce.default else _waiting_node(node)
+    reason = _sum_refusal(state, node, out)
     if reason is not None or out is None:
         state.left_alone.append(_describe(state, node, "all_reduce", rewritten=False, reason=reason or ""))
         if state.config.ordered:
@@ -167,20 +183,20 @@ def _split(state: Rewrite, node: Node) -> int:
 
 
 def _adopt_gather(state: Rewrite, node: Node) -> None:
-    """The model's own gather of rows, with the slice behind it that cuts off padding."""
+    """Make the model's own all-gather of rows movable, together with the slice behind it that cuts off padding."""
     is_ours = node.target is ours.all_gather.default
-    out = node if is_ours else _waited(node)
+    out = node if is_ours else _waiting_node(node)
     shard: Any = node.args[0]
     if shard in state.roots:
         return
-    reason = _refused_gather(state, node, out)
+    reason = _gather_refusal(state, node, out)
     if reason is not None or out is None:
         state.left_alone.append(_describe(state, node, "all_gather", rewritten=False, reason=reason or "", lead=1))
         return
     if is_ours:
         state.roots[node], state.kinds[node] = shard, "all_gather"
         return
-    end = _trimmed(out, value(shard).shape[0], state.size) or out
+    end = _trimming_slice(out, value(shard).shape[0], state.size) or out
     tokens = value(end).shape[0]
     with state.graph.inserting_before(out):
         root = state.editor.call(ours.all_gather.default, shard, state.editor.size(tokens), state.group, like=node)
@@ -191,20 +207,24 @@ def _adopt_gather(state: Rewrite, node: Node) -> None:
     state.roots[root], state.kinds[root] = shard, "all_gather"
 
 
-def _refused_gather(state: Rewrite, node: Node, out: Node | None) -> str | None:
+def _gather_refusal(state: Rewrite, node: Node, out: Node | None) -> str | None:
+    """Return why a gather of the model cannot be moved, or None."""
     if group_of(node) != state.group:
-        return f"it is over group {group_of(node)!r}, asked for {state.group!r}"
+        return f"it is over group {group_of(node)!r}, not {state.group!r}"
     if out is None:
-        return "its result is not waited for once"
+        return "its result is not waited for exactly once"
     if value(out).dim() < 2:
         return f"its result has the shape {list(value(out).shape)}: no rows of features"
     if not all(isinstance(size, int) for size in value(out).shape[1:]):
-        return "it gathers no rows: what stands behind its first dim are not known numbers"
-    return _refused_rows(state, value(out).shape[0])
+        return "it gathers no rows: the sizes of its dims after the first are not constants"
+    return _row_refusal(state, value(out).shape[0])
 
 
-def _trimmed(out: Node, rows: Any, size: int) -> Node | None:
-    """The slice [:tokens] that is all that reads a gather, when ranks hold ceil(tokens / size) rows each."""
+def _trimming_slice(out: Node, rows: Any, size: int) -> Node | None:
+    """Return the slice [:tokens] that cuts off the padding of a gather, or None.
+
+    It must be the only reader of the gather, and ranks must hold ceil(tokens / size) rows each.
+    """
     users = list(out.users)
     if len(users) != 1 or users[0].target is not aten.slice.Tensor:
         return None

@@ -1,4 +1,4 @@
-"""From how many tokens on the rewritten graph runs."""
+"""The number of tokens from which the rewritten graph runs."""
 
 from typing import Any
 
@@ -6,39 +6,48 @@ from . import agree
 from .config import SequenceParallel
 from .report import Report
 
-NEVER = 1 << 62  # more tokens than there are
+NEVER = 1 << 62  # more tokens than any call has
 
 
 def least_tokens(config: SequenceParallel, report: Report) -> int:
-    """min_tokens, or where the cost model says that the rewritten graph is the faster one."""
+    """Return `config.min_tokens`, or for "auto" the count from which the rewritten graph is the faster one.
+
+    The cost model decides that; with one it also sets `report.predicted_gain`.
+    """
     is_auto = config.min_tokens == "auto"
     if config.cost is None and not is_auto:
         return int(config.min_tokens)
-    model = config.cost or cost_here(report.group)
+    model = config.cost or local_cost_model(report.group)
     traffic = _traffic(report)
-    way: Any = "sp_int8" if report.is_quantized else "sp"
-    at = report.tokens or 1
-    plain, new = (model.seconds(c, at, report.size, traffic) for c in ("all_reduce", way))
-    report.predicted_gain = plain / new if new else None
+    choice: Any = "sp_int8" if report.is_quantized else "sp"
+    tokens = report.tokens or 1
+    plain, rewritten = (model.seconds(c, tokens, report.size, traffic) for c in ("all_reduce", choice))
+    report.predicted_gain = plain / rewritten if rewritten else None
     if not is_auto:
         return int(config.min_tokens)
-    found = model.threshold(report.size, traffic, ("all_reduce", way))
-    return NEVER if found is None else found
+    threshold = model.threshold(report.size, traffic, ("all_reduce", choice))
+    return NEVER if threshold is None else threshold
 
 
 def _traffic(report: Report) -> Any:
-    """Bytes a token of what was rewritten, and of what came in its place."""
+    """Return the bytes per token of the collectives that were rewritten, and of the gathers in their place."""
     from .cost import Traffic
 
-    reduced, own = (
+    reduced, model_gathers = (
         tuple(float(c.row_bytes) for c in report.collectives if c.rewritten and c.kind == kind)
         for kind in ("all_reduce", "all_gather")
     )
     gathered = tuple(float(g.row_bytes) for g in report.gathers)
-    return Traffic(reduced=reduced, gathered=gathered, quantized=gathered if report.is_quantized else None, own=own)
+    return Traffic(
+        reduced=reduced,
+        gathered=gathered,
+        quantized=gathered if report.is_quantized else None,
+        model_gathers=model_gathers,
+    )
 
 
-def cost_here(group: str) -> Any:
+def local_cost_model(group: str) -> Any:
+    """Return the cost model measured between these ranks; without other ranks the table's for NVLink."""
     from .cost import table
     from .measure_cost import measure
 

@@ -15,7 +15,7 @@ import torch
 
 from whorl import models
 from whorl.device import HOST, accelerator, default_device, numbered
-from whorl.nn import ONE, Model, Ranks, hold, weighted
+from whorl.nn import ONE, Model, Ranks, create_parameters, weighted
 from whorl.nn import weights as formats
 
 from . import dcp
@@ -112,7 +112,7 @@ def _prediction(target: Any, config: Mapping[str, Any]) -> Any:
     weight_format = formats.find(config)
     with torch.device("meta"):
         model = target.prediction()
-        hold(model, weight_format, target.dtype)
+        create_parameters(model, weight_format, target.dtype)
     model.ignored = (*model.ignored, *weight_format.ignored)
     return model.eval()
 
@@ -150,7 +150,7 @@ def build(
         with torch.device("meta"):
             ranks = replace(tp or ONE, unit=weight_format.unit)
             model = model_class(values, dtype=dtype, ranks=ranks, max_length=max_length)
-            hold(model, weight_format, dtype)
+            create_parameters(model, weight_format, dtype)
     except RuntimeError as error:  # torch raises it for sizes that no computer can hold
         raise ValueError(f"config.json: the sizes make no model: {error}") from error
     model.ignored = (*model.ignored, *weight_format.ignored)

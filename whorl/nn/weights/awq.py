@@ -1,4 +1,4 @@
-"""AWQ, the "gemm" layout: everything packed along N, eight columns of a word in an order of their own."""
+"""AWQ in the "gemm" layout: everything is packed along N, the eight columns of a word in a special order."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,37 +12,38 @@ from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
 from .dense import DENSE
 from .packed import Packed, packed, unpacked
 from .quantised import (
-    entries,
+    entry_index,
+    entry_parts,
+    is_in_vision_tower,
     is_listed,
-    is_of_a_tower,
     names,
-    narrowed,
+    narrow_scales,
     never_quantised,
-    of_one_entry,
     one_of,
     setting,
-    stacked,
-    units,
+    stack_dims,
+    unit_slice,
 )
 
 PER_WORD = 8
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight neighbours stands in a word
+POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each of eight neighbours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awq(Packed):
-    """qweight [K, N / 8] and qzeros [groups, N / 8] of int32, scales [groups, N]."""
+    """AWQ weights: qweight [K, N / 8] and qzeros [groups, N / 8] of int32, scales [groups, N]."""
 
     bits: int = 4
 
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
-        for part in of_one_entry(matrix):
+        for part in entry_parts(matrix):
             self.check_size(matrix, part)
             if part.shape[0] % PER_WORD:
                 raise ValueError(
-                    f"{part.source(matrix.name)}: {part.shape[0]} rows, and AWQ packs {PER_WORD} of them into a word"
+                    f"{part.source(matrix.name)}: {part.shape[0]} rows, expected a multiple of {PER_WORD}, which AWQ "
+                    "packs into a word"
                 )
-        lead, (rows, columns) = entries(matrix), matrix.shape[-2:]
+        lead, (rows, columns) = stack_dims(matrix), matrix.shape[-2:]
         groups = self.num_groups(columns)
         return {
             "qweight": torch.empty(*lead, columns, rows // PER_WORD, dtype=torch.int32),
@@ -51,10 +52,10 @@ class Awq(Packed):
         }
 
     def slots(self, matrix: Any, part: Part) -> Iterator[tuple[str, Slot]]:
-        (size, columns), groups = part.shape, self.held_groups(part)
-        rows, whole, mine = units(part.rows, PER_WORD), slice(None), part.place[-1]
-        assert isinstance(mine, slice)
-        words = stacked(part, whole, units(mine, PER_WORD))
+        (size, columns), groups = part.shape, self.rank_groups(part)
+        rows, all_columns, place = unit_slice(part.rows, PER_WORD), slice(None), part.place[-1]
+        assert isinstance(place, slice)
+        words = entry_index(part, all_columns, unit_slice(place, PER_WORD))
         shape = columns, size // PER_WORD
         yield (
             "qweight",
@@ -62,38 +63,41 @@ class Awq(Packed):
         )
         shape = self.num_groups(columns), size // PER_WORD
         yield "qzeros", Slot(into=matrix.qzeros[words], shape=shape, index=(groups, rows), dtype=torch.int32)
-        into = matrix.scales[stacked(part, whole, mine)]
+        into = matrix.scales[entry_index(part, all_columns, place)]
         yield "scales", Slot(into=into, shape=(self.num_groups(columns), size), index=(groups, part.rows))
 
     def finish(self, matrix: Any) -> None:
         if matrix.qweight.dim() == 2:
-            words = packed(in_order(matrix.qweight).mT, self.bits)
-        else:  # one at a time: numbers of all experts in a byte each are twice the matrix
-            words = torch.stack([packed(in_order(each).mT, self.bits) for each in matrix.qweight])
-        zeros = in_order(matrix.qzeros).mT.contiguous()
-        self.lay_out(matrix, words, narrowed(matrix.scales.mT.contiguous()), zeros, None)
+            words = packed(unpack_columns(matrix.qweight).mT, self.bits)
+        else:  # one expert at a time: unpacked to bytes, all experts would take twice the memory of the matrix
+            words = torch.stack([packed(unpack_columns(entry).mT, self.bits) for entry in matrix.qweight])
+        zeros = unpack_columns(matrix.qzeros).mT.contiguous()
+        self.lay_out(matrix, words, narrow_scales(matrix.scales.mT.contiguous()), zeros, None)
 
 
-def in_order(words: Tensor) -> Tensor:
-    """uint8 [.., N] from int32 [.., N / 8]."""
+def unpack_columns(words: Tensor) -> Tensor:
+    """Unpack uint8 [.., N] from int32 [.., N / 8], in the order of the columns."""
     numbers = unpacked(words, 4, words.shape[-1] * PER_WORD).unflatten(-1, (-1, PER_WORD))
-    return numbers[..., list(PLACES)].flatten(-2)
+    return numbers[..., list(POSITIONS)].flatten(-2)
 
 
 def formats(settings: Mapping[str, Any]) -> Formats:
+    """Make the formats of an AWQ checkpoint of its `quantization_config`."""
     one_of({"bits": setting(settings, int, 4, "bits", "w_bit")}, "bits", (4,), 4)
     version = str(setting(settings, str, "gemm", "version")).lower()
     one_of({"version": version}, "version", ("gemm",), "gemm")
     one_of(settings, "zero_point", (True,), True)
     group = setting(settings, int, 128, "group_size", "q_group_size")
     if group < -1 or group == 0:
-        raise ValueError(f"quantization_config: group_size is {group}, expected columns of a group, or -1 for all")
-    own = Awq(group=None if group == -1 else group)
-    kept = names(settings, "modules_to_not_convert")
-    keeps_head = not setting(settings, bool, False, "lm_head")
+        raise ValueError(
+            f"quantization_config: group_size is {group}, expected the columns of a group, or -1 for one group per row"
+        )
+    quantised = Awq(group=None if group == -1 else group)
+    unconverted = names(settings, "modules_to_not_convert")
+    is_head_dense = not setting(settings, bool, False, "lm_head")
 
     def of(name: str) -> Format:
-        is_kept = never_quantised(name) or is_of_a_tower(name) or (keeps_head and name == "lm_head")
-        return DENSE if is_kept or is_listed(name, kept) else own
+        is_dense = never_quantised(name) or is_in_vision_tower(name) or (is_head_dense and name == "lm_head")
+        return DENSE if is_dense or is_listed(name, unconverted) else quantised
 
-    return Formats(of=of, unit=own.unit)
+    return Formats(of=of, unit=quantised.unit)

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: which modules are quantised, and how, by config groups."""
+"""compressed-tensors checkpoints: their config groups say which modules are quantised, and how."""
 
 import re
 from collections.abc import Mapping
@@ -24,33 +24,34 @@ CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_
 
 
 def formats(settings: Mapping[str, Any]) -> Formats:
+    """Make the formats of a compressed-tensors checkpoint of its `quantization_config`."""
     for name in ("sparsity_config", "transform_config"):
-        found = settings.get(name)
-        if found and not (isinstance(found, dict) and found.get("format") == DENSE_NAME):
-            raise ValueError(f"quantization_config: {name} is {str(found)[:80]}; whorl has no such weights")
+        section = settings.get(name)
+        if section and not (isinstance(section, dict) and section.get("format") == DENSE_NAME):
+            raise ValueError(f"quantization_config: {name} is {str(section)[:80]}; such weights are not supported")
     groups = setting(settings, dict, {}, "config_groups")
     by_target: dict[str, Format] = {}
     for group in groups.values():
         if not isinstance(group, dict):
             raise ValueError(f"quantization_config: config_groups has {str(group)[:60]}, expected objects")
-        held = _format(group, settings.get("format"))
-        by_target |= dict.fromkeys(names(group, "targets"), held)
+        format = _format(group, settings.get("format"))
+        by_target |= dict.fromkeys(names(group, "targets"), format)
     ignored = names(settings, "ignore")
     _check_patterns((*by_target, *ignored))
-    order = sorted(by_target, key=lambda target: (_rank(target), target))
+    order = sorted(by_target, key=lambda target: (_precedence(target), target))
 
     def of(name: str) -> Format:
         if any(_matches(name, target) for target in ignored):
             return DENSE
         return next((by_target[target] for target in order if _matches(name, target)), DENSE)
 
-    every = [held.unit for held in by_target.values()] or [Unit()]
-    unit = Unit(lcm(*(each.rows for each in every)), lcm(*(each.columns for each in every)))
+    units = [format.unit for format in by_target.values()] or [Unit()]
+    unit = Unit(lcm(*(u.rows for u in units)), lcm(*(u.columns for u in units)))
     return Formats(of=of, unit=unit, ignored=CACHE_SCALES)
 
 
-def _rank(target: str) -> int:
-    """Names go before patterns, and those before classes."""
+def _precedence(target: str) -> int:
+    """Return the precedence of a target: names before patterns, patterns before classes."""
     return 2 if target in ("Linear", "Embedding") else int(target.startswith("re:"))
 
 
@@ -67,16 +68,16 @@ def _check_patterns(targets: tuple[str, ...]) -> None:
             try:
                 re.compile(target[3:])
             except re.error as error:
-                raise ValueError(f"quantization_config: {target!r} is no pattern: {error}") from error
+                raise ValueError(f"quantization_config: {target!r} is not a regular expression: {error}") from error
 
 
 def _format(group: Mapping[str, Any], default: Any) -> Format:
     weights, inputs = (setting(group, dict, None, name) for name in ("weights", "input_activations"))
     if weights is None:
-        raise ValueError("quantization_config: a config group says nothing of weights; only weights are quantised here")
+        raise ValueError("quantization_config: a config group has no `weights`; only weights can be quantised")
     stored = group.get("format") or default
     if stored not in KNOWN:
-        raise ValueError(f"quantization_config: weights are stored as {stored!r}; known here are {', '.join(KNOWN)}")
+        raise ValueError(f"quantization_config: format is {stored!r}, expected one of {', '.join(KNOWN)}")
     if stored == DENSE_NAME:
         return DENSE
     kind = one_of(weights, "type", ("int", "float"), "int")
@@ -84,7 +85,7 @@ def _format(group: Mapping[str, Any], default: Any) -> Format:
         one_of(weights, "type", ("int",), "int")
         return _packed(weights, inputs)
     if {INTS: "int", FLOATS: "float"}.get(stored, kind) != kind:
-        raise ValueError(f"quantization_config: weights of type {kind!r} are stored as {stored!r}, which has others")
+        raise ValueError(f"quantization_config: weights are of type {kind!r}, which format {stored!r} does not store")
     one_of(weights, "num_bits", (8,), 8)
     one_of(weights, "symmetric", (True,), True)
     return _int8(weights, inputs) if kind == "int" else _fp8(weights)
@@ -92,7 +93,7 @@ def _format(group: Mapping[str, Any], default: Any) -> Format:
 
 def _packed(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Format:
     if inputs is not None:
-        raise ValueError("quantization_config: packed weights with quantised activations are not known here")
+        raise ValueError("quantization_config: packed weights with quantised activations are not supported")
     strategy = one_of(weights, "strategy", ("group", "channel"), "group" if weights.get("group_size") else "channel")
     order = one_of(weights, "actorder", ("weight", "static", "group", "dynamic", False), False)
     group = setting(weights, int, None, "group_size") if strategy == "group" else None

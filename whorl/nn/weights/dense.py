@@ -13,6 +13,8 @@ from whorl.ops.linear import pack
 
 @dataclass(frozen=True, slots=True)
 class Dense(Format):
+    """Stores every value in the model's dtype."""
+
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
         return {"weight": torch.empty(matrix.shape, dtype=matrix.dtype)}
 
@@ -35,8 +37,8 @@ class Dense(Format):
     def norm_linear(
         self, matrix: Matrix, norm: Norm, x: Tensor, residual: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        is_one = x.is_cuda and x.shape[0] <= FEW and residual is not None and bias is None
-        if not is_one or norm.plus_one or torch.is_grad_enabled():
+        is_fused = x.is_cuda and x.shape[0] <= FEW and residual is not None and bias is None
+        if not is_fused or norm.plus_one or torch.is_grad_enabled():
             return Format.norm_linear(self, matrix, norm, x, residual, bias)
         return ops.norm_linear.unchecked(x, residual, norm.weight, matrix.weight, norm.eps)  # type: ignore[no-any-return]
 

@@ -1,6 +1,6 @@
-"""FP8 (e4m3) values with a scale for each block of rows and columns, for each row, or for a whole projection.
+"""FP8 (e4m3) values with a scale for each block of rows and columns, for each row, or for each projection.
 
-Activations stay in the model's dtype: a product reads the values that the scales make of the weight.
+Activations stay in the model's dtype: a product multiplies by the dequantised weight.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,27 +19,28 @@ from .quantised import (
     ONE_EACH,
     Pick,
     Quantised,
-    entries,
+    entry_index,
+    entry_parts,
     is_listed,
     names,
     never_quantised,
-    of_one_entry,
     one_of,
+    part_starts,
     setting,
-    stacked,
-    starts,
-    units,
+    stack_dims,
+    unit_slice,
 )
 
 CODES = torch.float8_e4m3fn
-SPREAD = 8.0  # standard deviation of random codes: far from the largest, 448, and from the smallest
+SPREAD = 8.0  # standard deviation of random codes: far below the largest, 448, and far above the smallest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8(Quantised):
-    """weight [N, K]; scales, as held: block [rows of blocks, columns of blocks], each part's own; else [N].
+    """FP8 weights [N, K] and their scales.
 
-    value = weight * scale in fp32, rounded to the model's dtype. end: how the checkpoint calls the scales.
+    Scales in memory: of kind "block" [rows of blocks, columns of blocks], where each part begins a new row of blocks;
+    else [N]. value = weight * scale in fp32, rounded to the model's dtype. end: the checkpoint's name of the scales.
     """
 
     end: str
@@ -51,60 +52,60 @@ class Fp8(Quantised):
         return Unit(*self.block) if self.kind == "block" else Unit()
 
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
-        lead, (rows, columns) = entries(matrix), matrix.shape[-2:]
-        count = starts(matrix, self._rows_of_a_scale)[1]
+        lead, (rows, columns) = stack_dims(matrix), matrix.shape[-2:]
+        count = part_starts(matrix, self._rows_per_scale)[1]
         shape = (count, -(-columns // self.block[1])) if self.kind == "block" else (rows,)
         shape = (count,) if self.kind == "matrix" else shape
         return {
             "weight": torch.empty(matrix.shape, dtype=CODES),
             "scales": torch.empty(*lead, *shape, dtype=torch.float32),
-            "input_scales": torch.empty(*lead, starts(matrix, ONE_EACH)[1], dtype=torch.float32),
+            "input_scales": torch.empty(*lead, part_starts(matrix, ONE_EACH)[1], dtype=torch.float32),
         }
 
     @property
-    def _rows_of_a_scale(self) -> int:
+    def _rows_per_scale(self) -> int:
         return {"block": self.block[0], "row": 1, "matrix": ONE_EACH}[self.kind]
 
     def slots(self, matrix: Any, part: Part) -> Iterator[tuple[str, Slot]]:
         index = part.rows, part.columns
         yield "weight", Slot(into=matrix.weight[part.place], shape=part.shape, index=index, dtype=CODES)
         yield self.end, self._scale_slot(matrix, part)
-        # What a static scheme divides activations by, which stay as they are here.
-        number = starts(matrix, ONE_EACH)[0][part.first]
-        into = matrix.input_scales[stacked(part, slice(number, number + 1))]
+        # The scale of static activation quantisation is read and not used: activations are not quantised.
+        number = part_starts(matrix, ONE_EACH)[0][part.first]
+        into = matrix.input_scales[entry_index(part, slice(number, number + 1))]
         yield "input_scale", Slot(into=into, shape=(1,), index=(slice(0, 1),), default=1)
 
     def _scale_slot(self, matrix: Any, part: Part) -> Slot:
-        first = starts(matrix, self._rows_of_a_scale)[0][part.first]
+        first = part_starts(matrix, self._rows_per_scale)[0][part.first]
         if self.kind == "block":
             size = tuple(-(-n // b) for n, b in zip(part.shape, self.block, strict=True))
-            rows, columns = (units(c, b) for c, b in zip((part.rows, part.columns), self.block, strict=True))
-            into = matrix.scales[stacked(part, slice(first, first + rows.stop - rows.start))]
+            rows, columns = (unit_slice(c, b) for c, b in zip((part.rows, part.columns), self.block, strict=True))
+            into = matrix.scales[entry_index(part, slice(first, first + rows.stop - rows.start))]
             return Slot(into=into, shape=size, index=(rows, columns), also=(torch.float8_e8m0fnu,))
         if self.kind == "row":
             into = matrix.scales[part.place].unsqueeze(-1)
             return Slot(into=into, shape=(part.shape[0], 1), index=(part.rows, slice(0, 1)))
-        into = matrix.scales[stacked(part, slice(first, first + 1))]
+        into = matrix.scales[entry_index(part, slice(first, first + 1))]
         return Slot(into=into, shape=(1,), index=(slice(0, 1),))
 
     def finish(self, matrix: Any) -> None:
-        held = {"weight": matrix.weight.data, "scales": matrix.scales.data}
-        first, parts = starts(matrix, self._rows_of_a_scale)[0], of_one_entry(matrix)
+        parameters = {"weight": matrix.weight.data, "scales": matrix.scales.data}
+        first, parts = part_starts(matrix, self._rows_per_scale)[0], entry_parts(matrix)
         if self.kind == "matrix":
             rows = torch.zeros(matrix.shape[:-1], dtype=torch.float32, device=matrix.weight.device)
             for part in parts:
                 rows[..., part.place[-1]] = matrix.scales[..., first[part.first] : first[part.first] + 1]
-            held["scales"] = rows
+            parameters["scales"] = rows
         if self.kind == "block" and any(part.first != first[part.first] * self.block[0] for part in parts):
-            held["scale_rows"] = self._scale_rows(matrix)
-        if not self._lay_out_for_kernels(matrix, **held):
+            parameters["scale_rows"] = self._scale_rows(matrix)
+        if not self._lay_out_for_kernels(matrix, **parameters):
             warn_unpacked(matrix.weight.device, "FP8 weights")
-            matrix.replace(**held)
+            matrix.replace(**parameters)
 
     def _lay_out_for_kernels(
         self, matrix: Any, weight: Tensor, scales: Tensor, scale_rows: Tensor | None = None
     ) -> bool:
-        """Where the device has such; whether it was done."""
+        """Rearrange the weight for the device's kernels; returns False where it has none."""
         if self.kind != "block":
             return lay_out_bytes(matrix, weight, scales.unsqueeze(-1))
         if scale_rows is None:
@@ -112,26 +113,30 @@ class Fp8(Quantised):
         return lay_out_bytes(matrix, weight, scales.index_select(-2, scale_rows), columns=self.block[1])
 
     def _scale_rows(self, matrix: Any) -> Tensor:
-        """Which row of scales each row has, where a part of the matrix ends within a block."""
-        first, found = starts(matrix, self.block[0])[0], torch.zeros(matrix.shape[-2], dtype=torch.int32)
-        for part in of_one_entry(matrix):
-            mine = part.place[-1]
-            assert isinstance(mine, slice)
-            found[mine] = torch.arange(mine.stop - mine.start, dtype=torch.int32) // self.block[0] + first[part.first]
-        return found.to(matrix.weight.device)
+        """Return the row of scales that each row of the matrix has; needed where a part ends within a block."""
+        first, scale_rows = part_starts(matrix, self.block[0])[0], torch.zeros(matrix.shape[-2], dtype=torch.int32)
+        for part in entry_parts(matrix):
+            place = part.place[-1]
+            assert isinstance(place, slice)
+            scale_rows[place] = (
+                torch.arange(place.stop - place.start, dtype=torch.int32) // self.block[0] + first[part.first]
+            )
+        return scale_rows.to(matrix.weight.device)
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
         if layout_of(matrix) is not None:
             return values_of(matrix, pick)
-        codes = matrix.weight.view(torch.uint8)[pick].view(CODES).float()  # not every device gathers fp8
+        codes = (
+            matrix.weight.view(torch.uint8)[pick].view(CODES).float()
+        )  # as bytes, because not every device can index fp8
         if self.kind != "block":
             return (codes * matrix.scales[pick].unsqueeze(-1)).to(matrix.dtype)
         rows = getattr(matrix, "scale_rows", None)
         if rows is None:
             rows = torch.arange(matrix.shape[-2], device=codes.device) // self.block[0]
         scales = matrix.scales[rows[pick]] if len(matrix.shape) == 2 else matrix.scales[pick][:, rows.long()]
-        wide = scales.repeat_interleave(self.block[1], -1)[..., : matrix.shape[-1]]
-        return (codes * wide).to(matrix.dtype)
+        column_scales = scales.repeat_interleave(self.block[1], -1)[..., : matrix.shape[-1]]
+        return (codes * column_scales).to(matrix.dtype)
 
     def randomize(self, matrix: Any, generator: torch.Generator) -> None:
         codes = torch.empty(matrix.shape, dtype=torch.bfloat16, device=generator.device)
@@ -141,24 +146,25 @@ class Fp8(Quantised):
 
 
 def formats(settings: Mapping[str, Any]) -> Formats:
+    """Make the formats of an FP8 checkpoint of its `quantization_config`."""
     one_of(settings, "fmt", ("e4m3",), "e4m3")
     one_of(settings, "activation_scheme", ("dynamic", "static"), "dynamic")
     one_of(settings, "scale_fmt", ("ue8m0", "float"), "float")
     for name in ("expert_dtype", "store_dtype"):
         if settings.get(name) not in (None, "fp8"):
-            raise ValueError(f"quantization_config: {name} is {settings[name]!r}; only FP8 throughout is known here")
+            raise ValueError(f"quantization_config: {name} is {settings[name]!r}; only FP8 is supported")
     block = setting(settings, list, None, "weight_block_size")
-    own = Fp8(end="weight_scale", kind="matrix") if block is None else blocks(block, "weight_scale_inv")
-    kept = names(settings, "modules_to_not_convert", "ignored_layers")
+    quantised = Fp8(end="weight_scale", kind="matrix") if block is None else blocks(block, "weight_scale_inv")
+    unconverted = names(settings, "modules_to_not_convert", "ignored_layers")
 
     def of(name: str) -> Format:
-        return DENSE if never_quantised(name) or name == "lm_head" or is_listed(name, kept) else own
+        return DENSE if never_quantised(name) or name == "lm_head" or is_listed(name, unconverted) else quantised
 
-    return Formats(of=of, unit=own.unit)
+    return Formats(of=of, unit=quantised.unit)
 
 
 def blocks(size: Any, end: str) -> Fp8:
-    """size: rows and columns of a block, as config.json has them."""
+    """Return the format with a scale per block; size: rows and columns of a block, as in config.json."""
     is_size = isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
     if not is_size:
         raise ValueError(f"quantization_config: blocks of {size!r}, expected rows and columns such as [128, 128]")

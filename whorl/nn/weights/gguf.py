@@ -1,4 +1,4 @@
-"""GGUF's blocks as the file has them: a row is so many blocks of 32 or 256 values, each with scales of its own."""
+"""GGUF weights in the blocks of the file: a row is a number of blocks of 32 or 256 values, each with its own scales."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,13 +12,16 @@ from whorl.nn.ranks import Unit
 from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
 
 from .gguf_blocks import KINDS
-from .quantised import Pick, Quantised, entries, of_one_entry, setting, stacked
+from .quantised import Pick, Quantised, entry_index, entry_parts, setting, stack_dims
 
 
 @dataclass(frozen=True, slots=True)
 class GgufBlocks(Quantised):
-    """Every projection in a kind of its own: blocks0, blocks1, ... uint8 [.., rows, bytes of a row], one for each part
-    of a matrix. kinds: by the name of a module."""
+    """Weights in GGUF's blocks, each projection in its own type.
+
+    The parameters are blocks0, blocks1, ... uint8 [.., rows, bytes of a row], one for each part of a matrix. kinds: the
+    GGUF type of each module, by name.
+    """
 
     kinds: Mapping[str, str]
 
@@ -27,12 +30,12 @@ class GgufBlocks(Quantised):
         return Unit(columns=lcm(*(KINDS[kind].values for kind in set(self.kinds.values()))))
 
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
-        held = {}
-        for number, part in enumerate(of_one_entry(matrix)):
+        parameters = {}
+        for number, part in enumerate(entry_parts(matrix)):
             width = part.columns.stop - part.columns.start
             size = self._kind(matrix, part).row_bytes(width)
-            held[f"blocks{number}"] = torch.empty(*entries(matrix), _count(part), size, dtype=torch.uint8)
-        return held
+            parameters[f"blocks{number}"] = torch.empty(*stack_dims(matrix), _count(part), size, dtype=torch.uint8)
+        return parameters
 
     def _kind(self, matrix: Matrix, part: Part) -> Any:
         return KINDS[self.kinds[part.source(matrix.name)]]
@@ -40,24 +43,24 @@ class GgufBlocks(Quantised):
     def slots(self, matrix: Matrix, part: Part) -> Iterator[tuple[str, Slot]]:
         kind, number = self._kind(matrix, part), _number(matrix, part)
         columns = slice(*(kind.row_bytes(n) for n in (part.columns.start, part.columns.stop)))
-        into = getattr(matrix, f"blocks{number}")[stacked(part, slice(None))]
+        into = getattr(matrix, f"blocks{number}")[entry_index(part, slice(None))]
         shape = part.shape[0], kind.row_bytes(part.shape[1])
         yield "weight", Slot(into=into, shape=shape, index=(part.rows, columns), dtype=torch.uint8)
 
     def values_of(self, matrix: Matrix, pick: Pick) -> Tensor:
-        if entries(matrix):
-            found = [self._unpacked(matrix, part, pick) for part in of_one_entry(matrix)]
-            return torch.cat(found, -2)
+        if stack_dims(matrix):
+            values = [self._unpacked(matrix, part, pick) for part in entry_parts(matrix)]
+            return torch.cat(values, -2)
         if isinstance(pick, Tensor):
-            whole = len(matrix.parts) == 1
-            return self._unpacked(matrix, matrix.parts[0], pick) if whole else self.values(matrix)[pick]
+            is_single = len(matrix.parts) == 1
+            return self._unpacked(matrix, matrix.parts[0], pick) if is_single else self.values(matrix)[pick]
         first, end, _ = pick.indices(matrix.shape[0])
-        found = []
+        values = []
         for part in matrix.parts:
             low, high = max(first - part.first, 0), min(end - part.first, _count(part))
-            found += [self._unpacked(matrix, part, slice(low, high))] if low < high else []
-        lost = end - first - sum(len(each) for each in found)  # rows that pad the last rank's share
-        return torch.cat([*found, *([found[0].new_zeros(lost, matrix.shape[1])] if lost else [])])
+            values += [self._unpacked(matrix, part, slice(low, high))] if low < high else []
+        padding = end - first - sum(len(part_values) for part_values in values)  # rows that pad the last rank's shard
+        return torch.cat([*values, *([values[0].new_zeros(padding, matrix.shape[1])] if padding else [])])
 
     def _unpacked(self, matrix: Matrix, part: Part, pick: Pick) -> Tensor:
         stored = getattr(matrix, f"blocks{_number(matrix, part)}")[pick]
@@ -65,7 +68,7 @@ class GgufBlocks(Quantised):
         return values.to(matrix.dtype)
 
     def randomize(self, matrix: Matrix, generator: torch.Generator) -> None:
-        raise ValueError("random weights in GGUF's blocks are not made: name a file, or another format")
+        raise ValueError("random weights in GGUF blocks are not supported; name a file, or use another format")
 
 
 def _count(part: Part) -> int:
@@ -73,16 +76,16 @@ def _count(part: Part) -> int:
 
 
 def _number(matrix: Matrix, part: Part) -> int:
-    return next(i for i, each in enumerate(of_one_entry(matrix)) if each.first == part.first)
+    return next(i for i, candidate in enumerate(entry_parts(matrix)) if candidate.first == part.first)
 
 
 def formats(settings: Mapping[str, Any]) -> Formats:
-    """settings: made of a GGUF file's header; no config.json has them."""
+    """Make the formats of a GGUF file; settings: made of the file's header, no config.json has them."""
     kinds = setting(settings, dict, {}, "kinds")
     for name, kind in kinds.items():
         if kind not in KINDS:
-            raise ValueError(f"{name} is of type {kind}, which is held unpacked only; packed are {', '.join(KINDS)}")
+            raise ValueError(f"{name} is of type {kind}, which cannot stay packed; expected one of {', '.join(KINDS)}")
     if not kinds:
         raise ValueError("quantization_config: gguf without the kinds of its tensors: name the .gguf file itself")
-    own: Format = GgufBlocks(kinds)
-    return Formats(of=lambda name: own, unit=own.unit)
+    blocks: Format = GgufBlocks(kinds)
+    return Formats(of=lambda name: blocks, unit=blocks.unit)

@@ -1,4 +1,7 @@
-"""GPTQ: numbers packed along K, zero points along N, one less than they are in version 1; act-order by g_idx."""
+"""GPTQ: weights packed along K, zero points along N, act-order by g_idx.
+
+Version 1 stores zero points minus one.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -16,105 +19,111 @@ from .dense import DENSE
 from .packed import BITS, Packed, unpacked
 from .quantised import (
     ONE_EACH,
-    entries,
-    is_of_a_tower,
-    narrowed,
+    entry_index,
+    entry_parts,
+    is_in_vision_tower,
+    narrow_scales,
     never_quantised,
-    of_one_entry,
     one_of,
+    part_starts,
     setting,
-    stacked,
-    starts,
-    units,
+    stack_dims,
+    unit_slice,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gptq(Packed):
-    """qweight [K / 8, N] and qzeros [groups, N / 8] of int32, scales [groups, N], g_idx [K]; of 8 bits 4 a word."""
+    """GPTQ weights: qweight [K / 8, N] and qzeros [groups, N / 8] of int32, scales [groups, N], g_idx [K].
 
-    adds_one: bool  # to zero points as stored
+    These are the shapes of 4 bits; of 8 bits there are 4 in a word.
+    """
+
+    adds_one: bool  # zero points are stored minus one (version 1)
 
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
-        for part in of_one_entry(matrix):
+        for part in entry_parts(matrix):
             self._check(matrix, part)
-        lead, (rows, columns) = entries(matrix), matrix.shape[-2:]
-        groups = self.held_groups(matrix.parts[0])
-        count, num_zeros = groups.stop - groups.start, starts(matrix, self.per_word)[1]
+        lead, (rows, columns) = stack_dims(matrix), matrix.shape[-2:]
+        groups = self.rank_groups(matrix.parts[0])
+        count, num_zeros = groups.stop - groups.start, part_starts(matrix, self.per_word)[1]
         return {
             "qweight": torch.empty(*lead, columns // self.per_word, rows, dtype=torch.int32),
             "qzeros": torch.empty(*lead, count, num_zeros, dtype=torch.int32),
             "scales": torch.empty(*lead, count, rows, dtype=torch.float32),
-            "g_idx": torch.empty(*lead, starts(matrix, ONE_EACH)[1], columns, dtype=torch.int32),
+            "g_idx": torch.empty(*lead, part_starts(matrix, ONE_EACH)[1], columns, dtype=torch.int32),
         }
 
     def _check(self, matrix: Matrix, part: Part) -> None:
         self.check_size(matrix, part)
         if part.shape[0] % self.per_word or part.shape[1] % self.per_word:
             raise ValueError(
-                f"{part.source(matrix.name)}: {part.shape[0]} rows and {part.shape[1]} columns, and GPTQ packs "
-                f"{self.per_word} of each into a word"
+                f"{part.source(matrix.name)}: {part.shape[0]} rows and {part.shape[1]} columns, expected multiples of "
+                f"{self.per_word}: GPTQ packs so many into a word"
             )
 
     def slots(self, matrix: Any, part: Part) -> Iterator[tuple[str, Slot]]:
-        per, whole, rows = self.per_word, slice(None), part.rows
-        (size, columns), groups = part.shape, self.held_groups(part)
-        all_groups, mine = self.num_groups(columns), part.place[-1]
+        per, all_rows, rows = self.per_word, slice(None), part.rows
+        (size, columns), groups = part.shape, self.rank_groups(part)
+        all_groups, place = self.num_groups(columns), part.place[-1]
         yield (
             "qweight",
             Slot(
-                into=matrix.qweight[stacked(part, whole, mine)],
+                into=matrix.qweight[entry_index(part, all_rows, place)],
                 shape=(columns // per, size),
-                index=(units(part.columns, per), rows),
+                index=(unit_slice(part.columns, per), rows),
                 dtype=torch.int32,
             ),
         )
-        first = starts(matrix, per)[0][part.first]
-        zeros = units(rows, per)
-        into = matrix.qzeros[stacked(part, whole, slice(first, first + zeros.stop - zeros.start))]
+        first = part_starts(matrix, per)[0][part.first]
+        zeros = unit_slice(rows, per)
+        into = matrix.qzeros[entry_index(part, all_rows, slice(first, first + zeros.stop - zeros.start))]
         yield "qzeros", Slot(into=into, shape=(all_groups, size // per), index=(groups, zeros), dtype=torch.int32)
-        into = matrix.scales[stacked(part, whole, mine)]
+        into = matrix.scales[entry_index(part, all_rows, place)]
         yield "scales", Slot(into=into, shape=(all_groups, size), index=(groups, rows))
-        into = matrix.g_idx[stacked(part, starts(matrix, ONE_EACH)[0][part.first])]
+        into = matrix.g_idx[entry_index(part, part_starts(matrix, ONE_EACH)[0][part.first])]
         yield "g_idx", Slot(into=into, shape=(columns,), index=(part.columns,), dtype=torch.int32, default=-1)
 
     def finish(self, matrix: Any) -> None:
-        """A word of qweight is a word of ours; they only stand the other way round."""
+        """Bring the tensors into the common layout; a word of qweight is a word of it, only transposed."""
         zeros = torch.zeros(*matrix.scales.shape, dtype=torch.int16, device=matrix.scales.device)
-        first, per = starts(matrix, self.per_word)[0], self.per_word
-        for part in of_one_entry(matrix):
-            mine = part.place[-1]
-            assert isinstance(mine, slice)
-            count = mine.stop - mine.start
+        first, per = part_starts(matrix, self.per_word)[0], self.per_word
+        for part in entry_parts(matrix):
+            place = part.place[-1]
+            assert isinstance(place, slice)
+            count = place.stop - place.start
             stored = matrix.qzeros[..., first[part.first] : first[part.first] + -(-count // per)]
-            zeros[..., mine] = unpacked(stored, self.bits, count).to(torch.int16) + self.adds_one
+            zeros[..., place] = unpacked(stored, self.bits, count).to(torch.int16) + self.adds_one
         zeros = zeros if self.bits == 8 else zeros.to(torch.uint8)
-        words, scales = matrix.qweight.mT.contiguous(), narrowed(matrix.scales.mT.contiguous())
+        words, scales = matrix.qweight.mT.contiguous(), narrow_scales(matrix.scales.mT.contiguous())
         self.lay_out(matrix, words, scales, zeros.mT.contiguous(), matrix.g_idx)
 
 
 def formats(settings: Mapping[str, Any]) -> Formats:
-    own = _format(settings)
-    keeps_head = not setting(settings, bool, False, "lm_head")
-    chosen = _chosen(settings)
+    """Make the formats of a GPTQ checkpoint of its `quantization_config`."""
+    default = _format(settings)
+    is_head_dense = not setting(settings, bool, False, "lm_head")
+    quantised_ends = _quantised_ends(settings)
     dynamic = {pattern: _overridden(pattern, settings, change) for pattern, change in _dynamic(settings).items()}
 
     def of(name: str) -> Format:
-        if never_quantised(name) or is_of_a_tower(name) or (keeps_head and name == "lm_head"):
+        if never_quantised(name) or is_in_vision_tower(name) or (is_head_dense and name == "lm_head"):
             return DENSE
-        if chosen and name != "lm_head" and not name.endswith(chosen):
+        if quantised_ends and name != "lm_head" and not name.endswith(quantised_ends):
             return DENSE
-        return next((found for pattern, found in dynamic.items() if pattern.match(name)), own)
+        return next((override for pattern, override in dynamic.items() if pattern.match(name)), default)
 
-    every = [own, *(each for each in dynamic.values() if each != DENSE)]
-    unit = Unit(*(lcm(*(each.unit[i] for each in every)) for i in range(2)))
+    quantised = [default, *(format for format in dynamic.values() if format != DENSE)]
+    unit = Unit(*(lcm(*(format.unit[i] for format in quantised)) for i in range(2)))
     return Formats(of=of, unit=unit)
 
 
 def _format(settings: Mapping[str, Any]) -> Gptq:
     group = setting(settings, int, -1, "group_size")
     if group < -1 or group == 0:
-        raise ValueError(f"quantization_config: group_size is {group}, expected columns of a group, or -1 for all")
+        raise ValueError(
+            f"quantization_config: group_size is {group}, expected the columns of a group, or -1 for one group per row"
+        )
     return Gptq(
         bits=one_of(settings, "bits", BITS, None),
         group=None if group == -1 else group,
@@ -123,26 +132,28 @@ def _format(settings: Mapping[str, Any]) -> Gptq:
     )
 
 
-def _chosen(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Ends of the names of modules, where only some are quantised."""
-    found = setting(settings, list, [], "modules_in_block_to_quantize")
-    flat = [each for group in found for each in (group if isinstance(group, list) else [group])]
-    if not all(isinstance(each, str) for each in flat):
+def _quantised_ends(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the ends of names of the modules that are quantised, or () for all."""
+    groups = setting(settings, list, [], "modules_in_block_to_quantize")
+    ends = [end for group in groups for end in (group if isinstance(group, list) else [group])]
+    if not all(isinstance(end, str) for end in ends):
         raise ValueError(
-            f"quantization_config: modules_in_block_to_quantize is {str(found)[:60]}, expected lists of names"
+            f"quantization_config: modules_in_block_to_quantize is {str(groups)[:60]}, expected lists of names"
         )
-    return tuple(flat)
+    return tuple(ends)
 
 
 def _dynamic(settings: Mapping[str, Any]) -> dict["re.Pattern[str]", Any]:
-    """Overrides by pattern in their order; None: not quantised."""
-    found = setting(settings, dict, {}, "dynamic")
+    """Return overrides by pattern, in their order; None: not quantised."""
+    overrides = setting(settings, dict, {}, "dynamic")
     result: dict[re.Pattern[str], Any] = {}
-    for text, change in found.items():
+    for text, change in overrides.items():
         try:
             pattern = re.compile(text.removeprefix("+:").removeprefix("-:"))
         except re.error as error:
-            raise ValueError(f"quantization_config: dynamic has {text!r}, which is no pattern: {error}") from error
+            raise ValueError(
+                f"quantization_config: dynamic has {text!r}, which is not a regular expression: {error}"
+            ) from error
         result[pattern] = None if text.startswith("-:") else change
     return result
 

@@ -1,6 +1,6 @@
-"""Int8 weights with a scale for each row, and int8 activations with a scale for each token.
+"""Int8 weights with a scale per row, and int8 activations with a scale per token.
 
-A product is the exact sum of whole numbers, so it has the same bits on every device and in every order:
+A product is an exact sum of integers, so it has the same bits on every device and in every order:
 y = (sum over k of q[t, k] * w[n, k]) * w_scale[n] * x_scale[t] + bias, in fp32 in this order, rounded once.
 """
 
@@ -14,24 +14,24 @@ from torch import Tensor
 from whorl import ops
 from whorl.nn.weight import Matrix, Part, Slot
 
-from .laid_out import as_wanted, lay_out_bytes, layout_of, values_of
-from .quantised import ONE_EACH, Pick, Quantised, entries, of_one_entry, stacked, starts
+from .laid_out import lay_out_bytes, layout_of, narrow_for_npu, values_of
+from .quantised import ONE_EACH, Pick, Quantised, entry_index, entry_parts, part_starts, stack_dims
 
 SPREAD = 127 / 3**0.5  # standard deviation of random codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8(Quantised):
-    """weight int8 [N, K]; scales fp32 [N], as held."""
+    """Int8 weights [N, K] with fp32 scales, [N] in memory."""
 
     kind: Literal["row", "matrix"]
-    is_weight_only: bool  # activations in the model's dtype; else int8, a scale for each token
+    is_weight_only: bool  # True: activations stay in the model's dtype; False: int8 with a scale per token
 
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
-        count = matrix.shape[-2] if self.kind == "row" else starts(matrix, ONE_EACH)[1]
+        count = matrix.shape[-2] if self.kind == "row" else part_starts(matrix, ONE_EACH)[1]
         return {
             "weight": torch.empty(matrix.shape, dtype=torch.int8),
-            "scales": torch.empty(*entries(matrix), count, dtype=torch.float32),
+            "scales": torch.empty(*stack_dims(matrix), count, dtype=torch.float32),
         }
 
     def slots(self, matrix: Any, part: Part) -> Iterator[tuple[str, Slot]]:
@@ -41,8 +41,8 @@ class Int8(Quantised):
             into = matrix.scales[part.place].unsqueeze(-1)
             yield "weight_scale", Slot(into=into, shape=(part.shape[0], 1), index=(part.rows, slice(0, 1)))
             return
-        number = starts(matrix, ONE_EACH)[0][part.first]
-        into = matrix.scales[stacked(part, slice(number, number + 1))]
+        number = part_starts(matrix, ONE_EACH)[0][part.first]
+        into = matrix.scales[entry_index(part, slice(number, number + 1))]
         yield "weight_scale", Slot(into=into, shape=(1,), index=(slice(0, 1),))
 
     def finish(self, matrix: Any) -> None:
@@ -50,14 +50,14 @@ class Int8(Quantised):
             self._lay_out(matrix, matrix.scales.data)
             return
         scales = torch.zeros(matrix.shape[:-1], dtype=torch.float32, device=matrix.weight.device)
-        first = starts(matrix, ONE_EACH)[0]
-        for part in of_one_entry(matrix):
+        first = part_starts(matrix, ONE_EACH)[0]
+        for part in entry_parts(matrix):
             scales[..., part.place[-1]] = matrix.scales[..., first[part.first] : first[part.first] + 1]
         self._lay_out(matrix, scales)
 
     def _lay_out(self, matrix: Any, scales: Tensor) -> None:
         if not (self.is_weight_only and lay_out_bytes(matrix, matrix.weight.data, scales.unsqueeze(-1))):
-            matrix.replace(weight=matrix.weight.data, scales=as_wanted(matrix, scales))
+            matrix.replace(weight=matrix.weight.data, scales=narrow_for_npu(matrix, scales))
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
         if layout_of(matrix) is not None:
@@ -75,8 +75,11 @@ class Int8(Quantised):
         return ops.int8_linear.unchecked(x, matrix.weight, matrix.scales, bias)  # type: ignore[no-any-return]
 
     def experts(self, gate_up: Any, down: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Rounded where `ops.experts` rounds; what the second product reads is quantised, too."""
+        """Return the output of the experts, rounded where `ops.experts` rounds.
+
+        The input of the second product is quantised, too.
+        """
         if self.is_weight_only:
             return Quantised.experts(self, gate_up, down, x, weights, ids)
-        held = gate_up.weight, gate_up.scales, down.weight, down.scales
-        return ops.int8_experts(x, *held, weights, ids)  # type: ignore[no-any-return]
+        parameters = gate_up.weight, gate_up.scales, down.weight, down.scales
+        return ops.int8_experts(x, *parameters, weights, ids)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""Matrices laid out for the operators that read packed weights, `ops.packed_linear` and `ops.packed_experts`.
+"""Matrices rearranged for the operators that read packed weights, `ops.packed_linear` and `ops.packed_experts`.
 
-codes, scales and, where they are not in the middle, zeros are the parameters; `layout` says how they lie. A CPU has no
-such kernels, and formats keep there what they read from a checkpoint.
+The parameters are codes, scales and, where they are not in the middle, zeros; `layout` describes their order. A CPU has
+no such kernels; there formats keep the tensors of the checkpoint.
 """
 
 import warnings
@@ -20,7 +20,7 @@ Pick = slice | Tensor
 
 
 class PackedLayout(NamedTuple):
-    """As `ops.packed_linear` takes it: the rows and columns that have one scale, and whether codes are tiled."""
+    """The layout as `ops.packed_linear` takes it: rows and columns per scale, and whether codes are tiled."""
 
     rows: int
     columns: int
@@ -28,41 +28,44 @@ class PackedLayout(NamedTuple):
 
 
 def is_tiled_on(device: torch.device) -> bool | None:
-    """How kernels there want codes of 8 bits; None: there are none."""
+    """Return whether the device's kernels take 8-bit codes in tiles; None: it has no such kernels."""
     if unavailable("triton", device.type) is None:
         return True
     return False if unavailable("torch_npu", device.type) is None else None
 
 
 def layout_of(matrix: Matrix) -> PackedLayout | None:
-    """None: the matrix is held as its checkpoint has it."""
+    """Return the layout of a matrix; None: it has the tensors of its checkpoint."""
     return getattr(matrix, "layout", None)
 
 
 def lay_out_bytes(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, **block: int) -> bool:
-    """codes: plain, int8 or fp8, [.., N, K]; block: rows and columns of a scale. Whether it was done."""
+    """Rearrange a matrix of 8-bit codes for the device's kernels. Returns False where it has none.
+
+    codes: int8 or fp8 [.., N, K] in plain order; block: rows and columns per scale.
+    """
     tiled = is_tiled_on(codes.device)
-    if tiled is None or (not tiled and codes.dtype != torch.int8):  # torch_npu multiplies no fp8 with bf16
+    if tiled is None or (not tiled and codes.dtype != torch.int8):  # torch_npu has no product of fp8 and bf16
         return False
-    scales = as_wanted(matrix, scales)
+    scales = narrow_for_npu(matrix, scales)
     if tiled:
         codes = _by_entry(codes, tiled_bytes, width(codes.dtype, codes.shape[-1], tiled))
-    _hold(matrix, codes, scales, zeros, PackedLayout(block.get("rows", 1), block.get("columns", 0), tiled))
+    _set_parameters(matrix, codes, scales, zeros, PackedLayout(block.get("rows", 1), block.get("columns", 0), tiled))
     return True
 
 
-def warn_unpacked(device: torch.device, what: str) -> None:
-    """Said once for each kind of weights that no kernel of an accelerator reads."""
+def warn_unpacked(device: torch.device, kind: str) -> None:
+    """Warn, once per kind of weights, that no kernel of the accelerator reads them packed."""
     if device.type not in (HOST, "meta"):
         warnings.warn(
-            f"{what}: {device.type} has no kernel that reads them packed, so every product unpacks its matrix",
+            f"{kind}: {device.type} has no kernel that reads them packed, so every product unpacks its matrix",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-def as_wanted(matrix: Any, scales: Tensor) -> Tensor:
-    """torch_npu wants scales in the dtype of tokens: in that where nothing is lost by it."""
+def narrow_for_npu(matrix: Any, scales: Tensor) -> Tensor:
+    """Return scales in the model's dtype, which torch_npu's kernels need, if that loses nothing."""
     narrow = scales.to(matrix.dtype)
     return narrow if is_tiled_on(scales.device) is False and torch.equal(narrow.float(), scales.float()) else scales
 
@@ -70,32 +73,35 @@ def as_wanted(matrix: Any, scales: Tensor) -> Tensor:
 def lay_out_int4(
     matrix: Any, words: Tensor, unpack: Callable[[Tensor], Tensor], scales: Tensor, zeros: Tensor | None, columns: int
 ) -> bool:
-    """unpack: numbers from 0 to 15, [N, K], of one entry's words."""
+    """Rearrange a matrix of 4-bit codes for the device's kernels. Returns False where it has none.
+
+    unpack: returns codes from 0 to 15, [N, K], of one matrix's words.
+    """
     if not is_tiled_on(words.device):
         return False
-    wide = width(torch.int32, matrix.shape[-1], True)
-    codes = _by_entry(words, lambda entry: packed_int4(unpack(entry)), wide)
-    _hold(matrix, codes, scales, zeros, PackedLayout(1, columns, False))
+    packed_width = width(torch.int32, matrix.shape[-1], True)
+    codes = _by_entry(words, lambda entry: packed_int4(unpack(entry)), packed_width)
+    _set_parameters(matrix, codes, scales, zeros, PackedLayout(1, columns, False))
     return True
 
 
-def _by_entry(x: Tensor, change: Callable[[Tensor], Tensor], wide: int) -> Tensor:
-    """One at a time, and in its place where it fits: experts are most of a model."""
+def _by_entry(x: Tensor, change: Callable[[Tensor], Tensor], packed_width: int) -> Tensor:
+    """Apply `change` to one matrix of a stack at a time, in place where the width fits: experts are most of a model."""
     if x.dim() == 2:
         return change(x)
-    found = x if x.shape[-1] == wide else x.new_empty(*x.shape[:-1], wide)
+    changed = x if x.shape[-1] == packed_width else x.new_empty(*x.shape[:-1], packed_width)
     for i, entry in enumerate(x):
-        found[i].copy_(change(entry))
-    return found
+        changed[i].copy_(change(entry))
+    return changed
 
 
-def _hold(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None, layout: PackedLayout) -> None:
+def _set_parameters(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None, layout: PackedLayout) -> None:
     matrix.replace(codes=codes, scales=scales, **({} if zeros is None else {"zeros": zeros}))
     matrix.layout = layout
 
 
 def _spread_rows(matrix: Any) -> None:
-    """Scales for every row."""
+    """Repeat the scales so that every row has its own."""
     rows = matrix.layout.rows
     if rows > 1:
         scales = matrix.scales.repeat_interleave(rows, -2)[..., : matrix.shape[-2], :].contiguous()
@@ -104,26 +110,29 @@ def _spread_rows(matrix: Any) -> None:
 
 
 def values_of(matrix: Any, pick: Pick) -> Tensor:
-    """As `Quantised.values_of`, of a matrix that is laid out."""
+    """Do what `Quantised.values_of` does, for a matrix that is laid out."""
     rows, columns, tiled = matrix.layout
     scales, zeros, codes = matrix.scales, getattr(matrix, "zeros", None), matrix.codes
-    at: Any = pick
+    scale_index: Any = pick
     if len(matrix.shape) == 2 and rows > 1:
-        at, rows = (torch.arange(matrix.shape[0], device=codes.device) // rows)[pick], 1
-    kind = torch.int32 if codes.dtype == torch.int32 else torch.uint8  # not every device gathers fp8
-    chosen = codes.view(kind)[pick].view(codes.dtype)
-    zeros = None if zeros is None else zeros[at]
-    return values(chosen, scales[at], zeros, matrix.shape[-1], matrix.dtype, block=(rows, columns), tiled=tiled)
+        scale_index, rows = (torch.arange(matrix.shape[0], device=codes.device) // rows)[pick], 1
+    # Codes are indexed as bytes, because not every device can index fp8.
+    index_dtype = torch.int32 if codes.dtype == torch.int32 else torch.uint8
+    selected = codes.view(index_dtype)[pick].view(codes.dtype)
+    zeros = None if zeros is None else zeros[scale_index]
+    return values(
+        selected, scales[scale_index], zeros, matrix.shape[-1], matrix.dtype, block=(rows, columns), tiled=tiled
+    )
 
 
 def linear(matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    held = matrix.codes, matrix.scales, getattr(matrix, "zeros", None)
-    return ops.packed_linear(x, *held, bias, **matrix.layout._asdict())  # type: ignore[no-any-return]
+    parameters = matrix.codes, matrix.scales, getattr(matrix, "zeros", None)
+    return ops.packed_linear(x, *parameters, bias, **matrix.layout._asdict())  # type: ignore[no-any-return]
 
 
 def experts(gate_up: Any, down: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    if gate_up.layout != down.layout:  # where a block ends within gate, its scales are those of rows
-        for each in (gate_up, down):
-            _spread_rows(each)
-    held = [getattr(each, name, None) for each in (gate_up, down) for name in ("codes", "scales", "zeros")]
-    return ops.packed_experts(x, *held, weights, ids, **gate_up.layout._asdict())  # type: ignore[no-any-return]
+    if gate_up.layout != down.layout:  # a block that ends within gate has made its scales per row
+        for matrix in (gate_up, down):
+            _spread_rows(matrix)
+    parameters = [getattr(matrix, name, None) for matrix in (gate_up, down) for name in ("codes", "scales", "zeros")]
+    return ops.packed_experts(x, *parameters, weights, ids, **gate_up.layout._asdict())  # type: ignore[no-any-return]

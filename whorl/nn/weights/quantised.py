@@ -1,4 +1,4 @@
-"""What formats that hold fewer bits have in common: products by way of values, a piece of the matrix at a time."""
+"""What quantised formats have in common: products that unpack one tile of the matrix at a time."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -14,21 +14,24 @@ from whorl.nn.weight import Format, Matrix, Part
 
 from . import laid_out
 
-TILE_VALUES = 1 << 23  # of a matrix, unpacked at a time on a CPU: 32 MiB in fp32
-ONE_EACH = 1 << 62  # more rows than a part has
-SCALES = (torch.bfloat16, torch.float16)  # what fp32 scales become where they lose nothing
+TILE_VALUES = 1 << 23  # values unpacked at a time on a CPU: 32 MiB in fp32
+ONE_EACH = 1 << 62  # more rows than any part has: one row of the parameter for each part
+SCALES = (torch.bfloat16, torch.float16)  # dtypes that fp32 scales are narrowed to where that loses nothing
 
 Pick = slice | Tensor
 
 
 class Quantised(Format):
-    """A product of a weight-only format equals `ops.linear` of x and the values, which are rounded to the model's
-    dtype. On a CPU values are unpacked a tile of rows, or the chosen experts, at a time, to the same bits. Elsewhere
-    kernels read what is packed, and cut K into chunks of 1024, as `ops.packed_linear` says."""
+    """A format of fewer bits.
+
+    A product of a weight-only format equals `ops.linear` of x and the values, which are rounded to the model's dtype.
+    On a CPU values are unpacked a tile of rows, or the chosen experts, at a time, to the same bits. On other devices
+    kernels read the packed weight and split K into chunks of 1024, as `ops.packed_linear` describes.
+    """
 
     @abstractmethod
     def values_of(self, matrix: Matrix, pick: Pick) -> Tensor:
-        """The values of some rows of a matrix, or of some entries of a stack, in the model's dtype."""
+        """Return the values of some rows of a matrix, or of some matrices of a stack, in the model's dtype."""
 
     def values(self, matrix: Matrix) -> Tensor:
         return self.values_of(matrix, slice(None))
@@ -50,64 +53,69 @@ class Quantised(Format):
             return laid_out.experts(gate_up, down, x, weights, ids)
         if x.device.type != HOST:
             return super().experts(gate_up, down, x, weights, ids)
-        used, places = ids.unique(return_inverse=True)  # of a CPU, which does not wait for the number of them
-        chosen = (self.values_of(each, used) for each in (gate_up, down))
-        return ops.experts(x, *chosen, weights, places)  # type: ignore[no-any-return]
+        # `unique` is used only on a CPU, because elsewhere its size would have to come from the device.
+        used, ids_in_used = ids.unique(return_inverse=True)
+        chosen = (self.values_of(matrix, used) for matrix in (gate_up, down))
+        return ops.experts(x, *chosen, weights, ids_in_used)  # type: ignore[no-any-return]
 
     def lookup(self, matrix: Matrix, row_ids: Tensor) -> Tensor:
         return self.values_of(matrix, row_ids)
 
 
 def tiles(count: int, size: int) -> Iterator[slice]:
+    """Return slices of `size` that cover `count`."""
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
-# ---- where the parts of a matrix stand in parameters that have fewer rows than it
+# ---- indices of the parts of a matrix in parameters with fewer rows than the matrix
 
 
-def of_one_entry(matrix: Matrix) -> list[Part]:
-    """The parts of a matrix, or of the first of a stack: the others have theirs at the same places."""
+def entry_parts(matrix: Matrix) -> list[Part]:
+    """Return the parts of a matrix, or of the first matrix of a stack; the others have theirs at the same rows."""
     return list(takewhile(lambda part: part.entry == matrix.parts[0].entry, matrix.parts))
 
 
-def starts(matrix: Matrix, size: int) -> tuple[dict[int, int], int]:
-    """Each part has a row of a parameter for every `size` of its rows, the last for fewer. Where they begin, by the
-    part's first row in the matrix, and how many there are in all."""
-    found, total = {}, 0
-    for part in of_one_entry(matrix):
-        found[part.first] = total
+def part_starts(matrix: Matrix, size: int) -> tuple[dict[int, int], int]:
+    """Return the row of a parameter at which each part begins, and the number of its rows.
+
+    Each part has a row of the parameter for every `size` of its rows; the last may cover fewer. The beginnings are
+    keyed by the part's first row in the matrix.
+    """
+    starts, total = {}, 0
+    for part in entry_parts(matrix):
+        starts[part.first] = total
         total += -(-(part.rows.stop - part.rows.start) // size)
-    return found, total
+    return starts, total
 
 
-def entries(matrix: Matrix) -> tuple[int, ...]:
-    """The dimensions before rows and columns."""
+def stack_dims(matrix: Matrix) -> tuple[int, ...]:
+    """Return the dims before rows and columns: () for a single matrix."""
     return matrix.shape[:-2]
 
 
-def stacked(part: Part, *index: int | slice) -> tuple[int | slice, ...]:
-    """An index into the part's own of a stack."""
+def entry_index(part: Part, *index: int | slice) -> tuple[int | slice, ...]:
+    """Return an index into the part's matrix of a stack."""
     return index if part.entry is None else (part.entry, *index)
 
 
-def units(cut: slice, size: int) -> slice:
-    """A cut of rows or columns in units of `size`; the last may be cut short."""
+def unit_slice(cut: slice, size: int) -> slice:
+    """Return a slice of rows or columns in units of `size`; the last unit may be partial."""
     return slice(cut.start // size, -(-cut.stop // size))
 
 
-def narrowed(scales: Tensor) -> Tensor:
-    """In 16 bits where they lose nothing: most checkpoints have them so."""
+def narrow_scales(scales: Tensor) -> Tensor:
+    """Return scales in 16 bits if that loses nothing, which is so in most checkpoints."""
     for dtype in SCALES:
         if torch.equal(scales.to(dtype).to(scales.dtype), scales):
             return scales.to(dtype)
     return scales
 
 
-# ---- what config.json says
+# ---- quantization_config of config.json
 
 
 def setting(settings: Mapping[str, Any], kind: type, default: Any, *names: str) -> Any:
-    """The first of these names that has a value."""
+    """Return the value of the first of these names that has one; raises ValueError if it is not of type `kind`."""
     name, value = next(((n, settings[n]) for n in names if settings.get(n) is not None), (names[0], default))
     if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
         raise ValueError(f"quantization_config: {name} is {value!r}, expected {kind.__name__}")
@@ -115,32 +123,35 @@ def setting(settings: Mapping[str, Any], kind: type, default: Any, *names: str) 
 
 
 def names(settings: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-    """A list of names."""
-    found = setting(settings, list, [], *keys)
-    if not all(isinstance(each, str) for each in found):
-        raise ValueError(f"quantization_config: {keys[0]} is {str(found)[:60]}, expected a list of names")
-    return tuple(found)
+    """Return a list of names; raises ValueError if it is something else."""
+    values = setting(settings, list, [], *keys)
+    if not all(isinstance(value, str) for value in values):
+        raise ValueError(f"quantization_config: {keys[0]} is {str(values)[:60]}, expected a list of names")
+    return tuple(values)
 
 
 def one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any) -> Any:
+    """Return a setting; raises ValueError if it is not one of `known`."""
     value = settings.get(name)
     value = default if value is None else value
-    if not any(value == each and type(value) is type(each) for each in known):
-        raise ValueError(f"quantization_config: {name} is {value!r}; known here are {', '.join(map(repr, known))}")
+    if not any(value == allowed and type(value) is type(allowed) for allowed in known):
+        raise ValueError(f"quantization_config: {name} is {value!r}, expected one of {', '.join(map(repr, known))}")
     return value
 
 
 def never_quantised(name: str) -> bool:
-    """The embedding, the router and an indexer's weights of heads, which quantisers leave alone without saying so."""
+    """Return whether quantisers always skip this module: the embedding, the router, an indexer's weights of heads."""
     return name.endswith(("embed_tokens", "mlp.gate", "indexer.weights_proj"))
 
 
-def is_of_a_tower(name: str) -> bool:
-    """Whether it belongs to the vision tower, which AWQ and GPTQ leave as it is, not all of them saying so: they go
-    through the layers of the text."""
+def is_in_vision_tower(name: str) -> bool:
+    """Return whether a module belongs to the vision tower.
+
+    AWQ and GPTQ quantise the layers of the text only, and not all of their checkpoints say so.
+    """
     return ".visual." in f".{name}."
 
 
-def is_listed(name: str, kept: tuple[str, ...]) -> bool:
-    """Whether a list of modules that are not quantised has this one, by its whole name or some whole words of it."""
-    return any(f".{each.strip('.')}." in f".{name}." for each in kept)
+def is_listed(name: str, modules: tuple[str, ...]) -> bool:
+    """Return whether a list of unquantised modules has this one, by its full name or some full words of it."""
+    return any(f".{module.strip('.')}." in f".{name}." for module in modules)

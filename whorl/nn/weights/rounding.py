@@ -1,6 +1,6 @@
-"""Weights rounded to fewer bits: to nearest, with the scale that leaves the least error of those that clip a little.
+"""Rounds weights to fewer bits: to nearest, with the scale that gives the least error.
 
-What comes out is what compressed-tensors stores, by the ends of names.
+The scales tried clip the largest values a little. The result is what compressed-tensors stores, by the ends of names.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,23 +12,23 @@ from torch import Tensor
 
 from .packed import packed
 
-CLIPS = tuple(1 - step / 40 for step in range(17))  # shares of the largest magnitude that are tried as the largest
+CLIPS = tuple(1 - step / 40 for step in range(17))  # shares of the largest magnitude that are tried as the largest code
 GROUPS = (128, 64, 32, 16, 8)
-MOST_VALUES = 1 << 22  # rounded at a time
+MOST_VALUES = 1 << 22  # values rounded at a time
 
 Ends = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """largest: magnitude of what is stored; stored: compressed-tensors' name of the layout."""
+    """A way to round weights; stored: compressed-tensors' name of the layout; largest: the largest code."""
 
     stored: str
     largest: float
-    weights: Mapping[str, Any]  # as config.json says it
+    weights: Mapping[str, Any]  # as config.json describes them
     inputs: Mapping[str, Any] | None
-    codes: Callable[[Tensor], Tensor]  # what numbers become, as numbers again
-    kind: torch.dtype = torch.int32  # of what is stored
+    codes: Callable[[Tensor], Tensor]  # rounds scaled values to codes, as floats
+    kind: torch.dtype = torch.int32  # dtype of the stored codes
 
     @property
     def has_groups(self) -> bool:
@@ -37,14 +37,14 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """A scheme, and the columns of a group; None: a row has one scale."""
+    """Rounds matrices by a scheme; group: columns per scale, None: one scale per row."""
 
     scheme: Scheme
     group: int | None
-    takes_patterns: ClassVar[bool] = True  # where settings say what is left as it is
+    takes_patterns: ClassVar[bool] = True  # modules that stay unquantised may be given as patterns
 
     def settings(self, ignore: list[str]) -> dict[str, Any]:
-        """`quantization_config`."""
+        """Return the `quantization_config` of config.json."""
         weights = {**self.scheme.weights, **({} if self.group is None else {"group_size": self.group})}
         described = {"targets": ["Linear"], "weights": weights, "input_activations": self.scheme.inputs}
         return {
@@ -57,7 +57,7 @@ class Rounding:
         }
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """What a projection becomes, by the ends of names; None: the dtype that its weight had."""
+        """Return shape and dtype of a projection's tensors, by the ends of their names; None: the weight's dtype."""
         if self.group is None:
             return {"weight": ((rows, columns), self.scheme.kind), "weight_scale": ((rows, 1), None)}
         return {
@@ -67,36 +67,41 @@ class Rounding:
         }
 
     def apply(self, weight: Tensor) -> tuple[Ends, float, float]:
-        """What is stored, and the sums of squares of errors and of weights. Scales have the weight's dtype."""
+        """Round a weight; returns the tensors to store and the sums of squares of errors and of weights.
+
+        Scales have the weight's dtype.
+        """
         rows, columns = weight.shape
         step = max(MOST_VALUES // columns, 1)
-        parts = [self._rounded(part, self.group or columns) for part in weight.split(step)]
+        parts = [self._round(part, self.group or columns) for part in weight.split(step)]
         codes, scales = (torch.cat([part[i] for part in parts]) for i in range(2))
-        off, size = (sum(float(part[i]) for part in parts) for i in (2, 3))
+        error, square_sum = (sum(float(part[i]) for part in parts) for i in (2, 3))
         if self.group is None:
-            return {"weight": codes.to(self.scheme.kind), "weight_scale": scales}, off, size
+            return {"weight": codes.to(self.scheme.kind), "weight_scale": scales}, error, square_sum
         words, shape = packed(codes.to(torch.int8) + 8, 4), torch.tensor([rows, columns])
-        return {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}, off, size
+        return {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}, error, square_sum
 
-    def _rounded(self, weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _round(self, weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = weight.float().unflatten(-1, (-1, group))
         if not bool(wide.isfinite().all()):
-            raise ValueError("has an infinity or NaN, which no scale can hold")
-        most = wide.abs().amax(-1, keepdim=True)
-        best = torch.full_like(most, torch.inf)
-        codes, scales = torch.zeros_like(wide), torch.ones_like(most, dtype=weight.dtype)
+            raise ValueError("has an infinity or NaN, which no scale can represent")
+        largest = wide.abs().amax(-1, keepdim=True)
+        least_error = torch.full_like(largest, torch.inf)
+        codes, scales = torch.zeros_like(wide), torch.ones_like(largest, dtype=weight.dtype)
         for clip in CLIPS:
-            scale = (most * clip / self.scheme.largest).to(weight.dtype)
-            scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # of nothing but zeros, or too small to count
-            tried = self.scheme.codes(wide / scale.float())
-            error = (tried * scale.float() - wide).square().sum(-1, keepdim=True)
-            is_better = error < best
-            best = torch.where(is_better, error, best)
-            codes, scales = torch.where(is_better, tried, codes), torch.where(is_better, scale, scales)
-        return codes.flatten(-2), scales.squeeze(-1), best.double().sum(), wide.double().square().sum()
+            scale = (largest * clip / self.scheme.largest).to(weight.dtype)
+            scale = torch.where(
+                scale > 0, scale, torch.ones_like(scale)
+            )  # the group is all zeros, or too small for the dtype
+            candidate = self.scheme.codes(wide / scale.float())
+            error = (candidate * scale.float() - wide).square().sum(-1, keepdim=True)
+            is_better = error < least_error
+            least_error = torch.where(is_better, error, least_error)
+            codes, scales = torch.where(is_better, candidate, codes), torch.where(is_better, scale, scales)
+        return codes.flatten(-2), scales.squeeze(-1), least_error.double().sum(), wide.double().square().sum()
 
 
-def _whole(low: int, high: int) -> Callable[[Tensor], Tensor]:
+def _integers(low: int, high: int) -> Callable[[Tensor], Tensor]:
     return lambda x: x.round().clamp(low, high)
 
 
@@ -114,14 +119,14 @@ def _tokens(kind: str) -> dict[str, Any]:
 
 SCHEMES = {
     "w4a16": Scheme(
-        stored="pack-quantized", largest=7, weights=_weights(4, "int", "group"), inputs=None, codes=_whole(-8, 7)
+        stored="pack-quantized", largest=7, weights=_weights(4, "int", "group"), inputs=None, codes=_integers(-8, 7)
     ),
     "w8a8": Scheme(
         stored="int-quantized",
         largest=127,
         weights=_weights(8, "int", "channel"),
         inputs=_tokens("int"),
-        codes=_whole(-127, 127),
+        codes=_integers(-127, 127),
         kind=torch.int8,
     ),
     "fp8": Scheme(
@@ -136,9 +141,11 @@ SCHEMES = {
 
 
 def group_size(columns: Mapping[str, int]) -> int:
-    """The largest group that every matrix has a whole number of. columns: by name."""
+    """Return the largest group size that divides the columns of every matrix; columns: by name."""
     for group in GROUPS:
         if not any(count % group for count in columns.values()):
             return group
     name, count = next((n, c) for n, c in columns.items() if c % GROUPS[-1])
-    raise ValueError(f"{name} has {count} columns, no whole number of groups of {GROUPS[-1]}: name it with --ignore")
+    raise ValueError(
+        f"{name} has {count} columns, expected a multiple of {GROUPS[-1]}; leave it unquantised with --ignore"
+    )
