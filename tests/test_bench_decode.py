@@ -227,7 +227,7 @@ def test_steps_of_drafts_have_their_length(shape: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(Runner, "run_call", recording)
     settings = decode.DecodeSettings.resolve(random_config=shape, batch="2", num_tokens=6, repeats=1)
     model = random_model(settings.config or {}, device="cpu", dtype=torch.float32)
-    draft_lengths._seconds(model, 97, 2, 16, settings, draft_lengths.Refused(4, 97))
+    draft_lengths._seconds(model, 97, 2, 16, settings, draft_lengths.RejectedProposer(4, 97))
     decoding = [size for size in rows if size[0] <= 10]
     assert len(decoding) >= 12
     assert set(decoding) == {(10, 2)}

@@ -53,7 +53,7 @@ def test_the_table_as_text() -> None:
         (["--rate", "1mbit", "--delay", "soon"], "--delay soon: expected a time, such as 500us"),
         (["--delay", "1ms"], "--delay needs --rate"),
         (["--hidden", "200"], "--hidden 200: expected a multiple of 128"),
-        (["--plot", "chart.txt"], "--plot chart.txt: expected a file name ending in"),
+        (["--plot", "chart.txt"], "--plot is chart.txt, expected a file name that ends in"),
     ],
 )
 def test_asked_wrongly(arguments: list[str], message: str) -> None:

@@ -79,12 +79,12 @@ def test_without_a_context_prompts_are_computed(shape: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--context 0", "--context 0: expected numbers such as"),
-        ("--context 250 --tokens 8", "has 256 positions: say fewer"),
-        ("--context 20 --verify", "is about plain decoding, and not --verify"),
-        ("--profile --first", "--profile and --first: say one of them"),
-        ("--warmup full", "--warmup full is about a start: add --first"),
-        ("--profile --pld-k 3", "is about drafting"),
+        ("--context 0", "--context is 0, expected numbers such as"),
+        ("--context 250 --tokens 8", "exceeds the 256 positions"),
+        ("--context 20 --verify", "--context 20 does not apply to --verify"),
+        ("--profile --first", "give only one of --profile and --first"),
+        ("--warmup full", "--warmup full needs --first"),
+        ("--profile --pld-k 3", "--pld-k is an option of drafting"),
     ],
 )
 def test_refusals(shape: str, arguments: str, message: str) -> None:
@@ -275,4 +275,4 @@ def test_what_is_done_late_is_seen(shape: str, monkeypatch: pytest.MonkeyPatch) 
 def test_every_mode_has_its_work(shape: str) -> None:
     for mode in ("profile", "first"):
         options = DecodeOptions(random_config=shape, **{mode: True})
-        assert callable(decode_command.prepare(None, options, EngineSettings(device="cpu"), DraftOptions()))
+        assert callable(decode_command.build_benchmark(None, options, EngineSettings(device="cpu"), DraftOptions()))

@@ -182,7 +182,7 @@ class Op:
         for name, impl in self.impls.items():
             if asked and asked != name:
                 continue
-            reason = unavailable(name, device, asked=bool(asked)) or impl.accepts(**values)
+            reason = unavailable(name, device, by_name=bool(asked)) or impl.accepts(**values)
             if reason is None and not asked and (reason := impl.slower(**values)) is not None:
                 slower.append(impl)
             if reason is None:

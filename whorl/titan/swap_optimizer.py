@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from whorl.device import HOST, Lane, Reached
+from whorl.device import HOST, Stream, FinishedEvent
 from whorl.titan.moments import FORMATS, Format
 from whorl.titan.swap_memory import (
     CUT,
@@ -92,13 +92,13 @@ class SwapAdamW(torch.optim.AdamW):
         self._planned: list[list[Tensor]] = []
         self._slots: list[Slot] = []
         self._ring, self._next, self._updates = ring, 0, 0  # the next chunk to load; updates made, for the rounding
-        self._written: Any = Reached()  # the last store
+        self._written: Any = FinishedEvent()  # the last store
 
     def _start_lanes(self) -> None:
         self._step_supports_amp_scaling = False  # GradScaler unscales and skips by itself
         trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         kind = (trainable or self.param_groups[0]["params"])[0].device.type
-        self._load, self._compute, self._store = Lane(kind), Lane(kind, beside=False), Lane(kind)
+        self._load, self._compute, self._store = Stream(kind), Stream(kind, beside=False), Stream(kind)
         prefetch = cast(float | None, self._settings["prefetch"])
         if prefetch is not None and trainable:
             me = weakref.ref(self)
