@@ -49,10 +49,10 @@ def test_the_table_as_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rate", "fast"], "--rate fast: expected bits a second, such as 100mbit"),
-        (["--rate", "1mbit", "--delay", "soon"], "--delay soon: expected a time, such as 500us"),
+        (["--rate", "fast"], "--rate is fast, expected bits per second such as 100mbit"),
+        (["--rate", "1mbit", "--delay", "soon"], "--delay is soon, expected a time such as 500us"),
         (["--delay", "1ms"], "--delay needs --rate"),
-        (["--hidden", "200"], "--hidden 200: expected a multiple of 128"),
+        (["--hidden", "200"], "--hidden is 200, expected a multiple of 128"),
         (["--plot", "chart.txt"], "--plot is chart.txt, expected a file name that ends in"),
     ],
 )
@@ -67,13 +67,13 @@ def test_without_root_or_tools_a_link_is_refused_politely(monkeypatch: pytest.Mo
     monkeypatch.setattr(network.shutil, "which", lambda tool: f"/sbin/{tool}")
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
     with pytest.raises(
-        ValueError, match=r"bench sp: --rate: network namespaces need root\. Without --rate the ranks talk"
+        ValueError, match=r"bench sp: --rate: network namespaces need root\. Without --rate the ranks communicate"
     ):
         sp.SpSettings(rate="1mbit")
     monkeypatch.setattr(network.shutil, "which", lambda tool: None)
     assert network.refusal() == "ip and tc not found: install iproute2"
     monkeypatch.setattr(network.platform, "system", lambda: "Darwin")
-    assert network.refusal() == "network namespaces are Linux's, this is Darwin"
+    assert network.refusal() == "network namespaces need Linux, this is Darwin"
     sp.SpSettings()  # loopback needs nothing
 
 
@@ -185,7 +185,7 @@ def test_shown(tmp_path: Path) -> None:
     assert sp.is_good(DOCUMENT)
     wrong = DOCUMENT | {"rows": [DOCUMENT["rows"][0] | {"bytes_error": 0.05}]}
     assert not sp.is_good(wrong)
-    assert "BYTES SENT ARE NOT THE REPORT'S" in sp.render(wrong)
+    assert "BYTES SENT DIFFER FROM THE REPORT" in sp.render(wrong)
     pytest.importorskip("matplotlib")
     sp.write_plot(DOCUMENT, tmp_path / "plot.svg")
     assert "SP + int8" in (tmp_path / "plot.svg").read_text() or (tmp_path / "plot.svg").stat().st_size > 1000

@@ -13,7 +13,7 @@ from whorl.bench import decode, decode_command, decode_profile, first_steps, ste
 from whorl.bench.decode import DecodeSettings
 from whorl.bench.decode_options import DecodeOptions
 from whorl.bench.decode_profile import marked, part_bytes
-from whorl.bench.step_trace import Kernel, as_launched, kernels, segments
+from whorl.bench.step_trace import Kernel, with_eager_parts, kernels, segments
 from whorl.cli import app
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.roofline import step_bytes
@@ -179,7 +179,7 @@ def test_kernels_belong_to_the_part_that_launched_them() -> None:
 def test_a_replay_takes_the_parts_of_the_launches() -> None:
     eager = [Kernel(name, part, 9.0) for name, part in zip("abacd", ("q", "att", "o", "x", "head"), strict=True)]
     replayed = [Kernel(name, "other", i) for i, name in enumerate("abzacd")]  # one more than was launched
-    found = as_launched(replayed, eager)
+    found = with_eager_parts(replayed, eager)
     assert [each.part for each in found] == ["q", "att", "other", "o", "x", "head"]
     assert [each.us for each in found] == list(range(6)), "times are the replay's own"
 

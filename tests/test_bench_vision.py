@@ -91,7 +91,7 @@ def test_what_comes_after_the_limit_of_time_is_not_begun() -> None:
 REFUSED = {
     ("--side", "30"): "multiples of 8 pixels",
     ("--frame", "640"): "expected pixels such as 640x480",
-    ("--random-config", "Qwen3-0.6B"): "no vision model",
+    ("--random-config", "Qwen3-0.6B"): "is not a vision model",
     ("--peer", "vllm"): "expected transformers",
 }
 

@@ -225,7 +225,7 @@ def bench_train(*, options: TrainOptions, as_json: Json = False) -> None:
     from whorl.bench import train_command
 
     with exit_on_bad_usage():
-        work = train_command.prepare(options)
+        work = train_command.build_benchmark(options)
     _finish(work, as_json)
 
 
@@ -237,7 +237,7 @@ def bench_vision(*, options: VisionOptions, as_json: Json = False) -> None:
     from whorl.bench import vision
 
     with exit_on_bad_usage():
-        work = vision.prepare(options)
+        work = vision.build_benchmark(options)
     _finish(work, as_json)
 
 

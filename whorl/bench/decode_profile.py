@@ -171,7 +171,7 @@ def _aligned(replayed: Sequence[Kernel], eager: Sequence[Kernel]) -> list[Kernel
     aligned: list[Kernel] = []
     for i in range(num_parts):
         part = (kernels[i * len(kernels) // num_parts :][: len(kernels) // num_parts] for kernels in (replayed, eager))
-        aligned += step_trace.as_launched(*part)
+        aligned += step_trace.with_eager_parts(*part)
     return aligned
 
 

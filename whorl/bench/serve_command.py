@@ -121,7 +121,7 @@ def _check(model: str | None, options: LoadOptions, engine: EngineSettings) -> N
             raise ValueError(f"bench serve: --url {options.url} has its own engine; give {names[0]} to that server")
     else:
         if model is not None and options.random_config is not None:
-            raise ValueError(f"bench serve: give only one of MODEL ({model}) and --random-config ({options.random_config})")
+            raise ValueError(f"bench serve: give only one of MODEL ({model}) and --random-config")
         # --api-key is not checked: it may be in the environment for other commands.
         if names := [name for name in ("chat", "body") if getattr(options, name)]:
             raise ValueError(f"bench serve: --{names[0]} needs --url")
@@ -199,7 +199,7 @@ def _warnings(row: Document, records: Sequence[Record], point: Point, options: L
         warnings.append(f"all {len(records)} requests were sent before --seconds were over; give more --requests")
     estimates = [method for method in row["counted"] if method not in ("steps", "running usage")]
     if estimates:
-        warnings.append(f"the server reports no running usage; latencies between tokens are estimated by {estimates[0]}")
+        warnings.append(f"the server reports no running usage; inter-token latencies are estimated by {estimates[0]}")
     return warnings
 
 

@@ -78,7 +78,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A request to send. at: seconds after the start; None: when another ends. The index of a warm-up request is negative."""
+    """A request to send. at: seconds after the start; None: when another ends. index: negative in the warm-up."""
 
     index: int
     prompt: Places
@@ -158,7 +158,8 @@ class Workload:
         if self.seconds is None:
             return DEFAULT_REQUESTS
         if load.kind == "concurrency":
-            return min(_MOST, math.ceil(self.seconds * 4) * int(load.value))  # enough when a request takes a quarter of a second or more
+            # Enough when a request takes a quarter of a second or more.
+            return min(_MOST, math.ceil(self.seconds * 4) * int(load.value))
         mean = self.seconds * load.value
         if mean > _MOST:
             raise ValueError(f"{load} for {self.seconds:g} seconds is more than {_MOST} requests; give --requests N")
