@@ -176,7 +176,7 @@ def write_files(folder: Path, tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """ids: of a conversation; is_said: which of them the model has to say."""
+    """A conversation. ids: its tokens; is_answer: which of them the model learns to generate; patches: its pictures."""
 
     ids: list[int]
     is_answer: list[bool]

@@ -170,7 +170,7 @@ def test_random_weights_may_be_quantised(shape: str) -> None:
     )
     assert packed["header"]["weight_bytes"] < plain["header"]["weight_bytes"]
     assert packed["decode"][0]["bytes_per_step"] < plain["decode"][0]["bytes_per_step"]
-    with pytest.raises(ValueError, match=r"--random-config Qwen3-0.6B:w3: not one of"):
+    with pytest.raises(ValueError, match=r"--random-config is Qwen3-0.6B:w3, expected one of"):
         read_config("Qwen3-0.6B:w3")
 
 

@@ -331,11 +331,11 @@ def test_the_mixed_load_is_one_command_line(monkeypatch: pytest.MonkeyPatch) -> 
     (line,) = [line for line in page.splitlines() if "--random-config Qwen3-30B-A3B" in line]
     asked: list[Any] = []
 
-    def prepare(model: str | None, load: LoadOptions, engine: EngineSettings) -> Any:
+    def build_benchmark(model: str | None, load: LoadOptions, engine: EngineSettings) -> Any:
         asked.extend((load, engine))
         return lambda: ({}, "", True)
 
-    monkeypatch.setattr(serve_command, "prepare", prepare)
+    monkeypatch.setattr(serve_command, "build_benchmark", build_benchmark)
     assert run(line.partition("bench serve")[2]).exit_code == 0
     load, engine = asked
     made = serve_command._workload(load).requests(serve_command._loads(load)[0], VOCABULARY)

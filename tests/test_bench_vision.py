@@ -77,7 +77,7 @@ def test_a_small_one_runs_whole(tmp_path: Path) -> None:
     assert [row["batch"] for row in found["text_model"]["decode"]] == [1, 2]
     text = vision_report.render(document)
     assert "2 of 16x16" in text
-    assert "counted with 16 channels" in text
+    assert "FLOPs count 16 channels" in text
 
 
 def test_what_comes_after_the_limit_of_time_is_not_begun() -> None:

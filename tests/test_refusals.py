@@ -38,7 +38,7 @@ REFUSED = {
     "bench decode --classify --speculate mtp --pld-k 3": "--speculate and --pld options",
     "bench decode --random-config Qwen3-0.6B --draft-lengths 0": "--draft-lengths is 0, expected numbers such as",
     "bench decode --draft-lengths 1 --verify": "give only one of --draft-lengths and --verify",
-    "bench decode --random-config Qwen3-0.6B --draft-lengths 8 --batch 512": "say shorter drafts, or fewer sequences",
+    "bench decode --random-config Qwen3-0.6B --draft-lengths 8 --batch 512": "give shorter drafts, or fewer sequences",
     "generate --prompt x --speculate mtq": "--speculate mtq: expected one of lookup, mtp",
     "generate --prompt x --speculate mtp --pld": "--speculate and --pld: say one of them",
     "generate --prompt x --speculate mtp --draft-model y": "--draft-model and --speculate: say one of them",
