@@ -233,7 +233,7 @@ class TestBench:
             return values, [p for p in peers.peers_of(OPS[name], values, compiled=False) if "scaled_dot" in p.label]
 
         values, (peer,) = found(9)
-        gold = peer.answered(judge.answers(OPS[name], OPS[name].reference, judge.widened(values)))
+        gold = peer.select_expected(judge.answers(OPS[name], OPS[name].reference, judge.widened(values)))
         assert bench._peer_problem(peer.bind(values), gold) is None
         assert not found(9, 3)[1], "it would let one sequence see the other"
 
@@ -245,7 +245,7 @@ class TestBench:
             found = [peer for peer in peers.peers_of(OPS[name], values, compiled=False) if "gather" in peer.label]
             assert len(found) == 1
             bound = found[0].bind(values)
-            gold = found[0].answered(judge.answers(OPS[name], OPS[name].reference, judge.widened(values)))
+            gold = found[0].select_expected(judge.answers(OPS[name], OPS[name].reference, judge.widened(values)))
             assert len(gold) == count
             assert bench._peer_problem(bound, gold) is None
 
@@ -299,7 +299,7 @@ for name in ("rope", "mrope", "rope_backward", "mrope_backward", "swiglu"):
     assert found, name
     for peer in found:
         bound = peer.bind(values)
-        problem = ops._peer_problem(bound, ops._gold(op, {**values, **(peer.question or {})}, "cpu"))
+        problem = ops._peer_problem(bound, ops._gold(op, {**values, **(peer.substitutes or {})}, "cpu"))
         assert problem is None, (name, peer.label, problem)
 print("same answers")
 """

@@ -88,7 +88,7 @@ def test_a_kernel_that_cannot_says_what_it_cannot(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(network, "refusal", lambda: None)
     monkeypatch.setattr(network.subprocess, "run", run)
     link = network.Link(rate="10mbit", delay="1ms")
-    unknown = r"does not take `tc .* netem delay 1ms.*qdisc kind is unknown"
+    unknown = r"refused `tc .* netem delay 1ms.*qdisc kind is unknown"
     with pytest.raises(ValueError, match=unknown), network.namespaces(2, link):
         pytest.fail("there is no delay")
     made = [c[3] for c in ran if c[1:3] == ["netns", "add"]]

@@ -59,10 +59,10 @@ def _sparse(values: Values, compiled: bool) -> list[Peer]:
 
     peers = _plain_triton_peers(bind_plain, values, value_dim)
     if _is_full(values):
-        peers.append(Peer(label="gather and two products, eager", bind=bind_eager(eager_sparse), answered=_first))
+        peers.append(Peer(label="gather and two products, eager", bind=bind_eager(eager_sparse), select_expected=_first))
         if compiled:
             label = "gather and two products, torch.compile"
-            peers.append(Peer(label=label, bind=bind_eager(compile_static(eager_sparse)), answered=_first))
+            peers.append(Peer(label=label, bind=bind_eager(compile_static(eager_sparse)), select_expected=_first))
     return peers
 
 
@@ -120,7 +120,7 @@ def _masked(values: Values, compiled: bool) -> list[Peer]:
         return Bound(run=lambda: attend(*arguments), outputs=_tokens_first)
 
     label = "scaled_dot_product_attention, boolean mask"
-    return [Peer(label=label, bind=bind, answered=_first)] if _is_sdpa(values) else []
+    return [Peer(label=label, bind=bind, select_expected=_first)] if _is_sdpa(values) else []
 
 
 def _masked_backward(values: Values, compiled: bool) -> list[Peer]:
@@ -158,7 +158,7 @@ def _causal(values: Values, compiled: bool) -> list[Peer]:
         return Bound(run=lambda: attend(*arguments), outputs=_tokens_first)
 
     label = "scaled_dot_product_attention, causal"
-    return [Peer(label=label, bind=bind, answered=_first)] if _is_one_sequence(values) else []
+    return [Peer(label=label, bind=bind, select_expected=_first)] if _is_one_sequence(values) else []
 
 
 def _causal_backward(values: Values, compiled: bool) -> list[Peer]:
@@ -189,7 +189,7 @@ def _top_k(values: Values, compiled: bool) -> list[Peer]:
     def ranked(gold: list[Tensor]) -> Outputs:
         return [gold[1].sort(-1, descending=True).values]
 
-    return [Peer(label="torch.topk", bind=bind, answered=ranked)]
+    return [Peer(label="torch.topk", bind=bind, select_expected=ranked)]
 
 
 ATTENTION_PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {

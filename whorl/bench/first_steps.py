@@ -25,7 +25,7 @@ from whorl.engine.sequence import SamplingParams
 from whorl.ops import _trial_store
 
 CONTEXT, STEP_TOKENS = 1536, 2048  # defaults
-_SLOW = 2.0  # a step is slow when it takes this many times as long as in the second run
+_SLOW = 2.0  # a step is slow at this many times its second run, or the median step if that is longer
 
 
 class OneTimeWork(NamedTuple):

@@ -246,13 +246,13 @@ def _time_peer(
     short: bool,
     recorded: bool,
 ) -> Timing | str:
-    """Return the peer's time, or why there is none. gold: caches the expected outputs by `peer.question`."""
-    key = repr(peer.question)
+    """Return the peer's time, or why there is none. gold: caches the expected outputs by `peer.substitutes`."""
+    key = repr(peer.substitutes)
     try:
         if key not in gold:
-            gold[key] = _gold(op, {**buffers[0], **(peer.question or {})}, device)
+            gold[key] = _gold(op, {**buffers[0], **(peer.substitutes or {})}, device)
         bound = [peer.bind(values) for values in buffers]
-        wrong = None if peer.is_contract else _peer_problem(bound[0], peer.answered(gold[key]))
+        wrong = None if peer.is_contract else _peer_problem(bound[0], peer.select_expected(gold[key]))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*Graph is empty.*")  # the error that follows gives the reason
             return wrong or _time_calls([b.run for b in bound], device, short, recorded)
@@ -270,9 +270,9 @@ def _time_calls(calls: Sequence[Callable[[], Any]], device: str, short: bool, re
         return measure(calls, device, short=short, recorded=False)
 
 
-def _gold(op: Op, question: Values, device: str) -> list[Tensor]:
+def _gold(op: Op, values: Values, device: str) -> list[Tensor]:
     home = devices.fp64_home(device)
-    moved = {n: v.to(home, copy=True) if isinstance(v, Tensor) else v for n, v in question.items()}
+    moved = {n: v.to(home, copy=True) if isinstance(v, Tensor) else v for n, v in values.items()}
     return answers(op, op.reference, widened(moved))
 
 

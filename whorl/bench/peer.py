@@ -29,10 +29,10 @@ class Peer:
 
     label: str
     bind: Callable[[Values], Bound]
-    question: Values | None = None  # arguments that it can only take with these values instead of ours
+    substitutes: Values | None = None  # values that it needs for some arguments instead of ours
     is_contract: bool = False  # it is the reference itself, whose output needs no check
     through_autograd: bool = False  # torch runs the backward on the forward's stream, so no graph can record it
-    answered: Callable[[list[Tensor]], Outputs] = list  # selects the expected outputs that it returns
+    select_expected: Callable[[list[Tensor]], Outputs] = list  # selects the expected outputs that it returns
 
 
 def bind_plainly(op: Op, function: Callable[..., Any]) -> Callable[[Values], Bound]:

@@ -115,4 +115,4 @@ def _liger_mrope(values: Values, names: tuple[str, str], name: str) -> list[Peer
         tables = [torch.cat((t, t), -1).to(first.dtype) for t in rows.chunk(2, -1)]
         return Bound(run=lambda: function(first, second, *tables, values["sections"]), outputs=from_hf)
 
-    return [Peer(label="Liger mrope, in place, chunked", bind=bind, question={"layout": "chunked"})]
+    return [Peer(label="Liger mrope, in place, chunked", bind=bind, substitutes={"layout": "chunked"})]
