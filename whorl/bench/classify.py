@@ -111,7 +111,9 @@ class Subject:
         )
 
 
-def run(settings: DecodeSettings, make_proposer: Callable[[], Proposer], *, is_fixed: bool, num_prompts: int = 2) -> Document:
+def run(
+    settings: DecodeSettings, make_proposer: Callable[[], Proposer], *, is_fixed: bool, num_prompts: int = 2
+) -> Document:
     """Run plain decoding and speculation by turns.
 
     Returns {"header": ..., "speculation": ..., "classes": [...]}.
@@ -206,4 +208,3 @@ def _speed_cells(speeds: Document | None) -> list[str]:
     if speeds is None:
         return ["-"] * 3
     return [f"{speeds['plain_tok_s']:.1f}", f"{speeds['tok_s']:.1f}", f"{speeds['times']:.2f}x"]
-

@@ -21,7 +21,7 @@ def render_header(header: Document) -> list[str]:
     return [
         *render_provenance(header),
         f"model     {header['model']}: {weights}",
-        f"reads     {size(header['bytes_per_token'])} per token at batch 1, without the KV cache; a copy here moves {copy}",
+        f"reads     {size(header['bytes_per_token'])} a token at batch 1, without KV cache; a copy here moves {copy}",
     ]
 
 

@@ -80,7 +80,9 @@ def run(settings: DecodeSettings, lengths: Sequence[int]) -> Document:
                 with progress(f"drafts of {k}, batch {batch}, {context} keys"):
                     rejected = RejectedProposer(k, vocab_size)
                     drafted_row = _result(k, _seconds(model, vocab_size, batch, context, settings, rejected), plain)
-                    mtp_seconds = None if layer is None else _mtp_seconds(model, layer, vocab_size, batch, context, settings, k)
+                    mtp_seconds = (
+                        None if layer is None else _mtp_seconds(model, layer, vocab_size, batch, context, settings, k)
+                    )
                     mtp_row = None if mtp_seconds is None else _result(k, mtp_seconds, plain)
                     rows.append({"batch": batch, "context": context, "k": k, **drafted_row, "mtp": mtp_row})
     return {"header": header(settings, model), "rows": rows}

@@ -120,7 +120,9 @@ def render_verify(document: Document) -> str:
     first, *_ = document["seconds"].values()
     cells = [["tokens", "ms", "times one", "pays from acceptance"]]
     for tokens, seconds in document["seconds"].items():
-        cells.append([str(tokens), f"{seconds * 1e3:.3f}", f"{seconds / first:.2f}", _break_even(tokens, seconds / first)])
+        cells.append(
+            [str(tokens), f"{seconds * 1e3:.3f}", f"{seconds / first:.2f}", _break_even(tokens, seconds / first)]
+        )
     return "\n".join([*render_header(document["header"]), "", *table(cells)])
 
 

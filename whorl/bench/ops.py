@@ -287,4 +287,3 @@ def _peer_problem(bound: Bound, gold: Sequence[Tensor]) -> str | None:
         if not error <= PEER_ERROR * torch.finfo(actual.dtype).eps:
             return f"wrong output: relative error {error:.2g}"
     return None
-

@@ -104,7 +104,7 @@ def rope_backward_peers(values: Values, compiled: bool) -> list[Peer]:
 
 
 def _liger_mrope(values: Values, names: tuple[str, str], name: str) -> list[Peer]:
-    """Return Liger's mrope, which merges axes in its kernel. It has only the chunked order, so it is checked with that."""
+    """Return Liger's mrope, which merges axes in its kernel. It has only the chunked order and is checked with it."""
     function = liger_function(values, "qwen2vl_mrope", name)
     if function is None:
         return []

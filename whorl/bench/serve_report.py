@@ -43,9 +43,7 @@ def _header(header: Document) -> list[str]:
         lines.append(f"engine    {header['weights']} weights, {settings}")
     else:
         version = f", version {header['server_version']}" if header["server_version"] else ""
-        lines.append(
-            f"server    may run on another machine{version}; prompts are {header['prompts']}"
-        )
+        lines.append(f"server    may run on another machine{version}; prompts are {header['prompts']}")
     return [*lines, "workload  " + ", ".join(f"{name} {value}" for name, value in workload.items())]
 
 

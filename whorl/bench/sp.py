@@ -109,7 +109,11 @@ def _launch_environment(settings: SpSettings) -> Iterator[tuple[list[list[str]],
         yield [[] for _ in range(settings.ranks)], environment
         return
     with network.namespaces(settings.ranks, link) as names:
-        environment = {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": network.INTERFACE}
+        environment = {
+            "MASTER_ADDR": network.address(0),
+            "MASTER_PORT": "29500",
+            "GLOO_SOCKET_IFNAME": network.INTERFACE,
+        }
         yield [["ip", "netns", "exec", name] for name in names], environment
 
 
@@ -171,9 +175,7 @@ def render(document: Document) -> str:
             "Loopback only copies memory: its bytes are meaningful, its times are not. --rate simulates a slow link."
         )
     if any(row["communication_share"] < 0 for row in document["rows"]):
-        lines.append(
-            "Compute alone took longer than a whole pass: the machine is busy, and the times mean nothing."
-        )
+        lines.append("Compute alone took longer than a whole pass: the machine is busy, and the times mean nothing.")
     if not is_good(document):
         lines.append(f"BYTES SENT DIFFER FROM THE REPORT by more than {BYTES_TOLERANCE:.0%}.")
     return "\n".join(lines)

@@ -104,7 +104,9 @@ class Stack(nn.Module):
         self.parts = nn.ModuleList()
         for _ in range(layers):
             self.parts.append(Attention(hidden, world, per_rank, shared, latent))
-            self.parts.append(Attention(hidden, world, per_rank, shared, latent) if latent else Mlp(hidden, world, per_rank))
+            self.parts.append(
+                Attention(hidden, world, per_rank, shared, latent) if latent else Mlp(hidden, world, per_rank)
+            )
         self.norm = nn.Parameter(torch.ones(hidden, dtype=torch.bfloat16), requires_grad=False)
         self.group = group
 
