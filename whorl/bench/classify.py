@@ -179,6 +179,7 @@ def is_good(document: Document) -> bool:
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     spec = document["speculation"]
     lines = [
         *render_header(document["header"]),

@@ -192,12 +192,14 @@ def _time(rank: Rank, form: Form, rows: int, repeats: int) -> dict[str, Any]:
 
 
 def is_good(result: dict[str, Any]) -> bool:
+    """Return whether every setting ran and every result is right."""
     return all(
         setting["error"] is None and all(row["equal"] for row in setting["rows"]) for setting in result["settings"]
     )
 
 
 def show(result: dict[str, Any]) -> None:
+    """Print the result as tables."""
     console = Console()
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     console.print(f"{result['device']}: {packages}")

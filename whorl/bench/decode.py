@@ -117,6 +117,7 @@ Peer = Callable[[DecodeSettings, List[Document], Progress], list[Document]]
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
+    """Return the numbers of --batch."""
     return parse_counts(text, "--batch")
 
 

@@ -147,6 +147,7 @@ def _time(llm: LLM, vocab_size: int, batch: int, context: int, settings: DecodeS
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     rows, has_layer = document["rows"], any(row["mtp"] for row in document["rows"])
     more = ["with mtp: ms", "times plain", "pays from acceptance"] if has_layer else []
     cells = [["keys", "batch", "drafted", "ms/step", "times plain", "pays from acceptance", *more]]

@@ -74,6 +74,7 @@ def _sound_speed(runs: Sequence[Run]) -> float | None:
 
 
 def render_sweep(document: Document) -> str:
+    """Return the document of `sweep` as text."""
     lines, rows = render_header(document["header"]), document["rows"]
     plain = document["plain_tok_s"]
     lines += [
@@ -117,6 +118,7 @@ def verify(settings: DecodeSettings) -> Document:
 
 
 def render_verify(document: Document) -> str:
+    """Return the document of `verify` as text."""
     first, *_ = document["seconds"].values()
     cells = [["tokens", "ms", "times one", "pays from acceptance"]]
     for tokens, seconds in document["seconds"].items():

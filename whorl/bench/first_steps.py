@@ -191,6 +191,7 @@ def is_good(document: Document) -> bool:
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     lines, result = render_header(document["header"]), document["load"]
     total = sum(row["seconds"] or 0.0 for row in document["phases"])
     cells = [["start", "seconds"]]

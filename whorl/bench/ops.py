@@ -91,6 +91,7 @@ def run(settings: OpsSettings) -> Document:
 
 
 def is_good(document: Document) -> bool:
+    """Return whether every case is right."""
     return all(row["passed"] for row in document["rows"])
 
 

@@ -40,6 +40,7 @@ def peers_of(op: Op, values: Values, *, compiled: bool) -> list[Peer]:
 
 
 def hf_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm as Hugging Face models compute it."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -126,6 +127,7 @@ def _rms_norm_backward(values: Values, compiled: bool) -> list[Peer]:
 
 
 def hf_swiglu(x: Tensor) -> Tensor:
+    """Return SwiGLU as Hugging Face models compute it."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -160,6 +162,7 @@ def _swiglu_backward(values: Values, compiled: bool) -> list[Peer]:
 
 
 def hf_geglu(x: Tensor) -> Tensor:
+    """Return GeGLU as Hugging Face models compute it."""
     gate, up = x.chunk(2, -1)
     return F.gelu(gate, approximate="tanh") * up
 

@@ -21,6 +21,7 @@ _COLOURS = {"p50": "#9fb8d0", "p90": "#4f81b0", "p99": "#1f4e79"}
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)

@@ -149,6 +149,7 @@ def _run_ranks(settings: SpSettings, prefixes: Sequence[Sequence[str]], environm
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     header, settings = document["header"], document["header"]["settings"]
     lines = [
         f"machine   {header['device_name']}, load {header['load']:.1f}",
@@ -232,6 +233,7 @@ def _gain(model: CostModel, variant: str, hidden: int, tokens: int, world: int) 
 
 
 def render_simulation(document: Document) -> str:
+    """Return the document of `simulate` as text."""
     lines = [
         f"Time of an all-reduce of [tokens, {document['hidden']}] in bf16 over that of reduce-scatter and all-gather,",
         "by the cost model: above 1 sequence parallelism wins. min_tokens: it wins from there, with or without int8.",

@@ -8,6 +8,7 @@ GIB = 2**30
 
 
 def render_header(header: Document) -> list[str]:
+    """Return the header of a document as lines of text."""
     dtype = header["dtype"]
     return [
         *render_provenance(header),
@@ -22,6 +23,7 @@ def one_line(row: Document) -> str:
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     head = [
         "row",
         "layers",
