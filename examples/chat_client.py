@@ -1,4 +1,4 @@
-"""Ask a model over HTTP with OpenAI's client, and print the answer while it comes.
+"""Ask a model over HTTP with OpenAI's client, and print the answer as it streams in.
 
     python examples/chat_client.py "What is the capital of France?"
     python examples/chat_client.py --url http://127.0.0.1:8000/v1 "What is the capital of France?"
@@ -16,12 +16,12 @@ from collections.abc import Iterator
 
 import openai
 
-LONGEST_START = 180  # seconds
+START_TIMEOUT = 180  # seconds
 
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """The address of a server of our own."""
+    """Start `whorl serve` on a free port; yields its URL and stops it at the end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen([sys.executable, "-m", "whorl.cli", "serve", "--port", str(port)])
@@ -35,8 +35,9 @@ def server() -> Iterator[str]:
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Return when the server answers; exit when it has ended or takes too long."""
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-    end = time.monotonic() + LONGEST_START
+    end = time.monotonic() + START_TIMEOUT
     while time.monotonic() < end:
         if process.poll() is not None:
             sys.exit(f"whorl serve ended with exit code {process.returncode}")
@@ -44,10 +45,11 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
             client.models.list()
             return
         time.sleep(0.2)
-    sys.exit(f"whorl serve did not answer at {url} within {LONGEST_START} s")
+    sys.exit(f"whorl serve did not answer at {url} within {START_TIMEOUT} s")
 
 
 def ask(url: str, question: str, max_tokens: int) -> None:
+    """Send one chat message and print the streamed answer."""
     client = openai.OpenAI(base_url=url, api_key="none")
     model = client.models.list().data[0].id
     stream = client.chat.completions.create(
@@ -68,11 +70,11 @@ def ask(url: str, question: str, max_tokens: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question")
-    parser.add_argument("--url", help="of a server that runs already")
+    parser.add_argument("--url", help="URL of a running server")
     parser.add_argument("--max-tokens", type=int, default=64)
-    given = parser.parse_args()
-    with contextlib.nullcontext(given.url) if given.url else server() as url:
-        ask(url, given.question, given.max_tokens)
+    args = parser.parse_args()
+    with contextlib.nullcontext(args.url) if args.url else server() as url:
+        ask(url, args.question, args.max_tokens)
 
 
 if __name__ == "__main__":

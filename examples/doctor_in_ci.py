@@ -1,8 +1,8 @@
-"""Stop a pipeline before a rotary configuration goes wrong on a cluster: exit code 1 where the doctor finds something.
+"""Stop a CI pipeline before a wrong rotary configuration reaches a cluster: exit code 1 when the doctor finds errors.
 
     python examples/doctor_in_ci.py examples/qwen3_vl_fixed examples/qwen3_30b_mindspeed
 
-Needs neither torch nor an accelerator. The command line has the same exit codes: `whorl doctor PATH`.
+It needs neither torch nor an accelerator. The command line has the same exit codes: `whorl doctor PATH`.
 """
 
 import sys

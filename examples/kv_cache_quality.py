@@ -1,4 +1,4 @@
-"""What a cache in 8 bits changes: the next-token distributions of a text, beside those of the model's own cache.
+"""Compare the next-token distributions of a text with an 8-bit KV cache and with a cache in the model's dtype.
 
 python examples/kv_cache_quality.py                                        # the small default model, a page of docs/
 python examples/kv_cache_quality.py Qwen/Qwen3-0.6B --text book.txt --tokens 2048 --dtype bfloat16
@@ -20,7 +20,7 @@ BLOCK = 16
 
 @torch.inference_mode()
 def distributions(llm: LLM, ids: list[int], kv_cache_dtype: str) -> Tensor:
-    """Log-probabilities [T, V] of what comes behind each token: one prompt, read back from a cache of its own."""
+    """Return the log-probabilities [T, V] after each token of one prompt, computed through a KV cache of this dtype."""
     model, device = llm.model, llm.runner.device
     num_blocks, count = -(-len(ids) // BLOCK), len(ids)
     positions = torch.arange(count, device=device)
@@ -41,26 +41,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a folder, a .gguf file or a Hugging Face id")
     parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--tokens", type=int, default=1024, help="of the text, from its beginning")
-    parser.add_argument("--dtype", help="of the model; default: its own, float32 on a CPU")
-    given = parser.parse_args()
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of the text, from its beginning")
+    parser.add_argument("--dtype", help="dtype of the model; default: that of the checkpoint, float32 on a CPU")
+    args = parser.parse_args()
 
-    llm = LLM(given.model, dtype=given.dtype, num_blocks=8)
+    llm = LLM(args.model, dtype=args.dtype, num_blocks=8)
     assert llm.tokenizer is not None
-    ids = llm.tokenizer.encode(given.text.read_text())[: given.tokens]
-    print(f"{len(ids)} tokens of {given.text.name}, model in {str(llm.model.dtype).removeprefix('torch.')}")
-    print("cache     bytes a token  perplexity  mean KL   largest KL  largest difference of a logprob  same top token")
+    ids = llm.tokenizer.encode(args.text.read_text())[: args.tokens]
+    print(f"{len(ids)} tokens of {args.text.name}, model in {str(llm.model.dtype).removeprefix('torch.')}")
+    print("cache       bytes/token  perplexity  mean KL   largest KL  largest difference of a logprob  same top token")
     plain = distributions(llm, ids, "auto")
-    behind = torch.tensor(ids[1:], device=plain.device)[:, None]
+    next_ids = torch.tensor(ids[1:], device=plain.device)[:, None]
     for name in ("auto", "fp8", "int8"):
-        found = plain if name == "auto" else distributions(llm, ids, name)
+        quantised = plain if name == "auto" else distributions(llm, ids, name)
         size = sum(spec.token_bytes for spec in cache_specs(llm.model, name))
-        divergence = (plain.exp() * (plain - found)).sum(-1)
-        said, meant = (each[:-1].gather(1, behind) for each in (found, plain))
-        same = (found.argmax(-1) == plain.argmax(-1)).double().mean()
+        divergence = (plain.exp() * (plain - quantised)).sum(-1)
+        logprob, plain_logprob = (logprobs[:-1].gather(1, next_ids) for logprobs in (quantised, plain))
+        same = (quantised.argmax(-1) == plain.argmax(-1)).double().mean()
         print(
-            f"{name:8}{size:15}{(-said.mean()).exp():12.4f}{divergence.mean():10.2e}{divergence.max():12.2e}"
-            f"{(said - meant).abs().max():33.4f}{same:16.1%}"
+            f"{name:8}{size:15}{(-logprob.mean()).exp():12.4f}{divergence.mean():10.2e}{divergence.max():12.2e}"
+            f"{(logprob - plain_logprob).abs().max():33.4f}{same:16.1%}"
         )
 
 

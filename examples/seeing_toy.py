@@ -1,10 +1,10 @@
-"""Train a Qwen3-VL that is small enough for a laptop to name what it sees: one to three squares of one of four colours.
+"""Train a tiny Qwen3-VL on a laptop to describe pictures of one to three squares in one of four colours.
 
     python examples/seeing_toy.py train --out /tmp/seeing_toy        # some minutes on one core
     python examples/seeing_toy.py draw two red --out /tmp/two.png
     whorl generate /tmp/seeing_toy --chat -p "What is in the picture?" --image /tmp/two.png
 
-What is written is a checkpoint like any other; tests/seeing_toy is one, made by the first of these lines.
+It writes an ordinary checkpoint. tests/seeing_toy is one, made by the first of these commands.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from whorl.media.pixels import Pixels
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 70, 220), "yellow": (235, 200, 40)}
 NUMBERS = ("one", "two", "three")
 KINDS = [(number, colour) for number in NUMBERS for colour in COLOURS]
-SIDE, PATCH, MERGE = 48, 8, 2  # pixels of a picture, pixels of a patch, patches of a token: along one side
+SIDE, PATCH, MERGE = 48, 8, 2  # along one side: pixels of a picture, pixels of a patch, patches of a token
 TOKENS = (SIDE // PATCH // MERGE) ** 2
 PIXELS = ImageOptions(
     patch_size=PATCH,
@@ -56,7 +56,7 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 
 
 def draw(number: str, colour: str, rng: random.Random) -> Image.Image:
-    """Squares of any size, anywhere, that do not touch, on paper that is not quite white."""
+    """Draw squares of random size and place that do not touch, on a background that is nearly white."""
     paper = rng.randint(225, 255)
     image = Image.new("RGB", (SIDE, SIDE), (paper, paper, paper))
     for left, top, size in _squares(NUMBERS.index(number) + 1, rng):
@@ -66,14 +66,14 @@ def draw(number: str, colour: str, rng: random.Random) -> Image.Image:
 
 
 def _squares(count: int, rng: random.Random) -> list[tuple[int, int, int]]:
-    """Left, top and side of each."""
-    found: list[tuple[int, int, int]] = []
-    while len(found) < count:
+    """Return the left, top and side of each square."""
+    squares: list[tuple[int, int, int]] = []
+    while len(squares) < count:
         size = rng.randint(8, 16)
         left, top = (rng.randint(0, SIDE - size) for _ in range(2))
-        if all(_apart(left, size, x, other) or _apart(top, size, y, other) for x, y, other in found):
-            found.append((left, top, size))
-    return found
+        if all(_apart(left, size, x, other) or _apart(top, size, y, other) for x, y, other in squares):
+            squares.append((left, top, size))
+    return squares
 
 
 def _apart(start: int, size: int, other: int, other_size: int, gap: int = 3) -> bool:
@@ -81,11 +81,12 @@ def _apart(start: int, size: int, other: int, other_size: int, gap: int = 3) -> 
 
 
 def answer(number: str, colour: str) -> str:
+    """Return the text that the model should generate for a picture."""
     return f"{number} {colour} square{'' if number == 'one' else 's'}"
 
 
 def patches(image: Image.Image) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """As the server makes them of a picture that has its size already."""
+    """Return the patches of a picture as the server computes them; the picture already has the right size."""
     return Pixels(kind="image", values=np.asarray(image)[None], options=PIXELS, digest=b"").item().patches
 
 
@@ -93,7 +94,7 @@ def patches(image: Image.Image) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def make_tokenizer() -> Tokenizer:
-    """Bytes, and the words that the toy needs."""
+    """Return a byte-level BPE tokenizer trained on the few texts of the toy."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -106,6 +107,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the config.json of the model."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     text = {
         "model_type": "qwen3_vl_text",
@@ -149,7 +151,7 @@ def config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def write_files(folder: Path, tokenizer: Tokenizer) -> None:
-    """All but config.json and the weights."""
+    """Write the files of the checkpoint other than config.json and the weights."""
     size = {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": MERGE, "resample": 3}
     colours = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "rescale_factor": 1 / 255}
     image = {"size": {"shortest_edge": SIDE**2, "longest_edge": SIDE**2}, **size, **colours}
@@ -174,58 +176,59 @@ def write_files(folder: Path, tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """ids: of a conversation; is_said: which of them the model has to say."""
+    """A conversation. ids: its tokens; is_answer: which of them the model learns to generate; patches: its pictures."""
 
     ids: list[int]
-    is_said: list[bool]
+    is_answer: list[bool]
     patches: list[np.ndarray[Any, np.dtype[np.float32]]]
 
 
 def sample(tokenizer: Tokenizer, rng: random.Random) -> Sample:
-    """One picture and a question, or two pictures and a question about each."""
+    """Draw a sample: one picture and a question, or two pictures and a question about each."""
     kinds = [rng.choice(KINDS) for _ in range(rng.randint(1, 2))]
-    asked = [(ONE, kinds[0])] if len(kinds) == 1 else list(zip((FIRST, SECOND), kinds, strict=True))
-    rng.shuffle(asked)
+    questions = [(ONE, kinds[0])] if len(kinds) == 1 else list(zip((FIRST, SECOND), kinds, strict=True))
+    rng.shuffle(questions)
     pictures = f"<|vision_start|>{'<|image_pad|>' * TOKENS}<|vision_end|>" * len(kinds)
     pieces: list[tuple[str, bool]] = []
-    for question, kind in asked:
+    for question, kind in questions:
         opening = "\n<|im_start|>user\n" if pieces else f"<|im_start|>user\n{pictures}"
         pieces += [(f"{opening}{question}<|im_end|>\n<|im_start|>assistant\n", False)]
         pieces += [(f"{answer(*kind)}<|im_end|>", True)]
     ids: list[int] = []
-    is_said: list[bool] = []
-    for text, said in pieces:
+    is_answer: list[bool] = []
+    for text, is_spoken in pieces:
         new = tokenizer.encode(text).ids
         ids += new
-        is_said += [said] * len(new)
-    return Sample(ids, is_said, [patches(draw(*kind, rng)) for kind in kinds])
+        is_answer += [is_spoken] * len(new)
+    return Sample(ids, is_answer, [patches(draw(*kind, rng)) for kind in kinds])
 
 
 def batch(samples: Sequence[Sample], image_id: int) -> dict[str, torch.Tensor]:
-    longest = max(len(each.ids) for each in samples)
-    ids = torch.tensor([each.ids + [0] * (longest - len(each.ids)) for each in samples])
-    said = torch.tensor([each.is_said + [False] * (longest - len(each.ids)) for each in samples])
-    shown = [picture for each in samples for picture in each.patches]
-    lengths = torch.tensor([len(each.ids) for each in samples])
+    """Return the samples, padded to the same length, as arguments of transformers' model."""
+    longest = max(len(sample.ids) for sample in samples)
+    ids = torch.tensor([sample.ids + [0] * (longest - len(sample.ids)) for sample in samples])
+    is_answer = torch.tensor([sample.is_answer + [False] * (longest - len(sample.ids)) for sample in samples])
+    pictures = [picture for sample in samples for picture in sample.patches]
+    lengths = torch.tensor([len(sample.ids) for sample in samples])
     return {
         "input_ids": ids,
-        "labels": ids.where(said, -100),
+        "labels": ids.where(is_answer, -100),
         "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
         "mm_token_type_ids": (ids == image_id).int(),
-        "pixel_values": torch.from_numpy(np.concatenate(shown)),
-        "image_grid_thw": torch.tensor([[1, SIDE // PATCH, SIDE // PATCH]] * len(shown)),
+        "pixel_values": torch.from_numpy(np.concatenate(pictures)),
+        "image_grid_thw": torch.tensor([[1, SIDE // PATCH, SIDE // PATCH]] * len(pictures)),
     }
 
 
 def train(folder: Path, *, steps: int = 1500, batch_size: int = 32, seed: int = 0, rate: float = 2e-3) -> float:
-    """Write the checkpoint; the loss of the last steps."""
+    """Train and write the checkpoint; returns the mean loss of the last 50 steps."""
     import transformers
 
     torch.manual_seed(seed)
     rng, tokenizer = random.Random(seed), make_tokenizer()
     values = config(tokenizer)
-    given = {name: value for name, value in values.items() if name not in ("architectures", "model_type")}
-    model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(**given)).train()
+    config_values = {name: value for name, value in values.items() if name not in ("architectures", "model_type")}
+    model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(**config_values)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     began, losses = time.monotonic(), []
     for step in range(steps):
@@ -259,11 +262,11 @@ def main() -> int:
     drawing.add_argument("colour", choices=COLOURS)
     drawing.add_argument("--seed", type=int, default=0)
     drawing.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    if given.command == "train":
-        train(given.out, steps=given.steps, seed=given.seed)
+    args = parser.parse_args()
+    if args.command == "train":
+        train(args.out, steps=args.steps, seed=args.seed)
     else:
-        draw(given.number, given.colour, random.Random(given.seed)).save(given.out)
+        draw(args.number, args.colour, random.Random(args.seed)).save(args.out)
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Sequence parallelism of a model that sums over ranks by itself: compiled as it is, with the same bits.
+"""Add sequence parallelism to a tensor-parallel model by compiling it; the model stays as it is, its bits are equal.
 
     python examples/sequence_parallel.py --ranks 2
 
-Two processes on this machine talk over gloo. On a cluster torchrun starts them, and `run` is all there is.
+Two processes on this machine communicate over gloo. On a cluster torchrun starts them, and only `run` is needed.
 """
 
 import argparse
@@ -20,27 +20,29 @@ WIDTH, INNER, TOKENS = 64, 256, 48
 
 
 class Block(nn.Module):
-    """An MLP in tensor parallelism: each rank has a share of the inner channels, and the outputs are summed."""
+    """A tensor-parallel MLP: each rank has a shard of the inner channels, and the outputs are all-reduced."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
-        up, down = torch.randn(INNER, WIDTH) / WIDTH**0.5, torch.randn(WIDTH, INNER) / INNER**0.5  # alike on all ranks
+        # The seed is the same, so all ranks draw the same weights and keep their shard.
+        up, down = torch.randn(INNER, WIDTH) / WIDTH**0.5, torch.randn(WIDTH, INNER) / INNER**0.5
         self.up = nn.Parameter(up.chunk(size, 0)[rank].contiguous(), requires_grad=False)
         self.down = nn.Parameter(down.chunk(size, 1)[rank].contiguous(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         part = torch.nn.functional.silu(self.norm(x) @ self.up.T) @ self.down.T
-        dist.all_reduce(part)  # functional collectives and DTensor's sums are found as well
+        dist.all_reduce(part)  # the pass also finds functional collectives and DTensor's reductions
         return x + part
 
 
 def run(rank: int, size: int, store: str) -> None:
+    """Compare the plain model with the compiled ones, on one rank."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(rank, size) for _ in range(3)))
     x = torch.randn(TOKENS, WIDTH)
-    # int8 on the wire: the gathers carry a byte a channel instead of four. Leave it out for the same bits.
+    # With quantize="int8" the all-gathers send one byte per channel instead of four. Without it the bits are equal.
     exact = passes.compile(model, passes.SequenceParallel(min_tokens=16), backend="eager")
     small = passes.compile(model, passes.SequenceParallel(min_tokens=16, quantize="int8"), backend="eager")
     with torch.no_grad():
@@ -56,9 +58,9 @@ def run(rank: int, size: int, store: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (given.ranks, str(Path(folder) / "store")), nprocs=given.ranks)
+        mp.spawn(run, (args.ranks, str(Path(folder) / "store")), nprocs=args.ranks)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sample, score the samples under autograd, take a step, sample again: one model, and the numbers are the same.
+"""Sample, score the samples under autograd, take a step, sample again: one model, whose logprobs have the same bits.
 
 python examples/train_on_samples.py                           # the small default model
 python examples/train_on_samples.py Qwen/Qwen3-0.6B --steps 8
@@ -16,12 +16,12 @@ PROMPTS = ["The capital of France is", "Three colours are red,", "One, two, thre
 
 
 def reward(output: Output) -> float:
-    """How much of the answer is the letter e, to have something to ask for."""
+    """Return the share of the letter e in the output, as a simple reward."""
     return output.text.count("e") / max(1, len(output.text))
 
 
 def logprobs(model: Any, outputs: list[Output]) -> list[torch.Tensor]:
-    """Of the sampled tokens, with a gradient: all sequences in one forward pass."""
+    """Return the logprobs of the sampled tokens, with gradients; all sequences run in one forward pass."""
     sequences = [output.prompt_ids + output.token_ids for output in outputs]
     device = next(model.parameters()).device
     parts = model.logprobs(nn.pack(sequences, device)).split([len(sequence) - 1 for sequence in sequences])
@@ -33,20 +33,20 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="a folder, a .gguf file or a Hugging Face id")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=16)
-    given = parser.parse_args()
+    args = parser.parse_args()
 
-    llm = LLM(given.model, max_num_seqs=2 * len(PROMPTS))
+    llm = LLM(args.model, max_num_seqs=2 * len(PROMPTS))
     model = nn.trainable(cast(torch.nn.Module, llm.model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(given.steps):
-        asked = SamplingParams(temperature=1.0, seed=step, max_tokens=given.max_tokens, logprobs=0, n=2)
-        outputs = llm.generate(PROMPTS, asked, progress=False)
-        found = logprobs(model, outputs)
-        sampled = torch.tensor([each.logprob for output in outputs for each in output.logprobs or []])
-        difference = (torch.cat(found).detach().cpu() - sampled).abs().max().item()
+    for step in range(args.steps):
+        params = SamplingParams(temperature=1.0, seed=step, max_tokens=args.max_tokens, logprobs=0, n=2)
+        outputs = llm.generate(PROMPTS, params, progress=False)
+        scored = logprobs(model, outputs)
+        sampled = torch.tensor([token.logprob for output in outputs for token in output.logprobs or []])
+        difference = (torch.cat(scored).detach().cpu() - sampled).abs().max().item()
         rewards = torch.tensor([reward(output) for output in outputs])
         advantages = rewards - rewards.mean()
-        loss = -sum(a * part.mean() for a, part in zip(advantages.tolist(), found, strict=True))
+        loss = -sum(a * part.mean() for a, part in zip(advantages.tolist(), scored, strict=True))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,9 +1,9 @@
-"""Whorl's operators in a training loop of your own: they are functions of tensors, and differentiable.
+"""Use whorl's operators in your own training loop: they are differentiable functions of tensors.
 
     python examples/train_with_operators.py --steps 30
 
-A transformer of one layer learns to repeat a sequence that it has seen. On an NVIDIA GPU the Triton kernels run, on an
-Ascend NPU torch_npu's, on a CPU the reference; `ops.rope.choose(...)` says which and why.
+A transformer of two layers learns to repeat a sequence that it has seen. On an NVIDIA GPU the Triton kernels run, on an
+Ascend NPU those of torch_npu, on a CPU the reference; `ops.rope.choose(...)` returns which one and why.
 """
 
 import argparse
@@ -17,10 +17,12 @@ from whorl.device import default_device
 from whorl.rope_table import get_rope
 
 VOCAB, WIDTH, HEADS, HEAD_DIM, INNER = 32, 64, 4, 16, 128
-LENGTH = 16  # of the sequence that is repeated
+LENGTH = 16  # tokens of the sequence that is repeated
 
 
 class Layer(nn.Module):
+    """Attention and a gated MLP, with whorl's norm, rotary embedding and SwiGLU."""
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * HEADS * HEAD_DIM, bias=False)
@@ -41,6 +43,8 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
+    """A small language model."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
@@ -58,21 +62,21 @@ class Model(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    given = parser.parse_args()
+    args = parser.parse_args()
 
     torch.manual_seed(0)
     device = default_device()
     model = Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(given.steps):
+    for step in range(args.steps):
         ids = torch.randint(VOCAB, (16, LENGTH), device=device).repeat(1, 2)
         logits = model(ids[:, :-1])
-        second = slice(LENGTH - 1, None)  # what comes again can be known
+        second = slice(LENGTH - 1, None)  # only the repetition can be predicted
         loss = F.cross_entropy(logits[:, second].flatten(0, 1), ids[:, 1:][:, second].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 0 or step == given.steps - 1:
+        if step % 10 == 0 or step == args.steps - 1:
             print(f"step {step:4d}  loss {loss.item():.4f}")
 
 

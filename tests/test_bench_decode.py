@@ -170,7 +170,7 @@ def test_random_weights_may_be_quantised(shape: str) -> None:
     )
     assert packed["header"]["weight_bytes"] < plain["header"]["weight_bytes"]
     assert packed["decode"][0]["bytes_per_step"] < plain["decode"][0]["bytes_per_step"]
-    with pytest.raises(ValueError, match=r"--random-config Qwen3-0.6B:w3: not one of"):
+    with pytest.raises(ValueError, match=r"--random-config is Qwen3-0.6B:w3, expected one of"):
         read_config("Qwen3-0.6B:w3")
 
 
@@ -227,7 +227,7 @@ def test_steps_of_drafts_have_their_length(shape: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(Runner, "run_call", recording)
     settings = decode.DecodeSettings.resolve(random_config=shape, batch="2", num_tokens=6, repeats=1)
     model = random_model(settings.config or {}, device="cpu", dtype=torch.float32)
-    draft_lengths._seconds(model, 97, 2, 16, settings, draft_lengths.Refused(4, 97))
+    draft_lengths._seconds(model, 97, 2, 16, settings, draft_lengths.RejectedProposer(4, 97))
     decoding = [size for size in rows if size[0] <= 10]
     assert len(decoding) >= 12
     assert set(decoding) == {(10, 2)}

@@ -115,7 +115,7 @@ def test_every_kind_of_failure_is_counted() -> None:
     assert row["failures"] == {kind: lengths.count(length) for kind, length in expected.items()}
     assert row["num_good"] == lengths.count(10)
     assert row["failure_messages"]["http 429"] == "go away"
-    warning = f"{lengths.count(13)} of 20 requests failed: timeout: nothing came for 4 s"
+    warning = f"{lengths.count(13)} of 20 requests failed: timeout: no data for 4 s"
     assert warning in serve_report.render(found)
 
 
@@ -126,7 +126,7 @@ def test_servers_that_say_less() -> None:
         found = document("--url", fake.url, options)
         assert found["rows"][0]["counted"] == {SPREAD: 3}
         assert found["rows"][0]["output_tokens"] == 12
-        assert any("does not count tokens as they come" in text for text in found["rows"][0]["warnings"])
+        assert any("reports no running usage" in text for text in found["rows"][0]["warnings"])
         assert found["header"]["prompts"].startswith("words")
         assert all(isinstance(body["prompt"], str) for body in fake.bodies)
         chat = document("--url", fake.url, options, "--chat", """--body '{"cache_salt": "7", "temperature": 1}'""")
@@ -158,7 +158,7 @@ def test_nobody_is_there() -> None:
     found = run("--url", url)
     assert found.exit_code == 2
     assert f"--url {url}" in found.stderr
-    assert "is the server up?" in found.stderr
+    assert "is the server running?" in found.stderr
 
 
 def test_httpx_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,21 +287,21 @@ def test_what_an_engine_refuses_is_counted() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--rate 1 --concurrency 2", "say one of them"),
-        ("--sweep 1,2 --rate 2", "say one of them"),
+        ("--rate 1 --concurrency 2", "give only one of"),
+        ("--sweep 1,2 --rate 2", "give only one of"),
         ("--rate inf --seconds 3", "--rate inf"),
         ("--rate 0", "rate"),
-        ("--input 0", "--input 0: expected tokens"),
+        ("--input 0", "--input is 0, expected tokens"),
         ("--slo speed=1", "--slo"),
-        ("--chat", "--chat is about a server: add --url"),
+        ("--chat", "--chat needs --url"),
         ("--prefixes 3", "--shared-prefix"),
-        ("--url http://127.0.0.1:9 --random-config x", "say one of them"),
-        ("--url http://127.0.0.1:9 --max-num-seqs 3", "give max_num_seqs to it"),
+        ("--url http://127.0.0.1:9 --random-config x", "give only one of"),
+        ("--url http://127.0.0.1:9 --max-num-seqs 3", "give max_num_seqs to that server"),
         ("--trace nowhere.jsonl", "nowhere.jsonl"),
         ("--plot x.txt", "--plot"),
         ("--records /nowhere/x", "there is no folder"),
-        ("MODEL --random-config x", "say one of them"),
-        ("--body [] --url http://127.0.0.1:9", "expected an object"),
+        ("MODEL --random-config x", "give only one of"),
+        ("--body [] --url http://127.0.0.1:9", "expected a JSON object"),
     ],
 )
 def test_what_does_not_go_together(options: str, said: str) -> None:
@@ -319,10 +319,10 @@ def test_requests_that_never_fit(shape: str) -> None:
 
 def test_a_generator_that_is_late_says_so() -> None:
     row = {"ttft_ms": {"p50": 100.0}, "send_late_ms": {"p99": 30.0}, "loop_late_ms": {"p99": 1.0}}
-    (line,) = serve_command._late(row)
+    (line,) = serve_command._lateness_warnings(row)
     assert "sent its requests up to 30 ms late" in line
-    assert not list(serve_command._late(row | {"send_late_ms": {"p99": 4.9}}))
-    assert not list(serve_command._late(row | {"ttft_ms": {"p50": 1000.0}})), "30 ms of a second"
+    assert not list(serve_command._lateness_warnings(row | {"send_late_ms": {"p99": 4.9}}))
+    assert not list(serve_command._lateness_warnings(row | {"ttft_ms": {"p50": 1000.0}})), "30 ms of a second"
 
 
 def test_the_mixed_load_is_one_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,11 +331,11 @@ def test_the_mixed_load_is_one_command_line(monkeypatch: pytest.MonkeyPatch) -> 
     (line,) = [line for line in page.splitlines() if "--random-config Qwen3-30B-A3B" in line]
     asked: list[Any] = []
 
-    def prepare(model: str | None, load: LoadOptions, engine: EngineSettings) -> Any:
+    def build_benchmark(model: str | None, load: LoadOptions, engine: EngineSettings) -> Any:
         asked.extend((load, engine))
         return lambda: ({}, "", True)
 
-    monkeypatch.setattr(serve_command, "prepare", prepare)
+    monkeypatch.setattr(serve_command, "build_benchmark", build_benchmark)
     assert run(line.partition("bench serve")[2]).exit_code == 0
     load, engine = asked
     made = serve_command._workload(load).requests(serve_command._loads(load)[0], VOCABULARY)

@@ -13,7 +13,7 @@ from whorl.bench import decode, decode_command, decode_profile, first_steps, ste
 from whorl.bench.decode import DecodeSettings
 from whorl.bench.decode_options import DecodeOptions
 from whorl.bench.decode_profile import marked, part_bytes
-from whorl.bench.step_trace import Kernel, as_launched, kernels, segments
+from whorl.bench.step_trace import Kernel, with_eager_parts, kernels, segments
 from whorl.cli import app
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.roofline import step_bytes
@@ -79,12 +79,12 @@ def test_without_a_context_prompts_are_computed(shape: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--context 0", "--context 0: expected numbers such as"),
-        ("--context 250 --tokens 8", "has 256 positions: say fewer"),
-        ("--context 20 --verify", "is about plain decoding, and not --verify"),
-        ("--profile --first", "--profile and --first: say one of them"),
-        ("--warmup full", "--warmup full is about a start: add --first"),
-        ("--profile --pld-k 3", "is about drafting"),
+        ("--context 0", "--context is 0, expected numbers such as"),
+        ("--context 250 --tokens 8", "exceeds the model's 256 positions"),
+        ("--context 20 --verify", "--context 20 does not apply to --verify"),
+        ("--profile --first", "give only one of --profile and --first"),
+        ("--warmup full", "--warmup full needs --first"),
+        ("--profile --pld-k 3", "--pld-k is an option of drafting"),
     ],
 )
 def test_refusals(shape: str, arguments: str, message: str) -> None:
@@ -179,7 +179,7 @@ def test_kernels_belong_to_the_part_that_launched_them() -> None:
 def test_a_replay_takes_the_parts_of_the_launches() -> None:
     eager = [Kernel(name, part, 9.0) for name, part in zip("abacd", ("q", "att", "o", "x", "head"), strict=True)]
     replayed = [Kernel(name, "other", i) for i, name in enumerate("abzacd")]  # one more than was launched
-    found = as_launched(replayed, eager)
+    found = with_eager_parts(replayed, eager)
     assert [each.part for each in found] == ["q", "att", "other", "o", "x", "head"]
     assert [each.us for each in found] == list(range(6)), "times are the replay's own"
 
@@ -275,4 +275,4 @@ def test_what_is_done_late_is_seen(shape: str, monkeypatch: pytest.MonkeyPatch) 
 def test_every_mode_has_its_work(shape: str) -> None:
     for mode in ("profile", "first"):
         options = DecodeOptions(random_config=shape, **{mode: True})
-        assert callable(decode_command.prepare(None, options, EngineSettings(device="cpu"), DraftOptions()))
+        assert callable(decode_command.build_benchmark(None, options, EngineSettings(device="cpu"), DraftOptions()))

@@ -120,19 +120,19 @@ def test_what_a_converter_finds_wrong_is_marked(monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_begins_after_the_time_limit() -> None:
     settings = train.TrainSettings.resolve(device="cpu", rows="small,fused", layers="2", seq="16", time_limit=0)
-    assert [row["note"] for row in train.run(settings)["rows"]] == ["left out: 0 s are over"] * 2
+    assert [row["note"] for row in train.run(settings)["rows"]] == ["skipped: --time-limit of 0 s is over"] * 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--rows", "fast"), "fast is neither a row"),
-        (("--layers", "four"), "--layers four: expected whole numbers"),
+        (("--layers", "four"), "--layers is four, expected whole numbers"),
         (("--seq", "1"), "--seq 1: expected"),
-        (("--peer", "vllm"), "--peer vllm: expected transformers"),
-        (("--profile", "swap", "--rows", "small"), "--profile swap: not one of --rows small"),
+        (("--peer", "vllm"), "--peer is vllm, expected transformers"),
+        (("--profile", "swap", "--rows", "small"), "--profile is swap, expected one of --rows small"),
         (("--rows", ""), "--rows is empty"),
-        (("--plot", "x.png"), "--plot is about a curve"),
+        (("--plot", "x.png"), "--plot needs --curve"),
     ],
 )
 def test_refuses(arguments: tuple[str, ...], message: str) -> None:

@@ -77,7 +77,7 @@ def test_a_small_one_runs_whole(tmp_path: Path) -> None:
     assert [row["batch"] for row in found["text_model"]["decode"]] == [1, 2]
     text = vision_report.render(document)
     assert "2 of 16x16" in text
-    assert "counted with 16 channels" in text
+    assert "FLOPs count 16 channels" in text
 
 
 def test_what_comes_after_the_limit_of_time_is_not_begun() -> None:
@@ -91,7 +91,7 @@ def test_what_comes_after_the_limit_of_time_is_not_begun() -> None:
 REFUSED = {
     ("--side", "30"): "multiples of 8 pixels",
     ("--frame", "640"): "expected pixels such as 640x480",
-    ("--random-config", "Qwen3-0.6B"): "no vision model",
+    ("--random-config", "Qwen3-0.6B"): "is not a vision model",
     ("--peer", "vllm"): "expected transformers",
 }
 

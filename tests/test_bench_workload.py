@@ -70,7 +70,7 @@ def test_lognormal_lengths() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "9:5", "a", "1:2:3", "lognormal:5", "lognormal:0,1", "lognormal:5,1,2,3"])
 def test_lengths_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--output .*: expected tokens, from 1"):
+    with pytest.raises(ValueError, match=r"--output is .*, expected tokens from 1"):
         Lengths.parse(text, "--output")
 
 
@@ -92,7 +92,7 @@ def test_seconds_say_how_many() -> None:
     assert found[-1].at is not None
     assert found[-1].at < 100
     assert all(r.at == 0 for r in workload().requests(Load(kind="rate"), VOCABULARY)), "inf: all at once"
-    with pytest.raises(ValueError, match="say --requests"):
+    with pytest.raises(ValueError, match="give --requests"):
         workload(count=None, seconds=100.0).requests(Load(kind="rate", value=1e4), VOCABULARY)
 
 

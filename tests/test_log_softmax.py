@@ -19,7 +19,7 @@ from whorl.ops import OPS, log_softmax, token_logprobs
 from whorl.ops.log_softmax_triton import LARGEST_BLOCK, as_rows, token_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["torch"] if unavailable("triton", DEVICE, asked=True) else ["torch", "triton"]
+BACKENDS = ["torch"] if unavailable("triton", DEVICE, by_name=True) else ["torch", "triton"]
 BACKWARD = OPS["log_softmax_backward"]
 
 

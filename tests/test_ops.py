@@ -25,7 +25,7 @@ Values = dict[str, Any]
 
 
 def backends_here(op: Op) -> list[str]:
-    return ["torch", *(b for b in op.impls if unavailable(b, DEVICE, asked=True) is None)]
+    return ["torch", *(b for b in op.impls if unavailable(b, DEVICE, by_name=True) is None)]
 
 
 def num_rows(case: Values) -> int:

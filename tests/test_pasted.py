@@ -110,7 +110,7 @@ def launch(command: str, **options: Any) -> Result:
 def test_the_aclnn_program(answered: Made) -> None:
     done = launch(ACLNN)
     assert (done.exit_code, done.stdout) == (0, "Paris.\n")
-    assert done.stderr == "whorl: generate: --vocab is not read: the tokenizer comes with the model\n"
+    assert done.stderr == "whorl: generate: --vocab is ignored: the tokenizer comes with the model\n"
     assert answered.path == "/path/to/Qwen3-235B-A22B-Instruct-2507-BF16"
     assert answered.settings == EngineSettings(tp=16, max_num_seqs=1)
     for command in ACLNN_STABLE:
@@ -158,8 +158,8 @@ def test_the_servers_options(served: Made, tmp_path: Path) -> None:
     speech = (settings.tool_parser, settings.reasoning_parser, settings.chat_template)
     assert speech == ("hermes", "qwen3", "a template")
     assert done.stderr.splitlines() == [
-        "whorl: serve: --enable-chunked-prefill is not read: long prompts are always read in chunks",
-        "whorl: serve: --trust-remote-code is not read: no code of a checkpoint is ever run",
+        "whorl: serve: --enable-chunked-prefill is ignored: prefill is always chunked",
+        "whorl: serve: --trust-remote-code is ignored: code in a checkpoint is never run",
     ]
     run("whorl serve --served-model-name one a/model -tp 4 --model_dir b")
     assert run("vllm serve --model b -tp 4 --served-model-name=one").exit_code == 0
@@ -181,7 +181,7 @@ def test_values_are_not_taken_for_options(answered: Made) -> None:
         assert (done.exit_code, done.stdout, done.stderr) == (0, "Paris.\n", "")
     assert answered.path == "--quantization"
     assert run("whorl generate -pp").stdout == "Paris.\n", "-p p"
-    assert "there is no -pp: models are shared" in run("whorl serve -pp 2").stderr
+    assert "there is no -pp: tensor parallelism is the only way" in run("whorl serve -pp 2").stderr
 
 
 def test_an_option_that_nobody_has() -> None:

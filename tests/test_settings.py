@@ -17,7 +17,7 @@ from whorl.cluster.options import ClusterOptions
 from whorl.engine import memory
 from whorl.engine.llm import LLM
 from whorl.engine.settings import EngineSettings
-from whorl.fields import aliases, names_of, options
+from whorl.fields import aliases, flag_names, options
 from whorl.pasted import MISSING, NEEDLESS
 from whorl.serve.options import ServeOptions
 
@@ -176,7 +176,7 @@ def test_what_a_measurement_sets_is_a_field() -> None:
 def rows(kind: type) -> list[str]:
     lines = []
     for each, made in options(kind):
-        ours = [name for spelled in names_of(each) for name in spelled.split("/")]
+        ours = [name for spelled in flag_names(each) for name in spelled.split("/")]
         vllm = [name for spelled in made.vllm for name in spelled.split("/")]
         cells = (_code(ours), f"`{each.name}`", _code(vllm), made.text.replace("|", "\\|"))
         lines.append(f"| {' | '.join(cells)} |")

@@ -14,7 +14,7 @@ from whorl.device import unavailable
 from whorl.ops._sums_triton import row_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(bool(unavailable("triton", DEVICE, asked=True)), reason="no Triton here")
+pytestmark = pytest.mark.skipif(bool(unavailable("triton", DEVICE, by_name=True)), reason="no Triton here")
 
 
 @triton.jit

@@ -28,7 +28,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     random.seed(0)
-    monkeypatch.setattr(swap_optimizer, "Lane", Late)
+    monkeypatch.setattr(swap_optimizer, "Stream", Late)
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -117,7 +117,7 @@ def test_the_command_of_torchrun(tmp_path: Path) -> None:
         (("nothing.toml",), "nothing.toml: no such file"),
         (("--training.steps", "3", "tiny"), "give the recipe before TorchTitan's options"),
         (("tiny", "--steps", "3"), "no such option: --steps. TorchTitan's options are --section.name"),
-        (("tiny", "--plan", "deepseek-v3.2"), "say one of RECIPE"),
+        (("tiny", "--plan", "deepseek-v3.2"), "give exactly one of RECIPE"),
         (("--plan", "deepseek-v3.2", "--card", "8"), "no such option: --card"),
         (("--plot", "nowhere"), "no such file"),
     ],

@@ -427,8 +427,8 @@ def test_a_config_file_is_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "say one of RECIPE"),
-        (("--plan", "deepseek-v3.2"), "say --cards N"),
+        ((), "give exactly one of RECIPE"),
+        (("--plan", "deepseek-v3.2"), "give --cards N"),
         (("--plan", "nothing", "--cards", "8"), "no model nothing"),
         (("--plan", "deepseek-v3.2", "--cards", "8", "--hardware", "abacus"), "expected one of a3, h200"),
         (("--plan", "deepseek-v3.2", "--cards", "8", "--efficiency", "2"), "over 0 and at most 1"),

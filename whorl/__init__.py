@@ -12,7 +12,7 @@ __all__ = ["LLM", "SamplingParams", "__version__", "ops"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: the doctor must run where torch is not installed.
+    # These load on first use, because the doctor must run where torch is not installed.
     if name == "ops":
         return importlib.import_module("whorl.ops")
     if name in ("LLM", "SamplingParams"):

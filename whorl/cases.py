@@ -1,4 +1,4 @@
-"""The cases that an operator states: as people write them, and cut down."""
+"""Cases of an operator: written as text, and with fewer tokens."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ Values = dict[str, Any]
 
 
 def shrink(case: Values, tokens: int) -> Values:
-    """The case with no more rows than `tokens`; a row keeps its width."""
+    """Return the case with each size but the last limited to `tokens`; the width of a row stays."""
     small = dict(case)
     if "tokens" in case:
         small["tokens"] = tuple(min(n, tokens) for n in case["tokens"])
@@ -16,7 +16,7 @@ def shrink(case: Values, tokens: int) -> Values:
 
 
 def describe(case: Values) -> str:
-    """A case as people write it: sizes joined by x, everything else by name."""
+    """Return a case as text: sizes joined by x, everything else by name."""
     parts = []
     for name, value in case.items():
         if name in ("tokens", "shape"):

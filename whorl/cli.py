@@ -1,6 +1,6 @@
-"""The `whorl` command. Everything heavy is imported inside the commands: `--help` and `doctor` run without torch.
+"""The `whorl` command. Heavy modules are imported inside the commands, so `--help` and `doctor` run without torch.
 
-Exit codes: 0 good, 1 found something wrong, 2 asked wrongly.
+Exit codes: 0 success, 1 a check failed or something is wrong, 2 bad usage.
 """
 
 import importlib.util
@@ -17,7 +17,18 @@ from whorl.chat.options import AT_ONCE, AnswerOptions, ChatOptions, MediaOptions
 from whorl.cluster.options import ClusterOptions
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import MODEL, RANKS, EngineSettings
-from whorl.options import Device, Here, Json, Model, asking, need_engine, need_torch, print_json, spread, stop
+from whorl.options import (
+    Device,
+    Overrides,
+    Json,
+    Model,
+    exit_on_bad_usage,
+    need_engine,
+    need_torch,
+    print_json,
+    expand_options,
+    stop,
+)
 from whorl.pasted import PASTED, PastedCommand
 from whorl.plan.options import PlanOptions
 from whorl.serve.options import ServeOptions
@@ -25,7 +36,7 @@ from whorl.serve.options import ServeOptions
 app = typer.Typer(
     name="whorl",
     help="Rotary-embedding language models on CPU, NVIDIA GPUs and Ascend NPUs.",
-    epilog="Exit codes: 0 good, 1 found something wrong, 2 asked wrongly.",
+    epilog="Exit codes: 0 success, 1 a check failed or something is wrong, 2 bad usage.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,8 +44,8 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from whorl import __version__
 
         print(f"whorl {__version__}")
@@ -64,17 +75,17 @@ def doctor(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")
     ] = None,
-    train: Annotated[bool, typer.Option("--train", help="It will be trained: gradients matter.")] = False,
-    device: Annotated[str | None, typer.Option(help="npu or cuda: where it will run.")] = None,
+    train: Annotated[bool, typer.Option("--train", help="The model will be trained: check gradients too.")] = False,
+    device: Annotated[str | None, typer.Option(help="npu or cuda: the device the model will run on.")] = None,
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="A log or traceback to explain.")] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A torch profiler trace: which rotary operators ran.")
+        Path | None, typer.Option(metavar="FILE", help="A torch profiler trace: report which rotary operators ran.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say which rotary path a configuration takes, and what is wrong with it, before anything runs."""
+    """Report which rotary path a configuration takes, and what is wrong with it, before anything runs."""
     if path is None and log is None and trace is None:
-        stop("doctor: nothing to look at: give a PATH, --log FILE or --trace FILE")
+        stop("doctor: nothing to check; give a PATH, --log FILE or --trace FILE")
     from whorl.doctor.command import run
 
     sys.exit(run(path, framework, settings, train, device, log, trace, as_json))
@@ -91,43 +102,46 @@ ModelDir = Annotated[
     typer.Option("--model-dir", "--model", metavar="MODEL", help="The same as MODEL.", rich_help_panel=MODEL),
 ]
 Report = Annotated[
-    bool, typer.Option("--report", help="Say what --sp has rewritten, on standard error.", rich_help_panel=RANKS)
+    bool, typer.Option("--report", help="Report on standard error what --sp has rewritten.", rich_help_panel=RANKS)
 ]
-# One conversation at a time; the kernels of few rows. --seed is that of the text.
+# One conversation at a time, which selects the kernels for few rows. --seed is the seed of sampling.
 OneSequence = Annotated[
-    EngineSettings, Here(defaults={"max_num_seqs": 1}, without={"seed": "--seed is that of the text"})
+    EngineSettings, Overrides(defaults={"max_num_seqs": 1}, without={"seed": "--seed seeds the sampling"})
 ]
 
 
-def _which(command: str, model: str | None, model_dir: str | None) -> str | None:
+def _one_model(command: str, model: str | None, model_dir: str | None) -> str | None:
+    """Return MODEL or --model-dir, whichever was given; raises ValueError when both were."""
     if model is not None and model_dir is not None:
-        raise ValueError(f"{command}: MODEL {model} and --model-dir {model_dir} are the same thing: say one")
+        raise ValueError(f"{command}: MODEL {model} and --model-dir {model_dir} mean the same; give only one of them")
     return model or model_dir
 
 
-def _run_model(command: str, model: str | None, model_dir: str | None, **given: Any) -> NoReturn:
-    """given: fields of `Options`, whose `check` refuses what does not go together."""
+def _run_model(command: str, model: str | None, model_dir: str | None, **options: Any) -> NoReturn:
+    """Run a command on one model. options: fields of `Options`, whose `check` refuses conflicting ones."""
     need_torch()
     need_engine(command)
     from whorl.chat.command import Options, build_session
 
-    with asking():
-        work = build_session(Options(model=_which(command, model, model_dir), **given))
+    with exit_on_bad_usage():
+        work = build_session(Options(model=_one_model(command, model, model_dir), **options))
     sys.exit(work())
 
 
 @app.command(cls=PastedCommand, epilog=PASTED)
-@spread
+@expand_options
 def generate(
     context: typer.Context,
     model: Model = None,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="What to go on from. Default: what is piped in."),
+        typer.Option(
+            "--prompt", "-p", metavar="TEXT", help="The text to continue. Default: standard input, when it is a pipe."
+        ),
     ] = None,
     prompt_file: Annotated[
         str | None,
-        typer.Option("--prompt-file", "-f", metavar="FILE", help="The prompt is in a file; -: standard input."),
+        typer.Option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from a file; -: standard input."),
     ] = None,
     as_json: Json = False,
     *,
@@ -140,15 +154,15 @@ def generate(
     report: Report = False,
     drafting: DraftOptions,
 ) -> None:
-    """Go on from a prompt, or with --chat answer it. The text goes to standard output, nothing else does."""
-    with asking():
+    """Continue a prompt, or answer it with --chat. Only the generated text goes to standard output."""
+    with exit_on_bad_usage():
         from whorl.chat.command import read_prompt
 
         text = read_prompt(prompt, prompt_file, or_pipe=not chat.interactive and answers.prompts is None)
     source = context.get_parameter_source("max_num_seqs")
     if answers.are_many and source is not None and source.name == "DEFAULT":
         engine = engine.changed(max_num_seqs=AT_ONCE)
-    given = {
+    options = {
         "prompt": text,
         "answers": answers,
         "sampling": sampling,
@@ -156,20 +170,23 @@ def generate(
         "engine": engine,
         "drafting": drafting,
     }
-    _run_model("generate", model, model_dir, media=media, report=report, as_json=as_json, **given)
+    _run_model("generate", model, model_dir, media=media, report=report, as_json=as_json, **options)
 
 
 @app.command(cls=PastedCommand, epilog=PASTED)
-@spread
+@expand_options
 def chat(
     model: Model = None,
     *,
     sampling: SamplingOptions,
     chat: Annotated[
         ChatOptions,
-        Here(
+        Overrides(
             defaults={"chat": True, "interactive": True},
-            without={"chat": "whorl chat is one: leave it out", "interactive": "whorl chat always is: leave it out"},
+            without={
+                "chat": "whorl chat always uses it: leave it out",
+                "interactive": "whorl chat always is: leave it out",
+            },
         ),
     ],
     model_dir: ModelDir = None,
@@ -177,39 +194,41 @@ def chat(
     report: Report = False,
     drafting: DraftOptions,
 ) -> None:
-    """Talk with a model in the terminal. It remembers the conversation; /help lists what else it takes."""
-    given = {"sampling": sampling, "chat": chat, "engine": engine, "drafting": drafting}
-    _run_model("chat", model, model_dir, report=report, **given)
+    """Talk with a model in the terminal. It remembers the conversation; /help lists its other commands."""
+    options = {"sampling": sampling, "chat": chat, "engine": engine, "drafting": drafting}
+    _run_model("chat", model, model_dir, report=report, **options)
 
 
 @app.command()
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder of safetensors or a Hugging Face id.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, which is not there yet.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist yet.")],
     format: Annotated[
         Scheme,
-        typer.Option("--format", help="4-bit groups; int8 with int8 activations; or FP8 by row or block."),
+        typer.Option(
+            "--format", help="w4a16: 4-bit groups; w8a8: int8 weights and activations; fp8: FP8 by row or block."
+        ),
     ] = Scheme.w4a16,
     ignore: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A module to leave as it is, or re: and a pattern; may be repeated."),
+        typer.Option(metavar="NAME", help="A module to leave unquantised, or re: and a pattern; may be repeated."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a model with weights of fewer bits, as compressed-tensors stores them, and say what that costs by layer.
+    """Write a quantised copy of a model in the compressed-tensors format, and report the error of each layer.
 
-    FP8 of DeepSeek's models is written as their makers publish it, in blocks of 128 by 128.
+    FP8 weights of DeepSeek models are written as DeepSeek publishes them, in blocks of 128 by 128.
     """
     need_torch()
     need_engine("quantize")
     from whorl.engine.weights import rewrite
 
-    with asking():
-        found = rewrite.quantize_folder(model, out, scheme=format.value, ignore=ignore or ())
+    with exit_on_bad_usage():
+        result = rewrite.quantize_folder(model, out, scheme=format.value, ignore=ignore or ())
     if as_json:
-        print_json(found.as_dict())
+        print_json(result.as_dict())
     else:
-        print(rewrite.render(found))
+        print(rewrite.render(result))
 
 
 @app.command()
@@ -223,31 +242,31 @@ def ops(as_json: Json = False) -> None:
 
 @app.command()
 def selftest(
-    device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Default: the best device of this machine.")] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes. Default: 1 on a CPU, up to 8 to compile kernels for others.")
+        int | None, typer.Option(min=1, help="Processes. Default: 1 on a CPU, else up to 8, which compile kernels.")
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=2, metavar="N", help="Check what N processes do together instead, one card each."),
+        typer.Option(min=2, metavar="N", help="Check N ranks together instead, one device each."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run every operator's cases in every backend of this machine; the report can go into a bug report.
+    """Check every case of every operator in every backend of this machine; the report belongs in a bug report.
 
-    With --ranks N: collectives, sequence and tensor parallelism, and every way of sharding a training step, over this
-    machine's own collectives (NCCL, HCCL; gloo on a CPU), against one rank.
+    With --ranks N, check collectives, sequence and tensor parallelism, and every way of sharding a training step over
+    this machine's collectives (NCCL, HCCL; gloo on a CPU) against the same work on one rank.
     """
     need_torch()
     from whorl import selftest as tests
     from whorl.device import default_device, require
 
-    with asking():
+    with exit_on_bad_usage():
         chosen = require(device.value if device else default_device())
     if ranks is not None:
         from whorl.selftest_ranks.command import run_and_print
 
-        with asking():
+        with exit_on_bad_usage():
             run_and_print(ranks, chosen, as_json)
     report = tests.run(chosen, jobs=jobs or tests.default_jobs(chosen))
     if as_json:
@@ -258,7 +277,7 @@ def selftest(
 
 
 @app.command(cls=PastedCommand, epilog=PASTED)
-@spread
+@expand_options
 def serve(
     model: Model = None,
     *,
@@ -269,57 +288,60 @@ def serve(
     report: Report = False,
     drafting: DraftOptions,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's interface, until Ctrl-C or SIGTERM."""
+    """Serve a model over HTTP with the OpenAI API, until Ctrl-C or SIGTERM."""
     need_torch()
     need_engine("serve")
     from whorl.serve import openai
 
-    with asking():
+    with exit_on_bad_usage():
         openai.need_extra()
         drafting.check()
-        chosen = _which("serve", model, model_dir)
+        chosen = _one_model("serve", model, model_dir)
         if cluster.on is None:
             run = openai.build_server(chosen, engine, drafting=drafting, report=report, **server.settings())
         else:
             from whorl.cluster import command
 
             if report:
-                stop("serve: --report is of one engine; with --on ray leave it out")
+                stop("serve: --report reports on one engine; leave it out with --on ray")
             run = command.build_server(chosen, engine, cluster, drafting=drafting, **server.settings())
     sys.exit(run())
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-@spread
+@expand_options
 def train(
     context: typer.Context,
     recipe: Annotated[
         str | None,
         typer.Argument(
-            metavar="RECIPE", help="tiny, debug, 4l, 8l, 671b or a .toml file; TorchTitan's own options may follow."
+            metavar="RECIPE", help="tiny, debug, 4l, 8l, 671b or a .toml file; TorchTitan's options may follow."
         ),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes on this machine. Default: one for each accelerator, or 1.")
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Set an earlier run in the folder aside; do not go on.")
+        bool, typer.Option("--fresh", help="Move an earlier run in the folder aside instead of resuming it.")
     ] = False,
-    torchrun: Annotated[str, typer.Option(metavar="OPTIONS", help="More for torchrun, as --nnodes=8 ...")] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command of torchrun, and do nothing.")] = False,
+    torchrun: Annotated[
+        str, typer.Option(metavar="OPTIONS", help="More options for torchrun, such as --nnodes=8.")
+    ] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun command and start nothing.")] = False,
     plot: Annotated[
-        list[Path] | None, typer.Option(metavar="FOLDER", help="Draw the curves of a run; several: together.")
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="Plot the curves of a run; repeat it to plot several runs together."),
     ] = None,
     as_json: Json = False,
     *,
     planned: PlanOptions,
 ) -> None:
-    """Train with TorchTitan; or with --plan say which layouts fit a cluster, their memory and speed."""
+    """Train with TorchTitan; or with --plan list the parallel degrees that fit a cluster, their memory and speed."""
     plan = planned.plan
     if recipe is not None and recipe.startswith("-") and (plan is not None or plot is not None):
         stop(f"train: no such option: {recipe}")
     if (recipe is not None) + (plan is not None) + (plot is not None) != 1:
-        stop("train: say one of RECIPE (whorl train tiny), --plan MODEL and --plot FOLDER")
+        stop("train: give exactly one of RECIPE (whorl train tiny), --plan MODEL and --plot FOLDER")
     if recipe is not None:
         sys.exit(_train(recipe, context.args, ranks, fresh, torchrun, dry_run))
     if context.args:
@@ -327,20 +349,20 @@ def train(
     if plot is not None:
         sys.exit(_plot_training(plot))
     if plan is None or planned.cards is None:
-        stop("train --plan: say --cards N")
+        stop("train --plan: --cards is missing; give --cards N")
     sys.exit(_plan(plan, planned.cards, planned, as_json))
 
 
-def _plan(model: str, cards: int, asked: PlanOptions, as_json: bool) -> int:
+def _plan(model: str, cards: int, options: PlanOptions, as_json: bool) -> int:
     from whorl.plan import command as plan_command
 
-    with asking():
-        made = plan_command.build_plan(model, cards, asked)
+    with exit_on_bad_usage():
+        plan = plan_command.build_plan(model, cards, options)
     if as_json:
-        print_json(plan_command.as_dict(made, asked.top))
+        print_json(plan_command.as_dict(plan, options.top))
     else:
-        print(plan_command.render(made, asked.top))
-    return 0 if made.problem is None else 1
+        print(plan_command.render(plan, options.top))
+    return 0 if plan.problem is None else 1
 
 
 def _train(recipe: str, options: list[str], ranks: int | None, fresh: bool, torchrun: str, dry_run: bool) -> int:
@@ -348,12 +370,12 @@ def _train(recipe: str, options: list[str], ranks: int | None, fresh: bool, torc
     from whorl.titan import train_command
     from whorl.titan.folder_lock import check_free
 
-    with asking():
+    with exit_on_bad_usage():
         job = train_command.build_job(recipe, options, ranks=ranks, torchrun=torchrun)
     if dry_run:
         print(shlex.join(job.command))
         return 0
-    with asking():
+    with exit_on_bad_usage():
         check_free(job.locked)
     if fresh and (aside := train_command.set_aside(job.folder)):
         print(f"the earlier run is now in {aside}")
@@ -366,7 +388,7 @@ def _plot_training(folders: list[Path]) -> int:
     from whorl.titan.display import plot
 
     output = folders[0] / "metrics.png"
-    with asking():
+    with exit_on_bad_usage():
         plot(folders, output)
     print(output)
     return 0

@@ -1,6 +1,6 @@
-"""Fields of a dataclass that are also options of commands. What --help says of one stands where it is declared.
+"""Dataclass fields that are also command-line options. A field declares its help text, names and bounds.
 
-`whorl.options` makes command lines of such dataclasses; nothing here needs it, or torch.
+`whorl.options` turns such dataclasses into command lines; this module needs neither it nor torch.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,12 @@ _KEY = "option"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """text: what --help says. names: of the option; a switch's may be "--so/--not-so". vllm: vLLM's names of the same,
-    written alike, whether or not they are ours, too.
+    """How a field appears on the command line.
 
-    least, most: bounds of a number. above: a bound that a number must be above.
+    text: the help text. names: the flags; a switch may be "--so/--not-so". vllm: vLLM's flags for the same option,
+    written in the same form, whether or not whorl has them too. panel: the group of --help that lists the option.
+    least, most: inclusive bounds of a number. above: an exclusive lower bound. env: an environment variable that sets
+    the default.
     """
 
     text: str
@@ -32,33 +34,38 @@ class Option:
 
 
 def option(default: Any, text: str, *names: str, **more: Any) -> Any:
-    """A field with this default. names: default: one made of the field's name. more: fields of `Option`."""
-    made = Option(text=text, names=names, **more)
+    """Return a dataclass field with this default that is also an option.
+
+    text: the help text; names: its flags, by default one made of the field's name; more: other fields of `Option`.
+    Raises TypeError for a mutable default. Example: `repeats: int = option(5, "Runs to take the median of.", least=1)`.
+    """
+    declared = Option(text=text, names=names, **more)
     if isinstance(default, list | dict | set):
-        raise TypeError(f"{text}: a default of type {type(default).__name__} would be shared; take a tuple or None")
-    return field(default=default, metadata={_KEY: made})
+        kind = type(default).__name__
+        raise TypeError(f"{text}: a default of type {kind} would be shared by all instances; use a tuple or None")
+    return field(default=default, metadata={_KEY: declared})
 
 
 def options(kind: type) -> Iterator[tuple[Field[Any], Option]]:
-    """The fields of a dataclass that are options, in their order."""
-    for each in fields(kind):
-        if _KEY in each.metadata:
-            yield each, each.metadata[_KEY]
+    """Yield the fields of a dataclass that are options, in declaration order."""
+    for field_ in fields(kind):
+        if _KEY in field_.metadata:
+            yield field_, field_.metadata[_KEY]
 
 
-def names_of(each: Field[Any]) -> tuple[str, ...]:
-    """How a command line spells it; a switch and its opposite are one string."""
-    made: Option = each.metadata[_KEY]
-    return made.names or (f"--{each.name.replace('_', '-')}",)
+def flag_names(field_: Field[Any]) -> tuple[str, ...]:
+    """Return the flags of a field; a switch and its negation are one string."""
+    declared: Option = field_.metadata[_KEY]
+    return declared.names or (f"--{field_.name.replace('_', '-')}",)
 
 
-def aliases(each: Field[Any]) -> dict[str, str]:
-    """vLLM's names that are not ours, and the one of ours that each stands for."""
-    ours = names_of(each)
+def aliases(field_: Field[Any]) -> dict[str, str]:
+    """Map each flag of vLLM that whorl does not have to whorl's flag for the same option."""
+    ours = flag_names(field_)
     known = {name for spelled in ours for name in spelled.split("/")}
     pairs = [
         pair
-        for vllm in each.metadata[_KEY].vllm
+        for vllm in field_.metadata[_KEY].vllm
         for pair in zip(vllm.split("/"), ours[0].split("/"), strict=True)
         if pair[0] not in known
     ]
@@ -66,24 +73,24 @@ def aliases(each: Field[Any]) -> dict[str, str]:
 
 
 def choices(hint: Any) -> tuple[str, ...]:
-    """Of a Literal, or of an optional one; () for other types."""
+    """Return the values of a Literal type, also of an optional one; () for other types."""
     if get_origin(hint) is Literal:
         return tuple(get_args(hint))
     return tuple(value for part in get_args(hint) for value in choices(part))
 
 
 def check(settings: Any) -> None:
-    """Refuse with ValueError a value that is outside of what its field declares."""
+    """Raise ValueError for the first field of `settings` whose value is outside of what the field declares."""
     hints = get_type_hints(type(settings))
-    for each, made in options(type(settings)):
-        value, hint = getattr(settings, each.name), hints[each.name]
+    for field_, declared in options(type(settings)):
+        value, hint = getattr(settings, field_.name), hints[field_.name]
         is_optional = NoneType in get_args(hint)
         if value is None and is_optional:
             continue
         if (allowed := choices(hint)) and value not in allowed:
-            raise ValueError(f"{each.name} is {value!r}, expected {_listed(allowed, is_optional)}")
-        if wrong := _out_of_bounds(value, hint, made):
-            raise ValueError(f"{each.name} is {value!r}, expected {wrong}")
+            raise ValueError(f"{field_.name} is {value!r}, expected {_listed(allowed, is_optional)}")
+        if expected := _out_of_bounds(value, hint, declared):
+            raise ValueError(f"{field_.name} is {value!r}, expected {expected}")
 
 
 def _listed(allowed: tuple[str, ...], is_optional: bool) -> str:
@@ -93,18 +100,18 @@ def _listed(allowed: tuple[str, ...], is_optional: bool) -> str:
     return f"{', '.join(first)} or {last}"
 
 
-def _out_of_bounds(value: Any, hint: Any, made: Option) -> str | None:
-    """What was expected of a number; None where this is it, or no number."""
+def _out_of_bounds(value: Any, hint: Any, declared: Option) -> str | None:
+    """Return what was expected of a number that is out of bounds or of the wrong type, else None."""
     kinds = {kind for kind in (hint, *get_args(hint)) if kind in (int, float)}
     if not kinds:
         return None
     if isinstance(value, bool) or not isinstance(value, Integral if kinds == {int} else Real):
         return "a whole number" if kinds == {int} else "a number"
     number = float(value)
-    if made.least is not None and number < made.least:
-        return f"at least {made.least:g}"
-    if made.above is not None and number <= made.above:
-        return f"more than {made.above:g}"
-    if made.most is not None and number > made.most:
-        return f"at most {made.most:g}"
+    if declared.least is not None and number < declared.least:
+        return f"at least {declared.least:g}"
+    if declared.above is not None and number <= declared.above:
+        return f"more than {declared.above:g}"
+    if declared.most is not None and number > declared.most:
+        return f"at most {declared.most:g}"
     return None

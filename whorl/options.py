@@ -1,4 +1,4 @@
-"""What commands share: how they refuse, and options made of the fields of dataclasses. No torch here."""
+"""Code that all commands share: errors of usage, and options made from dataclass fields. It needs no torch."""
 
 import contextlib
 import importlib
@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hint
 
 import typer
 
-from whorl.fields import Option, aliases, names_of, options
+from whorl.fields import Option, aliases, flag_names, options
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -31,14 +31,14 @@ class Dtype(StrEnum):
 
 
 def stop(message: str) -> NoReturn:
-    """Asked wrongly: one line, no traceback."""
+    """End the command with one line on standard error and exit code 2, for bad usage."""
     typer.echo(f"whorl: {message}", err=True)
     raise typer.Exit(2)
 
 
 @contextlib.contextmanager
-def asking() -> Iterator[None]:
-    """Around what a command makes of its arguments; errors of its work keep their traceback."""
+def exit_on_bad_usage() -> Iterator[None]:
+    """Turn a ValueError into `stop`. Used around the reading of arguments; errors in the work keep their traceback."""
     try:
         yield
     except ValueError as error:
@@ -46,7 +46,7 @@ def asking() -> Iterator[None]:
 
 
 def need_torch() -> None:
-    """Refuse where it is not installed; else a terminal shows that something happens in the seconds of its import."""
+    """Exit when torch is not installed. On a terminal, show "starting" during the seconds that its import takes."""
     if importlib.util.find_spec("torch") is None:
         stop("this command needs torch: pip install torch")
     if "torch" not in sys.modules and sys.stderr.isatty():
@@ -56,12 +56,14 @@ def need_torch() -> None:
 
 
 def need_engine(command: str) -> None:
+    """Exit when a package that the engine needs is not installed."""
     packages = {"tokenizers": "tokenizers", "jinja2": "jinja2", "safetensors": "safetensors", "gguf": "gguf"}
     if missing := [name for name, module in packages.items() if importlib.util.find_spec(module) is None]:
         stop(f"{command} needs {', '.join(missing)}: pip install 'whorl[engine]'")
 
 
 def print_json(document: Any) -> None:
+    """Print a document as indented JSON."""
     print(json.dumps(document, indent=2))
 
 
@@ -73,103 +75,104 @@ Model = Annotated[
 ]
 
 
-# ---- options made of dataclasses
+# ---- options made from dataclasses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Here:
-    """What a command takes of a dataclass: `Annotated[EngineSettings, Here(defaults={"max_num_seqs": 1})]`.
+class Overrides:
+    """How a command's options differ from a dataclass: `Annotated[EngineSettings, Overrides(defaults={"tp": 2})]`.
 
-    defaults: other than the dataclass's own. without: fields that are no options of this command, and what to say to
-    who asks for them.
+    defaults: values that replace those of the dataclass. without: fields that are not options of this command, each
+    with the text to print when a user gives it.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
 
 
-def spread(function: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of each dataclass that it takes as options of its own.
+def expand_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command so that the fields of its dataclass parameters become command-line options.
 
-    A parameter whose annotation is a dataclass of `whorl.fields.option` fields becomes one parameter for each of them,
-    in its place; the command gets the dataclass. What it refuses ends the command with a line. For `whorl.pasted` the
-    result has `aliases`, other programs' names of its options, and `refused`, those that a `Here` leaves out.
+    A parameter whose annotation is a dataclass of `whorl.fields.option` fields is replaced, in its place, by one
+    parameter for each field; the command receives the dataclass. A ValueError of the dataclass ends the command with
+    one line. For `whorl.pasted` the result has two attributes: `aliases`, other programs' names for its options, and
+    `refused`, the options that an `Overrides` leaves out.
     """
     parameters, groups = [], {}
     refused: dict[str, str] = {}
-    others: dict[str, str] = {}
-    for each in inspect.signature(function, eval_str=True).parameters.values():
-        kind, here = _dataclass_of(each.annotation)
-        if kind is None:
-            parameters.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    foreign_names: dict[str, str] = {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        dataclass_type, overrides = _dataclass_of(parameter.annotation)
+        if dataclass_type is None:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
-        made = _parameters(kind, here)
-        groups[each.name] = kind, here, [parameter.name for parameter in made]
-        for left_out, why in _left_out(kind, here):
+        expanded = _parameters(dataclass_type, overrides)
+        groups[parameter.name] = dataclass_type, overrides, [new.name for new in expanded]
+        for left_out, why in _left_out(dataclass_type, overrides):
             refused |= dict.fromkeys(left_out, why)
-        for field_, _ in options(kind):
-            others |= aliases(field_) if field_.name not in here.without else {}
-        parameters += made
+        for field_, _ in options(dataclass_type):
+            foreign_names |= aliases(field_) if field_.name not in overrides.without else {}
+        parameters += expanded
 
-    def command(**given: Any) -> None:
-        with asking():
-            for name, (kind, here, names) in groups.items():
-                values = {each: _frozen(given.pop(each)) for each in names}
-                given[name] = kind(**{**here.defaults, **values})
-        function(**given)
+    def command(**arguments: Any) -> None:
+        with exit_on_bad_usage():
+            for name, (dataclass_type, overrides, names) in groups.items():
+                values = {option: _frozen(arguments.pop(option)) for option in names}
+                arguments[name] = dataclass_type(**{**overrides.defaults, **values})
+        function(**arguments)
 
-    command.refused, command.aliases = refused, others  # type: ignore[attr-defined]
+    command.refused, command.aliases = refused, foreign_names  # type: ignore[attr-defined]
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
 
 
-def _dataclass_of(annotation: Any) -> tuple[Any, Here]:
-    kind, *more = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
-    if not (isinstance(kind, type) and is_dataclass(kind)):
-        return None, Here()
-    return kind, next((each for each in more if isinstance(each, Here)), Here())
+def _dataclass_of(annotation: Any) -> tuple[Any, Overrides]:
+    dataclass_type, *more = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    if not (isinstance(dataclass_type, type) and is_dataclass(dataclass_type)):
+        return None, Overrides()
+    return dataclass_type, next((item for item in more if isinstance(item, Overrides)), Overrides())
 
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _parameters(kind: type, here: Here) -> list[inspect.Parameter]:
-    """One for each field that the command takes."""
-    hints = get_type_hints(kind)
+def _parameters(dataclass_type: type, overrides: Overrides) -> list[inspect.Parameter]:
+    """Return one parameter for each field that is an option of the command."""
+    hints = get_type_hints(dataclass_type)
     return [
         inspect.Parameter(
-            each.name,
+            field_.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=here.defaults.get(each.name, each.default),
-            annotation=Annotated[_typer_type(hints[each.name]), _typer_option(each, made, hints[each.name])],
+            default=overrides.defaults.get(field_.name, field_.default),
+            annotation=Annotated[_typer_type(hints[field_.name]), _typer_option(field_, declared, hints[field_.name])],
         )
-        for each, made in options(kind)
-        if each.name not in here.without
+        for field_, declared in options(dataclass_type)
+        if field_.name not in overrides.without
     ]
 
 
-def _left_out(kind: type, here: Here) -> Iterator[tuple[list[str], str]]:
-    """All names of each field that is no option here, and why."""
-    for each, _ in options(kind):
-        if each.name in here.without:
-            ours = [name for spelled in names_of(each) for name in spelled.split("/")]
-            yield [*ours, *aliases(each)], here.without[each.name]
+def _left_out(dataclass_type: type, overrides: Overrides) -> Iterator[tuple[list[str], str]]:
+    """Yield all flags of each field that the command leaves out, and the text to print for it."""
+    for field_, _ in options(dataclass_type):
+        if field_.name in overrides.without:
+            ours = [name for spelled in flag_names(field_) for name in spelled.split("/")]
+            yield [*ours, *aliases(field_)], overrides.without[field_.name]
 
 
 def _typer_type(hint: Any) -> Any:
     return list[str] if hint == tuple[str, ...] else hint
 
 
-def _typer_option(each: Field[Any], made: Option, hint: Any) -> Any:
+def _typer_option(field_: Field[Any], declared: Option, hint: Any) -> Any:
     is_number = bool({int, float} & {hint, *get_args(hint)})
     return typer.Option(
-        *names_of(each),
-        help=made.text,
-        min=made.least if made.least is not None else made.above,
-        max=made.most,
-        metavar=made.metavar or ("N" if is_number else None),
-        envvar=made.env,
-        rich_help_panel=made.panel,
+        *flag_names(field_),
+        help=declared.text,
+        min=declared.least if declared.least is not None else declared.above,
+        max=declared.most,
+        metavar=declared.metavar or ("N" if is_number else None),
+        envvar=declared.env,
+        rich_help_panel=declared.panel,
     )

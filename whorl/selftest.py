@@ -1,6 +1,6 @@
-"""`whorl selftest`: every operator, every backend this machine has, every case, under one rule.
+"""`whorl selftest`: checks every case of every operator in every backend of this machine by one rule.
 
-`whorl.judge` has the rule: an answer's error against fp64 is at most twice the reference's own rounding error.
+`whorl.judge` has the rule: the error against fp64 is at most twice the rounding error of the reference.
 """
 
 import functools
@@ -27,7 +27,7 @@ from whorl.judge import (
     answers,
     convert,
     guarded,
-    home_of,
+    reference_device,
     judge_call,
     judge_gradient,
 )
@@ -35,7 +35,7 @@ from whorl.ops import OPS, Op
 from whorl.timing import bandwidth, is_short, measure
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SPEED_TOKENS = 256  # where there is no accelerator the case timed is cut down to these
+SPEED_TOKENS = 256  # without an accelerator the timed case has at most this many tokens
 
 
 # ---- the report
@@ -43,6 +43,8 @@ SPEED_TOKENS = 256  # where there is no accelerator the case timed is cut down t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
+    """A failed check. what: the case and dtype; problem: what is wrong."""
+
     operator: str
     backend: str
     what: str
@@ -51,19 +53,21 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One operator in one backend."""
+    """The checks of one operator in one backend."""
 
     operator: str
     backend: str
     passed: int
     failed: int
-    skipped: Mapping[str, int]  # cases this backend does not take, by reason
+    skipped: Mapping[str, int]  # number of cases that this backend does not accept, by reason
     worst_ratio: float
     speed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
+    """The result of a self-test."""
+
     device: str
     device_name: str
     versions: Mapping[str, str]
@@ -80,9 +84,9 @@ class Report:
 
 
 def run(device: str | None = None, ops: Mapping[str, Op] = OPS, jobs: int = 1) -> Report:
-    """Try everything that can run on `device`, by default the best this machine has; a progress bar on a terminal.
+    """Check every backend that can run on `device`, by default the best one here; a terminal shows a progress bar.
 
-    jobs: processes side by side; on an accelerator the time goes into compiling kernels.
+    jobs: parallel processes, which help on an accelerator, where most of the time is spent compiling kernels.
     """
     from whorl import __version__
 
@@ -107,6 +111,7 @@ def run(device: str | None = None, ops: Mapping[str, Op] = OPS, jobs: int = 1) -
 
 
 def default_jobs(device: str) -> int:
+    """Return the number of processes for `device`: 1 on the CPU, else up to 8."""
     return 1 if devices.accelerator(device) is None else min(8, os.cpu_count() or 1)
 
 
@@ -138,20 +143,20 @@ def _run_operator(op: Op, device: str) -> Results:
     failures: list[Failure] = []
     absent: dict[str, str] = {}
     for backend in ("torch", *op.impls):
-        reason = devices.unavailable(backend, device, asked=True)
+        reason = devices.unavailable(backend, device, by_name=True)
         if reason is not None:
             absent[backend] = reason
             continue
-        row, wrong = _run_backend(op, backend, device)
+        row, new_failures = _run_backend(op, backend, device)
         rows.append(row)
-        failures += wrong
+        failures += new_failures
     return rows, failures, absent
 
 
 def _run_backend(op: Op, backend: str, device: str) -> tuple[Row, list[Failure]]:
     passed, skipped, ratios = 0, Counter[str](), [0.0]
     failures: list[Failure] = []
-    for what, reason, check in _checks(op, backend, device):
+    for name, reason, check in _checks(op, backend, device):
         if reason is not None:
             skipped[reason] += 1
             continue
@@ -160,7 +165,7 @@ def _run_backend(op: Op, backend: str, device: str) -> tuple[Row, list[Failure]]
         if verdict.problem is None:
             passed += 1
         else:
-            failures.append(Failure(operator=op.name, backend=backend, what=what, problem=verdict.problem))
+            failures.append(Failure(operator=op.name, backend=backend, what=name, problem=verdict.problem))
     row = Row(
         operator=op.name,
         backend=backend,
@@ -173,7 +178,7 @@ def _run_backend(op: Op, backend: str, device: str) -> tuple[Row, list[Failure]]
 
 
 def _checks(op: Op, backend: str, device: str) -> Iterator[tuple[str, str | None, Callable[[], Verdict]]]:
-    """Every case in every dtype: its name, why it is left out or None, and what to do."""
+    """Yield for every case in every dtype its name, why it is skipped (or None), and the check itself."""
     has_gradient = not op.forward_only and not op.name.endswith("_backward")
     defaults = {p.name: p.default for p in inspect.signature(op.reference).parameters.values()}
     for case in op.cases:
@@ -182,37 +187,37 @@ def _checks(op: Op, backend: str, device: str) -> Iterator[tuple[str, str | None
             values = op.make(**case, dtype=dtype, device=devices.HOST)  # the same numbers on every device
             values = convert(values, lambda t: t.to(device))
             reason = None if backend == "torch" else op.impls[backend].accepts(**defaults | values)
-            what = f"{describe(case)}, {str(dtype).removeprefix('torch.')}"
-            home = home_of(backend, device)
-            yield what, reason, functools.partial(judge_call, op, values, backend, home=home)
+            name = f"{describe(case)}, {str(dtype).removeprefix('torch.')}"
+            home = reference_device(backend, device)
+            yield name, reason, functools.partial(judge_call, op, values, backend, home=home)
             if has_gradient:
                 gradient = functools.partial(judge_gradient, op, values, backend, home=home)
-                yield f"gradient of {what}", reason, gradient
+                yield f"gradient of {name}", reason, gradient
 
 
 def _speed(op: Op, backend: str, device: str) -> str:
     if not op.bench_cases or devices.is_interpreting():
         return ""
     case = op.bench_cases[0]
-    if devices.accelerator(device) is None:  # of products the host does seconds of work for each token
+    if devices.accelerator(device) is None:  # matrix products take the host seconds for each token
         case = op.cases[1] if op.flops is not None else shrink(case, SPEED_TOKENS)
     values = op.make(**case, dtype=torch.bfloat16, device=device)
     num_bytes = op.bytes(values, tuple(answers(op, op.reference, values)))
-    # References read sizes back from the device, which no graph can record.
+    # References read sizes back from the device, which a graph cannot record.
     runs, short = [lambda: op(**values, backend=backend)], is_short(num_bytes, device)
     timing = measure(runs, device, short=short, recorded=backend != "torch")
     return f"{timing.us:.1f} us, {bandwidth(num_bytes, timing.us)} ({describe(case)}, bfloat16)"
 
 
 def _rule(device: str) -> str:
-    rule = f"error against fp64 at most {LIMIT:g} times the reference's own"
+    rule = f"error against fp64 at most {LIMIT:g} times that of the reference"
     if device == devices.HOST:
         return rule
-    return f"{rule}, {IN_FP32:g} times in fp32; the reference here {ELSEWHERE:g} times that on the host"
+    return f"{rule}, {IN_FP32:g} times in fp32; the reference here at most {ELSEWHERE:g} times that on the host"
 
 
 def render(report: Report) -> str:
-    """The report as text to paste into a bug report."""
+    """Return the report as text to paste into a bug report."""
     width = 2 + max(len(name) for name in ("operator", *(row.operator for row in report.rows)))
     lines = [
         "whorl selftest",
@@ -231,7 +236,8 @@ def render(report: Report) -> str:
     if skipped:
         lines += ["", "cases skipped because:", *(f"  {backend}: {why}" for backend, why in skipped)]
     if report.absent:
-        lines += ["", "not here:", *(f"  {backend}: {why}" for backend, why in report.absent.items())]
+        lines += ["", "backends not available here:"]
+        lines += [f"  {backend}: {why}" for backend, why in report.absent.items()]
     if report.failures:
         lines += ["", "failures:", *(f"  {f.operator}/{f.backend}, {f.what}: {f.problem}" for f in report.failures)]
     total, failed = sum(r.passed + r.failed for r in report.rows), len(report.failures)

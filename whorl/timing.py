@@ -1,4 +1,4 @@
-"""Time of a call on a device: replayed graphs, so that no launch gap is timed; events where nothing can be recorded."""
+"""Timing of calls on a device, by replayed graphs without launch gaps, or by events where no graph can be recorded."""
 
 import math
 import statistics
@@ -13,56 +13,61 @@ from whorl import device as devices
 
 Run = Callable[[], Any]
 
-# Written between two timed calls so that nothing is left in the cache: larger than the 192 MB of an Ascend 910B.
+# Bytes written between two timed calls to flush the cache: more than the 192 MB cache of an Ascend 910B.
 FLUSH_BYTES = 256 * 2**20
-SHORT_BYTES = 32 * 2**20  # below this a call is over sooner than the host launches it (8 us at 4 TB/s)
+SHORT_BYTES = 32 * 2**20  # below this a call ends sooner than the host can launch the next one (8 us at 4 TB/s)
 SHORT_LAUNCHES = 128
 LONG_LAUNCHES = 8
 REPEATS, FEWEST = 100, 5
-BUDGET_US = 1e6  # of one measurement: what takes long is repeated less often
-CALL_US = 2e4  # beyond this the gap between two launches does not show: no graph is recorded
+BUDGET_US = 1e6  # of one measurement: long calls are repeated less often
+CALL_US = 2e4  # for longer calls the launch gap is negligible and no graph is recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
+    """us: median microseconds of a call; how: the method; hot_us: the same with inputs in the cache."""
+
     us: float
     how: str
     hot_us: float | None = None
 
 
 def matmul_rate(dtype: torch.dtype, device: str) -> float:
-    """Operations a second of a large square product of normal numbers: what a kernel of products is measured by."""
+    """Return the operations per second of a large square matrix product of normal numbers, as a yardstick."""
     size = 256 if devices.accelerator(device) is None else 8192
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / (measure([lambda: a @ b], device).us * 1e-6)
 
 
 def bandwidth(num_bytes: int, us: float) -> str:
+    """Return bytes per time as text, in TB/s or GB/s."""
     rate = num_bytes / us / 1e6  # TB/s
     return f"{rate:.2f} TB/s" if rate >= 0.1 else f"{rate * 1e3:.2f} GB/s"
 
 
 def operations(rate: float) -> str:
+    """Return operations per second as text, in TFLOP/s or GFLOP/s."""
     return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.3g} GFLOP/s"
 
 
 def is_short(num_bytes: int, device: str) -> bool:
+    """Return whether a call moves so few bytes that the host's launches would dominate its time."""
     return devices.accelerator(device) is not None and num_bytes < SHORT_BYTES
 
 
 def num_buffers(num_bytes: int, device: str) -> int:
-    """Sets of arguments to take in turn, so that together they do not fit the cache."""
+    """Return how many sets of arguments to use in turn, so that together they exceed the cache."""
     if devices.accelerator(device) is None:
         return 1
-    wanted = math.ceil(2 * FLUSH_BYTES / num_bytes)
-    return min(SHORT_LAUNCHES, max(16, wanted)) if is_short(num_bytes, device) else wanted
+    count = math.ceil(2 * FLUSH_BYTES / num_bytes)
+    return min(SHORT_LAUNCHES, max(16, count)) if is_short(num_bytes, device) else count
 
 
 def measure(runs: Sequence[Run], device: str, *, short: bool = False, recorded: bool = True) -> Timing:
-    """Median time of one call. `runs` are the same call on different buffers.
+    """Return the median time of one call. `runs` are the same call on different buffers.
 
-    A short call is timed from cold buffers and, `hot_us`, again and again on the first: between two small kernels of
-    a decode step its inputs are in the cache. Without `recorded`, calls are timed one by one.
+    A short call is timed twice: with cold buffers (`us`), and repeatedly on the first buffer (`hot_us`), since between
+    two small kernels of a decode step its inputs are in the cache. Without `recorded`, calls are timed one by one.
     """
     if devices.accelerator(device) is None:
         return Timing(us=_by_clock(runs[0]), how="wall clock")
@@ -87,8 +92,8 @@ def _by_clock(run: Run, seconds: float = 0.04, least: int = 3) -> float:
 def _by_graph(runs: Sequence[Run], device: str, short: bool) -> Timing | None:
     rounds = math.ceil((SHORT_LAUNCHES if short else LONG_LAUNCHES) / len(runs))
     launches = len(runs) * rounds
-    kept: list[Any] = []  # results of short calls stay alive, or every launch would write the same, cached memory
-    keep = kept.append if short else lambda result: None
+    results: list[Any] = []  # they stay alive for short calls, or every launch would write the same, cached memory
+    keep = results.append if short else lambda result: None
     cold = devices.record_graph(device, lambda: [keep(run()) for _ in range(rounds) for run in runs])
     if cold is None:
         return None
@@ -116,7 +121,7 @@ def _repeats(run: Run, device: str, most: int) -> int:
 
 
 def _between_events(run: Run, device: str, *, repeats: int, before: Run | None = None, times: int = 0) -> float:
-    """Median microseconds the device spends on `run`."""
+    """Return the median microseconds that the device spends on `run`."""
     pairs = [(devices.timing_event(device), devices.timing_event(device)) for _ in range(repeats)]
     for start, end in pairs:
         for _ in range(times):
@@ -130,7 +135,7 @@ def _between_events(run: Run, device: str, *, repeats: int, before: Run | None =
 
 
 def _backlog(run: Run, flush: Run, device: str) -> int:
-    """Flushes that keep the device busy for as long as the host takes to launch `run`: no gaps are timed."""
+    """Return how many flushes keep the device busy while the host launches `run`, so that no launch gap is timed."""
     devices.synchronize(device)
     start = time.perf_counter()
     run()

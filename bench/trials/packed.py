@@ -1,10 +1,11 @@
-"""Products of packed weights on a GPU: bits first, then times with cold caches, several tiles each.
+"""Products of packed weights on a GPU: checks their bits, and times them with cold caches and several tiles.
 
-    python bench/trials/packed.py bits                # every number of tokens, against the rule on unpacked weights
-    python bench/trials/packed.py time int4 int8 fp8  # tables; --plans tries other tiles; --seconds 400 stops there
-    python bench/trials/packed.py compile int4        # fills Triton's cache by --jobs processes, so that time is short
+    python bench/trials/packed.py bits                # check the bits for several numbers of tokens
+    python bench/trials/packed.py time int4 int8 fp8  # print times; --plans tries other tiles; --seconds 400 stops then
+    python bench/trials/packed.py compile int4        # fill Triton's cache with --jobs processes before `time`
 
-The rule: `linear` of the values rounded to bf16, K in chunks of 1024 from zero, added in their order.
+The expected bits are those of `linear` on the unpacked weights rounded to bf16: K is summed in chunks of 1024 from
+zero, and the chunks are added in order.
 """
 
 import argparse
@@ -30,9 +31,9 @@ from whorl.ops.quantised.layout import CHUNK, packed_int4, tiled_bytes, values
 from whorl.ops.quantised.product_triton import Weight
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
-PEAK = 4.2e12  # bytes a second that a copy reaches on an H200
-COLD = 4e8  # bytes of weights that are cycled through: several times the L2 cache
-KINDS = {"int4": 128, "int4z": 32, "int8": 0, "fp8": 128, "fp8row": 0}  # columns of a scale
+PEAK = 4.2e12  # bytes per second of a copy on an H200
+COLD = 4e8  # bytes of weights to cycle through, several times the L2 cache
+KINDS = {"int4": 128, "int4z": 32, "int8": 0, "fp8": 128, "fp8row": 0}  # columns that share a scale; 0: all
 Shape = tuple[int, int]
 LINEAR: dict[str, Shape] = {
     "30B qkv": (5120, 2048),
@@ -41,12 +42,12 @@ LINEAR: dict[str, Shape] = {
     "235B o": (4096, 8192),
 }
 EXPERTS: dict[str, tuple[int, int]] = {"30B": (2048, 768), "235B": (4096, 1536)}  # hidden and inner sizes
-NUM, SLOTS = 128, 8
+NUM_EXPERTS, CHOICES = 128, 8
 
 
 @triton.jit
-def _rule_kernel(x_ptr, w_ptr, y_ptr, T, N, K, CHUNK: tl.constexpr):
-    """fp32 [T, N] of bf16 operands, by the rule, in the plainest tiles."""
+def _exact_kernel(x_ptr, w_ptr, y_ptr, T, N, K, CHUNK: tl.constexpr):
+    """fp32 [T, N] of bf16 operands with the expected bits, in simple tiles."""
     t = tl.program_id(0) * 64 + tl.arange(0, 64)
     n = tl.program_id(1) * 64 + tl.arange(0, 64)
     total = tl.zeros((64, 64), tl.float32)
@@ -61,26 +62,27 @@ def _rule_kernel(x_ptr, w_ptr, y_ptr, T, N, K, CHUNK: tl.constexpr):
     tl.store(y_ptr + t[:, None] * N + n[None, :], total, mask=(t < T)[:, None] & (n < N)[None, :])
 
 
-def rule(x: Tensor, w: Tensor) -> Tensor:
+def exact_linear(x: Tensor, w: Tensor) -> Tensor:
+    """Return x @ w.T in bf16 with the expected bits."""
     x, w = x.contiguous(), w.contiguous()
     y = torch.empty(len(x), len(w), device=DEVICE)
     grid = triton.cdiv(len(x), 64), triton.cdiv(len(w), 64)
-    _rule_kernel[grid](x, w, y, *y.shape, x.shape[1], CHUNK=CHUNK, enable_fp_fusion=False)
+    _exact_kernel[grid](x, w, y, *y.shape, x.shape[1], CHUNK=CHUNK, enable_fp_fusion=False)
     return y.to(DTYPE)
 
 
 def make(kind: str, *shape: int) -> Weight:
-    """Random codes; scales such that products are as large as what is multiplied."""
+    """Return a weight of random codes, with scales that keep outputs as large as inputs."""
     *lead, high, wide = shape
     columns = KINDS[kind]
     rows = 128 if kind == "fp8" else 1
-    held = (*lead, -(-high // rows), -(-wide // (columns or wide)))
+    scale_shape = (*lead, -(-high // rows), -(-wide // (columns or wide)))
     spread = {"int4": 4.6, "int8": 74.0, "fp8": 8.0}[kind[:4].rstrip("zr")] * wide**0.5
-    scales = (torch.rand(held, device=DEVICE) + 0.5) / spread
-    zeros = torch.randint(5, 12, held, device=DEVICE).to(torch.uint8) if kind == "int4z" else None
+    scales = (torch.rand(scale_shape, device=DEVICE) + 0.5) / spread
+    zeros = torch.randint(5, 12, scale_shape, device=DEVICE).to(torch.uint8) if kind == "int4z" else None
     if kind.startswith("int4"):
         wide_words = -(-wide // 128) * 16
-        if wide % 128 == 0:  # every word is as good as any other
+        if wide % 128 == 0:  # any random word is valid
             codes = torch.randint(-(2**31), 2**31, (*lead, high, wide_words), device=DEVICE, dtype=torch.int32)
         else:
             codes = packed_int4(torch.randint(0, 16, shape, device=DEVICE))
@@ -93,45 +95,49 @@ def make(kind: str, *shape: int) -> Weight:
 
 
 def unpacked(weight: Weight, columns: int) -> Tensor:
+    """Return the values of a weight in bf16."""
     block = weight.rows, weight.columns
     return values(weight.codes, weight.scales, weight.zeros, columns, DTYPE, block=block, tiled=weight.tiled)
 
 
-def of(weight: Weight, *entries: int) -> Weight:
-    """Some of a stack, or one of it."""
+def take_experts(weight: Weight, *entries: int) -> Weight:
+    """Return one expert of a stack of weights, or a range of them."""
     at = entries[0] if len(entries) == 1 else slice(*entries)
     zeros = None if weight.zeros is None else weight.zeros[at]
     return weight._replace(codes=weight.codes[at], scales=weight.scales[at], zeros=zeros)
 
 
 def keywords(weight: Weight) -> dict[str, Any]:
+    """Return the keyword arguments of the packed operators for a weight."""
     return {"rows": weight.rows, "columns": weight.columns, "tiled": weight.tiled}
 
 
 # ---- bits
 
 
-def differ(name: str, got: Tensor, expected: Tensor) -> int:
-    count = int((got != expected).sum())
-    worst = float((got.float() - expected.float()).abs().max())
-    print(f"{'equal' if not count else 'DIFFER'}  {name}: {count} of {got.numel()} differ, by {worst:.2e}", flush=True)
+def count_differences(name: str, actual: Tensor, expected: Tensor) -> int:
+    """Print whether two results are equal; returns the number of elements that differ."""
+    count = int((actual != expected).sum())
+    worst = float((actual.float() - expected.float()).abs().max())
+    print(f"{'equal' if not count else 'DIFFER'}  {name}: {count} of {actual.numel()} differ by {worst:.2e}", flush=True)
     return count
 
 
 def linear_bits(kind: str, shape: Shape) -> int:
+    """Check `packed_linear`; returns the number of wrong elements."""
     weight, x = make(kind, *shape), torch.randn(300, shape[1], device=DEVICE, dtype=DTYPE)
     bias = torch.randn(shape[0], device=DEVICE, dtype=DTYPE)
-    expected = rule(x, unpacked(weight, shape[1]))
+    expected = exact_linear(x, unpacked(weight, shape[1]))
     wrong = 0
 
     def run(rows: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.packed_linear(rows, *weight[:3], bias, **keywords(weight), backend="triton")
 
     for count in (1, 2, 8, 16, 64, 200, 300):
-        wrong += differ(f"{kind} {shape} {count} rows", run(x[:count]), expected[:count])
+        wrong += count_differences(f"{kind} {shape} {count} rows", run(x[:count]), expected[:count])
     alone = torch.cat([run(x[i : i + 1]) for i in (0, 7, 63, 299)])
-    wrong += differ(f"{kind} {shape} rows alone", alone, expected[[0, 7, 63, 299]])
-    wrong += differ(f"{kind} {shape} bias, 1 and 300", run(x[7:8], bias), run(x, bias)[7:8])
+    wrong += count_differences(f"{kind} {shape} rows alone", alone, expected[[0, 7, 63, 299]])
+    wrong += count_differences(f"{kind} {shape} bias, 1 and 300", run(x[7:8], bias), run(x, bias)[7:8])
     gold = x[:8].double() @ unpacked(weight, shape[1]).double().T
     error = float((run(x[:8]).double() - gold).abs().max() / gold.abs().max())
     print(f"        error against fp64 {error:.1e}", flush=True)
@@ -139,41 +145,44 @@ def linear_bits(kind: str, shape: Shape) -> int:
 
 
 def experts_bits(kind: str, hidden: int, inner: int) -> int:
+    """Check `packed_experts`; returns the number of wrong elements."""
     gate_up, down = make(kind, 16, 2 * inner, hidden), make(kind, 16, hidden, inner)
     x = torch.randn(300, hidden, device=DEVICE, dtype=DTYPE)
-    ids = torch.rand(300, 16, device=DEVICE).argsort(-1)[:, :SLOTS].int()
-    weights = torch.rand(300, SLOTS, device=DEVICE)
-    parts = torch.zeros(300, SLOTS, hidden, device=DEVICE, dtype=DTYPE)
+    ids = torch.rand(300, 16, device=DEVICE).argsort(-1)[:, :CHOICES].int()
+    weights = torch.rand(300, CHOICES, device=DEVICE)
+    parts = torch.zeros(300, CHOICES, hidden, device=DEVICE, dtype=DTYPE)
     for e in range(16):
-        tokens, slots = (ids == e).nonzero(as_tuple=True)
-        both = rule(x[tokens], unpacked(of(gate_up, e), hidden))
+        tokens, choices = (ids == e).nonzero(as_tuple=True)
+        both = exact_linear(x[tokens], unpacked(take_experts(gate_up, e), hidden))
         gate, up = both.float().chunk(2, -1)
-        parts[tokens, slots] = rule((gate / (1 + torch.exp(-gate)) * up).to(DTYPE), unpacked(of(down, e), inner))
+        activated = (gate / (1 + torch.exp(-gate)) * up).to(DTYPE)
+        parts[tokens, choices] = exact_linear(activated, unpacked(take_experts(down, e), inner))
     expected = torch.empty_like(x)
     _combine(parts.view(-1, hidden), weights, expected)
     wrong = 0
     for count in (1, 3, 4, 8, 64, 300):
-        got = ops.packed_experts(
+        actual = ops.packed_experts(
             x[:count], *gate_up[:3], *down[:3], weights[:count], ids[:count], **keywords(gate_up), backend="triton"
         )
-        wrong += differ(f"{kind} experts {hidden}x{inner} {count} tokens", got, expected[:count])
+        wrong += count_differences(f"{kind} experts {hidden}x{inner} {count} tokens", actual, expected[:count])
     return wrong
 
 
 def int8_bits() -> int:
-    """int8 by int8, against whole numbers on the CPU."""
+    """Check products of int8 by int8 against integer arithmetic on the CPU; returns the number of wrong elements."""
     wrong = 0
     for high, wide in ((5120, 2048), (2048, 4096), (200, 1000)):
         codes = torch.randint(-127, 128, (high, wide), device=DEVICE, dtype=torch.int8)
         scales, x = torch.rand(high, device=DEVICE) / 1e3, torch.randn(300, wide, device=DEVICE, dtype=DTYPE)
         expected = ops.int8_linear(x.cpu(), codes.cpu(), scales.cpu(), backend="torch").to(DEVICE)
         for count in (1, 64, 300):
-            got = ops.int8_linear(x[:count], codes, scales, backend="triton")
-            wrong += differ(f"int8 x int8 {high}x{wide} {count} rows", got, expected[:count])
+            actual = ops.int8_linear(x[:count], codes, scales, backend="triton")
+            wrong += count_differences(f"int8 x int8 {high}x{wide} {count} rows", actual, expected[:count])
     return wrong
 
 
 def bits() -> int:
+    """Check all products; returns the number of wrong elements."""
     wrong = int8_bits()
     for kind in KINDS:
         for shape in ((5120, 2048), (2048, 4096), (4096, 8192), (200, 1536), (72, 1312)):
@@ -188,7 +197,7 @@ def bits() -> int:
 
 
 def microseconds(calls: list[Callable[[], object]]) -> float:
-    """Of one call, in a graph of all of them, each with weights of its own."""
+    """Return the median microseconds of a call, from a graph of all calls, each with different weights."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -196,19 +205,19 @@ def microseconds(calls: list[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    found = []
+    samples = []
     for _ in range(7):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(found[2:])
+        samples.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(samples[2:])
 
 
 def few_plans(kind: str, length: int, is_activated: bool, is_routed: bool, count: int) -> Iterator[dict[str, Any]]:
-    """Of the kernel for few tokens."""
+    """Yield tile sizes to try in the kernel for few tokens."""
     chunks = [c for c in (1, 2, 4, 8) if c <= triton.next_power_of_2(-(-length // CHUNK))]
     blocks = (512, 1024) if kind.startswith("int4") else (256, 512)
     blocks = blocks if count == 1 else (256,)
@@ -220,6 +229,7 @@ def few_plans(kind: str, length: int, is_activated: bool, is_routed: bool, count
 
 
 def tile_plans(count: int) -> Iterator[dict[str, Any]]:
+    """Yield tile sizes to try in the tiled kernel."""
     near = {"NEAR": 8}
     if count <= 16:
         for stages, block in ((3, 256), (5, 128), (7, 128)):
@@ -237,28 +247,31 @@ def tile_plans(count: int) -> Iterator[dict[str, Any]]:
 
 
 def expert_tile_plans() -> Iterator[dict[str, Any]]:
+    """Yield tile sizes to try in the tiled kernel of experts."""
     for tokens, block, stages in ((16, 128, 3), (16, 128, 5), (16, 256, 3), (32, 128, 4)):
         yield {"ROWS": 64, "TOKENS": tokens, "BLOCK_K": block, "num_warps": 4, "num_stages": stages}
 
 
-Job = tuple[str, float, Callable[[dict[str, Any] | None, bool], float]]  # name, bytes, time of a plan (None: our own)
+Job = tuple[str, float, Callable[[dict[str, Any] | None, bool], float]]  # name, bytes, time of a plan (None: default)
 
 
 def weight_bytes(weight: Weight) -> int:
+    """Return the bytes of a packed weight with its scales and zeros."""
     return sum(t.nbytes for t in weight[:3] if isinstance(t, Tensor))
 
 
 def linear_job(kind: str, name: str, count: int) -> tuple[Job, list[dict[str, Any]]]:
+    """Return the job of a `packed_linear` and the plans to try."""
     high, wide = LINEAR[name]
     x, y = (torch.randn(count, n, device=DEVICE, dtype=DTYPE) for n in (wide, high))
-    one = make(kind, high, wide)
-    size = weight_bytes(one) + x.nbytes + y.nbytes
+    first = make(kind, high, wide)
+    size = weight_bytes(first) + x.nbytes + y.nbytes
 
     def run(sizes: dict[str, Any] | None, is_short: bool) -> float:
-        weights = [one] if is_short else [make(kind, high, wide) for _ in range(max(2, int(COLD / size)))]
+        weights = [first] if is_short else [make(kind, high, wide) for _ in range(max(2, int(COLD / size)))]
         if sizes is None:
-            own = [lambda w=w: ops.packed_linear(x, *w[:3], **keywords(w), backend="triton") for w in weights]
-            return microseconds(own)
+            calls = [lambda w=w: ops.packed_linear(x, *w[:3], **keywords(w), backend="triton") for w in weights]
+            return microseconds(calls)
         launch = few.linear if "CHUNKS" in sizes else tiles.launch
         return microseconds([lambda w=w: launch(x, w, None, y, sizes) for w in weights])
 
@@ -267,16 +280,16 @@ def linear_job(kind: str, name: str, count: int) -> tuple[Job, list[dict[str, An
 
 
 def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, list[dict[str, Any]]]:
-    """One of the two products of experts. The ids of each call are other ones."""
+    """Return the job of one of the two products of experts and its plans. Each call has different expert ids."""
     hidden, inner = EXPERTS[name]
     high, wide, out = (2 * inner, hidden, inner) if is_up else (hidden, inner, hidden)
-    weight = make(kind, NUM, high, wide)
-    x = torch.randn(count if is_up else count * SLOTS, wide, device=DEVICE, dtype=DTYPE)
-    y = torch.empty(count * SLOTS, out, device=DEVICE, dtype=DTYPE)
-    sets = [torch.rand(count, NUM, device=DEVICE).argsort(-1)[:, :SLOTS].int().contiguous() for _ in range(16)]
+    weight = make(kind, NUM_EXPERTS, high, wide)
+    x = torch.randn(count if is_up else count * CHOICES, wide, device=DEVICE, dtype=DTYPE)
+    y = torch.empty(count * CHOICES, out, device=DEVICE, dtype=DTYPE)
+    sets = [torch.rand(count, NUM_EXPERTS, device=DEVICE).argsort(-1)[:, :CHOICES].int().contiguous() for _ in range(16)]
     used = statistics.mean(ids.unique().numel() for ids in sets)
-    size = weight_bytes(weight) / NUM * used + x.nbytes + y.nbytes
-    options = {"pairs_per_row": SLOTS if is_up else 1, "is_activated": is_up}
+    size = weight_bytes(weight) / NUM_EXPERTS * used + x.nbytes + y.nbytes
+    options = {"pairs_per_row": CHOICES if is_up else 1, "is_activated": is_up}
 
     def run(sizes: dict[str, Any] | None, is_short: bool) -> float:
         chosen = sets[:1] if is_short else sets
@@ -290,7 +303,7 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
                     for i in chosen
                 ]
             )
-        routings = [tiles_of_experts.route_by_expert(ids, NUM) if count > 4 else (ids, ids, False) for ids in chosen]
+        routings = [tiles_of_experts.route_by_expert(ids, NUM_EXPERTS) if count > 4 else (ids, ids, False) for ids in chosen]
         launch = tiles_of_experts.launch
         return microseconds(
             [
@@ -300,11 +313,12 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
         )
 
     plans = [*(few_plans(kind, wide, is_up, True, 1) if count <= 8 else ()), *expert_tile_plans()]
-    what = "gate_up" if is_up else "down"
-    return (f"{kind} {name} {what} {used:.0f} x {high}x{wide}, {count} tokens", size, run), plans
+    product = "gate_up" if is_up else "down"
+    return (f"{kind} {name} {product} {used:.0f} x {high}x{wide}, {count} tokens", size, run), plans
 
 
 def jobs(kinds: list[str]) -> Iterator[tuple[Job, list[dict[str, Any]]]]:
+    """Yield all jobs and the plans to try for each."""
     for kind, count in itertools.product(kinds, (1, 8, 64)):
         for name in reversed(EXPERTS):
             yield experts_job(kind, name, count, True)
@@ -314,27 +328,28 @@ def jobs(kinds: list[str]) -> Iterator[tuple[Job, list[dict[str, Any]]]]:
 
 
 def report(job: Job, plans: list[dict[str, Any]], until: float) -> None:
+    """Time a job with the default plan and, until the time is over, with others; print the best and the worst."""
     name, size, run = job
     floor = size / PEAK * 1e6
     ours = run(None, False)
-    print(f"{name}: {size / 1e6:.1f} MB, floor {floor:.1f} us; ours {ours:.1f} us ({floor / ours:.0%})", flush=True)
-    found = []
+    print(f"{name}: {size / 1e6:.1f} MB, floor {floor:.1f} us; default {ours:.1f} us ({floor / ours:.0%})", flush=True)
+    times = []
     for sizes in plans:
         if time.time() > until:
             break
         try:
-            found.append((run(sizes, False), sizes))
+            times.append((run(sizes, False), sizes))
         except Exception as error:
             print(f"    {sizes}: {type(error).__name__} {str(error)[:120]}", flush=True)
-    for us, sizes in sorted(found, key=lambda one: one[0])[:4]:
+    for us, sizes in sorted(times, key=lambda pair: pair[0])[:4]:
         print(f"    {us:7.1f} us {size / us / 1e6:5.2f} TB/s  {sizes}", flush=True)
-    if found:
-        us, sizes = max(found, key=lambda one: one[0])
-        print(f"    {us:7.1f} us at worst, {len(found)} tried: {sizes}", flush=True)
+    if times:
+        us, sizes = max(times, key=lambda pair: pair[0])
+        print(f"    {us:7.1f} us is the slowest of {len(times)}: {sizes}", flush=True)
 
 
 def compile_all(kinds: list[str], share: tuple[int, int]) -> None:
-    """This share of the plans, once each: what Triton compiles stays on disk."""
+    """Run a share of the plans once each, so that Triton's cache on disk has their kernels."""
     number = 0
     for (_, _, run), plans in jobs(kinds):
         for sizes in (None, *plans):
@@ -354,23 +369,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--share", type=int, default=-1, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    until = time.time() + given.seconds
+    args = parser.parse_args()
+    until = time.time() + args.seconds
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
-    if given.what == "bits":
+    if args.what == "bits":
         sys.exit(bool(bits()))
-    if given.what == "compile" and given.share < 0:
-        command = [sys.executable, __file__, "compile", *given.kinds, "--jobs", str(given.jobs), "--share"]
-        running = [subprocess.Popen([*command, str(i)]) for i in range(given.jobs)]
+    if args.what == "compile" and args.share < 0:
+        command = [sys.executable, __file__, "compile", *args.kinds, "--jobs", str(args.jobs), "--share"]
+        running = [subprocess.Popen([*command, str(i)]) for i in range(args.jobs)]
         sys.exit(max(process.wait() for process in running))
-    if given.what == "compile":
-        compile_all(given.kinds, (given.share, given.jobs))
+    if args.what == "compile":
+        compile_all(args.kinds, (args.share, args.jobs))
         return
-    for job, plans in jobs(given.kinds):
+    for job, plans in jobs(args.kinds):
         if time.time() > until:
             print("no time left")
             break
-        report(job, plans if given.plans else [], until)
+        report(job, plans if args.plans else [], until)
 
 
 if __name__ == "__main__":

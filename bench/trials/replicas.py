@@ -1,10 +1,10 @@
-"""Prefix hit rate and throughput of several replicas on one machine, by cached prompt and load beside each in turn.
+"""Prefix cache hit rate and throughput of several replicas on one machine, routed by prefix and by round robin.
 
-    python bench/trials/replicas.py                      # 2 and 4 replicas, both ways of routing: a table
+    python bench/trials/replicas.py                      # 2 and 4 replicas, both routings: a table
     python bench/trials/replicas.py --replicas 2 --requests 32
 
-Needs whorl[ray,bench]. A model of random weights, small enough for a CPU, with the default model's tokenizer; the cache
-of a replica holds a few of the prompts' common beginnings, not all. `whorl bench serve` makes the load and counts.
+Needs whorl[ray,bench]. The model has random weights, is small enough for a CPU, and uses the tokenizer of the default
+model. The KV cache of a replica holds a few of the shared prefixes, not all. `whorl bench serve` makes the load.
 """
 
 import argparse
@@ -37,12 +37,12 @@ CONFIG = {
     "attention_bias": False,
     "dtype": "float32",
 }
-PREFIXES, PREFIX_TOKENS, OWN_TOKENS, OUTPUT = 12, 384, 32, 8
-CACHE_BLOCKS = 160  # of 16 tokens: five or six beginnings, with what is running
+PREFIXES, PREFIX_TOKENS, PROMPT_TOKENS, OUTPUT = 12, 384, 32, 8
+CACHE_BLOCKS = 160  # of 16 tokens: room for five or six prefixes and the running requests
 
 
-def make(settings: Any) -> Any:
-    """The application of one replica."""
+def create_replica(settings: Any) -> Any:
+    """Return the application of one replica."""
     import torch
 
     from whorl.engine.llm import LLM
@@ -58,20 +58,22 @@ def make(settings: Any) -> Any:
 
 
 def serve(port: int, replicas: int, routing: Any) -> int:
+    """Serve the replicas until SIGTERM; returns the exit code."""
     from whorl.cluster.command import build_server
     from whorl.cluster.options import ClusterOptions
     from whorl.engine.settings import EngineSettings
 
     options = ClusterOptions(on="ray", replicas=replicas, routing=routing)
-    # Ray finds what a script defines by value; its name elsewhere would be __main__.
-    return build_server("random", EngineSettings(device="cpu"), options, port=port, make=functools.partial(make))()
+    # A partial, since Ray must pickle the function by value: by name it would look for it in the worker's __main__.
+    return build_server("random", EngineSettings(device="cpu"), options, port=port, make=functools.partial(create_replica))()
 
 
 def measure(replicas: int, routing: str, requests: int, concurrency: int) -> dict[str, Any]:
+    """Start a server, send the load, and return its row."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    mine = [sys.executable, __file__, "--serve", str(port), "--replicas", str(replicas), "--routing", routing]
-    server = subprocess.Popen(mine, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
+    serve_command = [sys.executable, __file__, "--serve", str(port), "--replicas", str(replicas), "--routing", routing]
+    server = subprocess.Popen(serve_command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
     try:
         url = f"http://127.0.0.1:{port}"
         wait_for(f"{url}/health", server)
@@ -83,7 +85,7 @@ def measure(replicas: int, routing: str, requests: int, concurrency: int) -> dic
             "--concurrency",
             str(concurrency),
             "--input",
-            str(OWN_TOKENS),
+            str(PROMPT_TOKENS),
         ]
         load += ["--output", str(OUTPUT), "--shared-prefix", str(PREFIX_TOKENS), "--prefixes", str(PREFIXES), "--json"]
         command = [sys.executable, "-m", "whorl.cli", "bench", "serve", *load, "--warmup-requests", "2"]
@@ -95,6 +97,7 @@ def measure(replicas: int, routing: str, requests: int, concurrency: int) -> dic
 
 
 def wait_for(url: str, server: "subprocess.Popen[bytes]", seconds: float = 300.0) -> None:
+    """Return when the server answers; raises RuntimeError when it has ended or takes too long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.poll() is None:
         try:
@@ -102,19 +105,20 @@ def wait_for(url: str, server: "subprocess.Popen[bytes]", seconds: float = 300.0
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
-    raise RuntimeError("the server did not start")
+    raise RuntimeError(f"the server did not answer at {url} within {seconds:g} s")
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
+    """Return the results as a Markdown table."""
     lines = [
         "| replicas | routing | requests | failed | cached tokens | requests/s | input tok/s | ttft p50 / p90, s |"
     ]
     lines.append("|---|---|---|---|---|---|---|---|")
-    for each in found:
-        row = each["row"]
+    for result in results:
+        row = result["row"]
         first = " / ".join(f"{row['ttft_ms'][name] / 1000:.2f}" for name in ("p50", "p90"))
         failed = row["num_requests"] - row["num_good"]
-        cells = (each["replicas"], each["routing"], row["num_requests"], failed, f"{row['cached_share']:.0%}")
+        cells = (result["replicas"], result["routing"], row["num_requests"], failed, f"{row['cached_share']:.0%}")
         cells += (f"{row['requests_s']:.2f}", f"{row['input_tok_s']:.0f}", first)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
@@ -122,20 +126,20 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", default="2,4", help="numbers of replicas, with commas")
+    parser.add_argument("--replicas", default="2,4", help="numbers of replicas, separated by commas")
     parser.add_argument("--routing", default="prefix,round_robin")
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--serve", type=int, metavar="PORT", help="be the server of one measurement")
-    given = parser.parse_args()
-    if given.serve is not None:
-        return serve(given.serve, int(given.replicas), given.routing)
-    found = []
-    for replicas in map(int, given.replicas.split(",")):
-        for routing in given.routing.split(","):
-            found.append(measure(replicas, routing, given.requests, given.concurrency))
-            print(table(found[-1:]), flush=True)
-    print(table(found))
+    parser.add_argument("--serve", type=int, metavar="PORT", help="run the server of one measurement on this port")
+    args = parser.parse_args()
+    if args.serve is not None:
+        return serve(args.serve, int(args.replicas), args.routing)
+    results = []
+    for replicas in map(int, args.replicas.split(",")):
+        for routing in args.routing.split(","):
+            results.append(measure(replicas, routing, args.requests, args.concurrency))
+            print(table(results[-1:]), flush=True)
+    print(table(results))
     return 0
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks: `ops.py` walks the operators next to their peers; `timing.py` is how anything here is timed."""
+"""The benchmarks behind `whorl bench`. `command.py` has the commands; `whorl.timing` measures single calls."""

@@ -1,5 +1,8 @@
-"""What attention in training and the indexer's selection are timed against: formulas that anybody would write with
-torch, torch's own operators, and our kernels of plain Triton where Gluon's run."""
+"""Peers of training attention and of the indexer's selection.
+
+They are straightforward torch formulas, torch's own operators, and whorl's plain Triton kernels where whorl's Gluon
+kernels are the ones chosen.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +16,7 @@ from whorl.ops.sparse_attention.bits import unpack
 
 
 def eager_sparse(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> Tensor:
-    """Gathered keys and two batched products in the dtype of q; every row full."""
+    """Sparse attention by gathering keys and two batched products in the dtype of q. Every index must be valid."""
     keys = kv[:, 0][indices.long()]
     weights = torch.softmax(q @ keys.transpose(1, 2) * scale, -1, dtype=torch.float32).to(q.dtype)
     return weights @ keys[..., :value_dim]
@@ -27,12 +30,12 @@ def _is_full(values: Values) -> bool:
     return bool((values["indices"] >= 0).all())
 
 
-def _plain_triton(bind: Callable[[Values], Bound], values: Values, value_dim: int) -> list[Peer]:
+def _plain_triton_peers(bind: Callable[[Values], Bound], values: Values, value_dim: int) -> list[Peer]:
     from whorl.ops.sparse_attention.launch import hopper_reason
 
     q = values["q"]
     if hopper_reason(q.shape[1], q.shape[2], value_dim, q.dtype, q.device) is not None:
-        return []  # then they are what is timed already
+        return []  # the operator already runs the plain Triton kernels
     return [Peer(label="our kernels in plain Triton", bind=bind)]
 
 
@@ -54,13 +57,15 @@ def _sparse(values: Values, compiled: bool) -> list[Peer]:
             run=lambda: forward(**arguments, value_dim=value_dim, deterministic=False, use_gluon=False), outputs=list
         )
 
-    found = _plain_triton(bind_plain, values, value_dim)
+    peers = _plain_triton_peers(bind_plain, values, value_dim)
     if _is_full(values):
-        found.append(Peer(label="gather and two products, eager", bind=bind_eager(eager_sparse), answered=_first))
+        peers.append(
+            Peer(label="gather and two products, eager", bind=bind_eager(eager_sparse), select_expected=_first)
+        )
         if compiled:
             label = "gather and two products, torch.compile"
-            found.append(Peer(label=label, bind=bind_eager(compile_static(eager_sparse)), answered=_first))
-    return found
+            peers.append(Peer(label=label, bind=bind_eager(compile_static(eager_sparse)), select_expected=_first))
+    return peers
 
 
 def _sparse_backward(values: Values, compiled: bool) -> list[Peer]:
@@ -80,18 +85,18 @@ def _sparse_backward(values: Values, compiled: bool) -> list[Peer]:
         arguments = {n: values[n] for n in names}
         return Bound(run=lambda: backward(**arguments, use_gluon=False), outputs=list)
 
-    found = _plain_triton(bind_plain, values, value_dim)
+    peers = _plain_triton_peers(bind_plain, values, value_dim)
     if _is_full(values) and values["dlse"] is None:
         label = "gather and two products, eager, backward alone"
-        found.append(Peer(label=label, bind=bind_eager, through_autograd=True))
-    return found
+        peers.append(Peer(label=label, bind=bind_eager, through_autograd=True))
+    return peers
 
 
 # ---- masked attention
 
 
 def _sdpa(values: Values) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """torch's attention under the same mask, and q, k, v as it wants them."""
+    """Return torch's attention with the same mask, and q, k, v in its order [1, H, T, D]."""
     mask = unpack(values["bits"], values["k"].shape[0])
     heads_first = [values[n].transpose(0, 1)[None].contiguous() for n in ("q", "k", "v")]
 
@@ -106,7 +111,7 @@ def _tokens_first(out: Any) -> list[Tensor]:
 
 
 def _is_sdpa(values: Values) -> bool:
-    """Every query has a key: rows without one are NaN there, zeros here."""
+    """Return whether torch's attention fits: every query must see a key, or torch gives NaN where whorl gives 0."""
     same_heads = values["q"].shape[1] == values["k"].shape[1]
     return same_heads and bool(values["bits"].any(-1).all()) and values["q"].shape[0] > 0
 
@@ -117,7 +122,7 @@ def _masked(values: Values, compiled: bool) -> list[Peer]:
         return Bound(run=lambda: attend(*arguments), outputs=_tokens_first)
 
     label = "scaled_dot_product_attention, boolean mask"
-    return [Peer(label=label, bind=bind, answered=_first)] if _is_sdpa(values) else []
+    return [Peer(label=label, bind=bind, select_expected=_first)] if _is_sdpa(values) else []
 
 
 def _masked_backward(values: Values, compiled: bool) -> list[Peer]:
@@ -135,7 +140,7 @@ def _masked_backward(values: Values, compiled: bool) -> list[Peer]:
 
 
 def _causal_sdpa(values: Values) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """torch's causal attention, and q, k, v as it wants them; it has no packed sequences."""
+    """Return torch's causal attention, which has no packed sequences, and q, k, v in its order [1, H, T, D]."""
     heads_first = [values[n].transpose(0, 1)[None].contiguous() for n in ("q", "k", "v")]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -145,8 +150,8 @@ def _causal_sdpa(values: Values) -> tuple[Callable[..., Tensor], list[Tensor]]:
 
 
 def _is_one_sequence(values: Values) -> bool:
-    whole = [0, values["q"].shape[0]]
-    return not values["window"] and whole[1] > 0 and values["starts"].tolist() == whole
+    one_sequence = [0, values["q"].shape[0]]
+    return not values["window"] and one_sequence[1] > 0 and values["starts"].tolist() == one_sequence
 
 
 def _causal(values: Values, compiled: bool) -> list[Peer]:
@@ -155,7 +160,7 @@ def _causal(values: Values, compiled: bool) -> list[Peer]:
         return Bound(run=lambda: attend(*arguments), outputs=_tokens_first)
 
     label = "scaled_dot_product_attention, causal"
-    return [Peer(label=label, bind=bind, answered=_first)] if _is_one_sequence(values) else []
+    return [Peer(label=label, bind=bind, select_expected=_first)] if _is_one_sequence(values) else []
 
 
 def _causal_backward(values: Values, compiled: bool) -> list[Peer]:
@@ -173,7 +178,7 @@ def _causal_backward(values: Values, compiled: bool) -> list[Peer]:
 
 
 def _top_k(values: Values, compiled: bool) -> list[Peer]:
-    """torch.topk knows no bounds, so it gets scores that are masked already; of equal ones it takes any."""
+    """torch.topk has no causal bounds, so it gets masked scores. Among equal scores it may take any."""
     (num_queries, num_keys), topk = values["scores"].shape, values["topk"]
     if values.get("ends") is not None or num_keys - num_queries + 1 < topk:
         return []
@@ -186,7 +191,7 @@ def _top_k(values: Values, compiled: bool) -> list[Peer]:
     def ranked(gold: list[Tensor]) -> Outputs:
         return [gold[1].sort(-1, descending=True).values]
 
-    return [Peer(label="torch.topk", bind=bind, answered=ranked)]
+    return [Peer(label="torch.topk", bind=bind, select_expected=ranked)]
 
 
 ATTENTION_PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {

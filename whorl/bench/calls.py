@@ -1,8 +1,8 @@
-"""Host time of eager calls: how long a call holds the caller, however quick the device is.
+"""Host overhead of eager calls: how long a call blocks the caller, however fast the device is.
 
-Tensors are so small that the device keeps up, and calls follow each other without waiting for it. Beside each call are
-the chosen implementation called directly, torch's own functions, the bare Triton launches of the same kernels, and
-Liger. Medians over repeats, in which all of these take turns.
+Tensors are so small that the device keeps up, and calls follow each other without synchronizing. Each operator is timed
+next to its chosen implementation called directly, torch's functions, bare Triton launches of the same kernels, and
+Liger. Figures are medians over repeats, in which all variants take turns.
 """
 
 import functools
@@ -25,7 +25,7 @@ from whorl.bench.rope_peers import hf_rope, hf_tables, to_hf
 from whorl.ops import OPS, Op
 
 Run = Callable[[], Any]
-CALLS = 50  # in a row; a GPU's queue holds some thousand launches
+CALLS = 50  # timed together, far fewer than the thousand launches that a GPU can queue
 TOKENS, CHANNELS, HEADS, KV_HEADS, DIM, EXPERTS = 4, 256, 4, 2, 64, 16
 EPS = 1e-6
 MODES = {
@@ -38,13 +38,14 @@ COLUMNS = ("whorl", "direct", "torch", "triton", "liger")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """values(dtype, device): arguments by name, of which `leaves` get gradients; none: the operator has no gradient."""
+    """An operator and its peers. values(dtype, device): its arguments by name; leaves: those that get gradients, empty
+    for an operator without a gradient; torch: the same in plain torch; liger: the module and class of Liger."""
 
     op: Op
     values: Callable[[torch.dtype, str], Values]
     leaves: tuple[str, ...]
     torch: Callable[[Values], Any]
-    liger: tuple[str, str] | None = None  # module and class
+    liger: tuple[str, str] | None = None
     to_liger: Callable[[Values], tuple[Any, ...]] = lambda values: tuple(values.values())
 
 
@@ -144,6 +145,7 @@ def _cases() -> list[Case]:
 
 
 def run(device: str | None, dtype: str, repeats: int) -> Document:
+    """Time every case in every mode; returns the document to print."""
     device = devices.require(device or devices.default_device())
     rows = [
         _row(case, mode, getattr(torch, dtype), device, repeats)
@@ -154,6 +156,7 @@ def run(device: str | None, dtype: str, repeats: int) -> Document:
 
 
 def is_good(document: Document) -> bool:
+    """Return whether every operator agrees with its reference."""
     return all(row["is_right"] for row in document["rows"])
 
 
@@ -161,51 +164,51 @@ def _row(case: Case, mode: str, dtype: torch.dtype, device: str, repeats: int) -
     values = case.values(dtype, device)
     row: Document = {"op": case.op.name, "mode": mode, "backend": case.op.choose(**values).backend}
     row["is_right"] = _agrees(case, values)
-    ways = _ways(case, mode, values)
+    variants = _variants(case, mode, values)
     with nullcontext() if mode != "inference" else torch.inference_mode():
-        found = _medians(ways, device, repeats) if row["is_right"] else {}
-    row |= {f"{name}_us": found.get(name) for name in COLUMNS}
-    direct = found.get("direct")
-    return row | {"mechanism_us": None if direct is None else found["whorl"] - direct}
+        medians = _medians(variants, device, repeats) if row["is_right"] else {}
+    row |= {f"{name}_us": medians.get(name) for name in COLUMNS}
+    direct = medians.get("direct")
+    return row | {"mechanism_us": None if direct is None else medians["whorl"] - direct}
 
 
 def _agrees(case: Case, values: Values) -> bool:
-    """With the reference, to a rounding or two: no speed for an answer that is wrong."""
-    found, expected = (_answers(case.op, call, values) for call in (case.op, case.op.reference))
-    eps = max(torch.finfo(t.dtype).eps for t in found if t.is_floating_point())
+    """Return whether the operator agrees with its reference within a rounding or two; else no speed is reported."""
+    actual, expected = (_answers(case.op, call, values) for call in (case.op, case.op.reference))
+    eps = max(torch.finfo(t.dtype).eps for t in actual if t.is_floating_point())
     return all(
-        torch.allclose(a.float(), b.float(), rtol=4 * eps, atol=4 * eps) for a, b in zip(found, expected, strict=True)
+        torch.allclose(a.float(), b.float(), rtol=4 * eps, atol=4 * eps) for a, b in zip(actual, expected, strict=True)
     )
 
 
 def _answers(op: Op, call: Callable[..., Any], values: Values) -> list[Tensor]:
-    given: Values = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
-    out = call(**given)
-    return tensors_of([given[n] for n in op.mutates] if op.mutates else out)
+    arguments: Values = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
+    out = call(**arguments)
+    return tensors_of([arguments[n] for n in op.mutates] if op.mutates else out)
 
 
-def _ways(case: Case, mode: str, values: Values) -> dict[str, Run]:
+def _variants(case: Case, mode: str, values: Values) -> dict[str, Run]:
     op, has_gradient = case.op, mode != "inference"
-    given = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
-    leaves = [given[n].requires_grad_() for n in case.leaves if has_gradient]
-    arguments = tuple(given.values())
-    ways: dict[str, Run] = {"whorl": lambda: op(*arguments), "torch": lambda: case.torch(given)}
-    if case.liger is not None and (liger := liger_function(given, *case.liger)) is not None:
-        other = case.to_liger(given)
-        ways["liger"] = lambda: liger.apply(*other)
+    values_copy = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
+    leaves = [values_copy[n].requires_grad_() for n in case.leaves if has_gradient]
+    arguments = tuple(values_copy.values())
+    variants: dict[str, Run] = {"whorl": lambda: op(*arguments), "torch": lambda: case.torch(values_copy)}
+    if case.liger is not None and (liger := liger_function(values_copy, *case.liger)) is not None:
+        liger_arguments = case.to_liger(values_copy)
+        variants["liger"] = lambda: liger.apply(*liger_arguments)
     if mode == "both":
-        ways = {name: _with_backward(way, leaves) for name, way in ways.items()}
+        variants = {name: _with_backward(variant, leaves) for name, variant in variants.items()}
     else:
-        every = op._bind((), values)
+        bound = op._bind((), values)
         function = op.choose(**values).function
-        ways["direct"] = lambda: function(**every)
-    if (bare := _bare_launches(ways["whorl"], given)) is not None:
-        ways["triton"] = bare
-    return ways
+        variants["direct"] = lambda: function(**bound)
+    if (bare := _bare_launches(variants["whorl"], values_copy)) is not None:
+        variants["triton"] = bare
+    return variants
 
 
 def _with_backward(forward: Run, leaves: Sequence[Tensor]) -> Run:
-    """The outputs that have a gradient get ones."""
+    """Return a call of forward and backward; the gradients of the outputs are ones."""
     grads = [torch.ones_like(t) for t in tensors_of(forward()) if t.requires_grad]
 
     def both() -> None:
@@ -216,7 +219,7 @@ def _with_backward(forward: Run, leaves: Sequence[Tensor]) -> Run:
 
 
 def _bare_launches(call: Run, values: Values) -> Run | None:
-    """The kernels that a call launches, by Triton alone; None where there are none."""
+    """Return a call that launches the same kernels through Triton alone; None where there are none."""
     device = next(v for v in values.values() if isinstance(v, Tensor)).device.type
     if devices.unavailable("triton", device) is not None:
         return None
@@ -232,7 +235,7 @@ def _bare_launches(call: Run, values: Values) -> Run | None:
 
 
 def recorded_launches(call: Run) -> list[Run]:
-    """Each launch of a call, again through Triton."""
+    """Run a call and return each of its Triton launches as a function that repeats it."""
     from triton import knobs
     from triton.runtime.jit import JITFunction
 
@@ -243,7 +246,7 @@ def recorded_launches(call: Run) -> list[Run]:
         launches.append(functools.partial(original, kernel, *args, **kwargs))
         return original(kernel, *args, **kwargs)
 
-    knobs.runtime.launch_enter_hook.add(watch)  # which makes all launches go through Triton
+    knobs.runtime.launch_enter_hook.add(watch)  # a hook makes whorl's cached launches go through Triton
     JITFunction.run = record
     try:
         call()
@@ -253,38 +256,40 @@ def recorded_launches(call: Run) -> list[Run]:
     return launches
 
 
-def _medians(ways: dict[str, Run], device: str, repeats: int) -> dict[str, float]:
-    """Microseconds a call."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        _seconds(way, device)  # what is compiled or remembered is from here on
+def _medians(variants: dict[str, Run], device: str, repeats: int) -> dict[str, float]:
+    """Return the median microseconds per call of each variant."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for variant in variants.values():
+        _seconds(variant, device)  # warm up: compile kernels and fill caches
     for _ in range(repeats):
-        for name, way in ways.items():
-            found[name].append(_seconds(way, device) / CALLS * 1e6)
-    return {name: statistics.median(times) for name, times in found.items()}
+        for name, variant in variants.items():
+            times[name].append(_seconds(variant, device) / CALLS * 1e6)
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
-def _seconds(way: Run, device: str) -> float:
-    # On the CPU the time that this thread had it, whoever else wants it; a device makes its caller wait, too.
+def _seconds(variant: Run, device: str) -> float:
+    # On the CPU count this thread's CPU time, so that other processes do not matter. With a device count wall time,
+    # since the caller may also wait for the device.
     clock = time.thread_time if device == devices.HOST else time.perf_counter
     devices.synchronize(device)
     start = clock()
     for _ in range(CALLS):
-        way()
+        variant()
     return clock() - start
 
 
-# ---- showing
+# ---- report
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     heading = f"{'operator':14} {'calls':10} {'backend':10}" + "".join(
         f"{name:>10}" for name in (*COLUMNS, "mechanism")
     )
-    lines = [*render_provenance(document), f"dtype     {document['dtype']}", "", "host microseconds a call", heading]
+    lines = [*render_provenance(document), f"dtype     {document['dtype']}", "", "host microseconds per call", heading]
     for row in document["rows"]:
         figures = (row[f"{name}_us"] for name in (*COLUMNS, "mechanism"))
         shown = "".join(f"{'-' if us is None else format(us, '.1f'):>10}" for us in figures)
         note = "" if row["is_right"] else "  wrong answer"
         lines.append(f"{row['op']:14} {row['mode']:10} {row['backend']:10}{shown}{note}")
-    return "\n".join([*lines, "", *(f"{name:10} {what}" for name, what in MODES.items())])
+    return "\n".join([*lines, "", *(f"{name:10} {meaning}" for name, meaning in MODES.items())])

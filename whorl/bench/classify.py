@@ -1,7 +1,7 @@
-"""`whorl bench decode --classify`: what speculation brings, and whether the text it is measured on is worth anything.
+"""`whorl bench decode --classify`: the speed of speculation, and whether the generated text is sound.
 
-A model that repeats itself is easy to draft for, so a speed says little without the output. Every run's output is
-classed, compared with plain decoding's, and speeds of sound outputs are kept apart from the others.
+A model that repeats itself is easy to draft for, so a speed means little without a look at the output. The output of
+every run is classified and compared with that of plain decoding; sound and degraded outputs get separate speeds.
 """
 
 import statistics
@@ -37,14 +37,14 @@ PROMPTS = {
     ),
 }
 OK, LOW_DIVERSITY = "OK", "LOW_DIVERSITY"
-_LONGEST_LOOP = 32  # tokens of what repeats
-_LOOP_TOKENS = 24  # that the repetitions at the end make up at least, and there are at least 4
-_LEAST_DISTINCT = 0.5  # of pairs of neighbours; ordinary text has 0.8 and more
-_SHORT = 32  # fewer tokens say nothing about diversity
+_LONGEST_LOOP = 32  # tokens of one repetition
+_LOOP_TOKENS = 24  # a loop is at least this many tokens at the end, and at least 4 repetitions
+_LEAST_DISTINCT = 0.5  # share of distinct bigrams; ordinary text has 0.8 and more
+_SHORT = 32  # shorter outputs are not judged by diversity
 
 
 def classify(token_ids: Sequence[int]) -> str:
-    """OK; LOOP_N where the output ends in N tokens again and again; LOW_DIVERSITY where it says few things."""
+    """Return OK; LOOP_N where the output ends in a repetition of N tokens; LOW_DIVERSITY where few bigrams differ."""
     for size in range(1, _LONGEST_LOOP + 1):
         count = max(4 * size, _LOOP_TOKENS)
         tail = token_ids[-count:]
@@ -55,14 +55,14 @@ def classify(token_ids: Sequence[int]) -> str:
 
 
 def distinct(token_ids: Sequence[int], n: int) -> float:
-    """Different n-grams among all; 1 where there are none."""
-    found = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
-    return len(set(found)) / len(found) if found else 1.0
+    """Return the share of distinct n-grams; 1 where there are no n-grams."""
+    ngrams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else 1.0
 
 
 @dataclass(slots=True)
 class Run:
-    """One answer: its tokens, its speed, and by place in the draft how often a token was drafted and accepted."""
+    """One generation: its tokens, its speed, and how often each position of a draft was drafted and accepted."""
 
     token_ids: list[int] = field(default_factory=list)
     tok_s: float = 0.0
@@ -71,6 +71,7 @@ class Run:
 
 
 def answer(llm: LLM, prompt: list[int], max_tokens: int) -> Run:
+    """Generate greedily from a prompt, and count drafted and accepted tokens."""
     (seq,) = llm.add(prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
     run = Run()
     while llm.has_work:
@@ -83,7 +84,7 @@ def answer(llm: LLM, prompt: list[int], max_tokens: int) -> Run:
 
 
 class Subject:
-    """A model and its prompts; engines over it are cheap to make."""
+    """A model and its prompts; several engines can share the model."""
 
     def __init__(self, settings: DecodeSettings, num_prompts: int) -> None:
         self.settings = settings
@@ -110,9 +111,14 @@ class Subject:
         )
 
 
-def run(settings: DecodeSettings, make: Callable[[], Proposer], *, is_fixed: bool, num_prompts: int = 2) -> Document:
-    """Plain decoding and speculation by turns: {"header": ..., "speculation": ..., "classes": [...]}."""
-    proposer = make()
+def run(
+    settings: DecodeSettings, make_proposer: Callable[[], Proposer], *, is_fixed: bool, num_prompts: int = 2
+) -> Document:
+    """Run plain decoding and speculation by turns.
+
+    Returns {"header": ..., "speculation": ..., "classes": [...]}.
+    """
+    proposer = make_proposer()
     with Progress(1 + settings.repeats * num_prompts * len(PROMPTS)) as progress:
         with progress(f"weights of {settings.name}"):
             subject = Subject(settings, num_prompts)
@@ -139,28 +145,28 @@ def _estimate(llm: LLM) -> str:
 
 
 def _summary(name: str, pairs: Sequence[tuple[Run, Run]]) -> Document:
-    drafted = [run for _, run in pairs]
-    classes = [classify(run.token_ids) for run in drafted]
-    sound = [pair for pair, found in zip(pairs, classes, strict=True) if found == OK]
-    others = [pair for pair, found in zip(pairs, classes, strict=True) if found != OK]
-    tried: Counter[int] = sum((run.drafted for run in drafted), Counter())
-    kept: Counter[int] = sum((run.accepted for run in drafted), Counter())
+    runs = [run for _, run in pairs]
+    classes = [classify(run.token_ids) for run in runs]
+    ok = [pair for pair, label in zip(pairs, classes, strict=True) if label == OK]
+    degraded = [pair for pair, label in zip(pairs, classes, strict=True) if label != OK]
+    drafted: Counter[int] = sum((run.drafted for run in runs), Counter())
+    accepted: Counter[int] = sum((run.accepted for run in runs), Counter())
     return {
         "class": name,
         "outputs": dict(Counter(classes)),
-        "distinct": {n: statistics.mean(distinct(run.token_ids, n) for run in drafted) for n in (1, 2, 3)},
+        "distinct": {n: statistics.mean(distinct(run.token_ids, n) for run in runs) for n in (1, 2, 3)},
         "equal": sum(plain.token_ids == run.token_ids for plain, run in pairs),
         "runs": len(pairs),
-        "ok": _speeds(sound),
-        "degraded": _speeds(others),
-        "acceptance": kept.total() / tried.total() if tried else None,
-        "acceptance_by_position": [kept[i] / tried[i] for i in sorted(tried)],
-        "drafted_by_position": [tried[i] for i in sorted(tried)],
+        "ok": _speeds(ok),
+        "degraded": _speeds(degraded),
+        "acceptance": accepted.total() / drafted.total() if drafted else None,
+        "acceptance_by_position": [accepted[i] / drafted[i] for i in sorted(drafted)],
+        "drafted_by_position": [drafted[i] for i in sorted(drafted)],
     }
 
 
 def _speeds(pairs: Sequence[tuple[Run, Run]]) -> Document | None:
-    """Medians, of plain decoding and of drafting for the same answers."""
+    """Return median speeds of plain decoding and of speculation over the same prompts; None without any."""
     if not pairs:
         return None
     plain, drafting = (statistics.median(pair[i].tok_s for pair in pairs) for i in range(2))
@@ -168,11 +174,12 @@ def _speeds(pairs: Sequence[tuple[Run, Run]]) -> Document | None:
 
 
 def is_good(document: Document) -> bool:
-    """Whether speculation changed nothing."""
+    """Return whether speculation changed no output."""
     return all(row["equal"] == row["runs"] for row in document["classes"])
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     spec = document["speculation"]
     lines = [
         *render_header(document["header"]),
@@ -189,10 +196,10 @@ def render(document: Document) -> str:
         share = "-" if row["acceptance"] is None else f"{row['acceptance']:.0%}"
         cells.append([row["class"], outputs, *unlike, f"{row['equal']}/{row['runs']}", share])
         cells[-1] += [*_speed_cells(row["ok"]), *_speed_cells(row["degraded"])]
-    lines += ["", *table(cells), "", "accepted by place in the draft (of how many drafted)"]
+    lines += ["", *table(cells), "", "acceptance by position in the draft (number drafted)"]
     for row in document["classes"]:
         places = zip(row["acceptance_by_position"], row["drafted_by_position"], strict=True)
-        lines.append(f"{row['class']:<12}" + ("  ".join(f"{p:.0%} ({n})" for p, n in places) or "nothing was drafted"))
+        lines.append(f"{row['class']:<12}" + ("  ".join(f"{p:.0%} ({n})" for p, n in places) or "nothing drafted"))
     if not is_good(document):
         lines += ["", "WRONG: speculation changed an output"]
     return "\n".join(lines)
@@ -202,6 +209,3 @@ def _speed_cells(speeds: Document | None) -> list[str]:
     if speeds is None:
         return ["-"] * 3
     return [f"{speeds['plain_tok_s']:.1f}", f"{speeds['tok_s']:.1f}", f"{speeds['times']:.2f}x"]
-
-
-# ---- sweep and verify

@@ -1,10 +1,10 @@
-"""Rows of cells as lines of text."""
+"""Plain-text tables."""
 
 from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns, the first to the left, the others to the right."""
+    """Return the rows as aligned lines: the first column to the left, the others to the right."""
     columns = zip(*(row for row in rows if len(row) == len(rows[0])), strict=True)
     widths = [max(map(len, column)) for column in columns]
     return [

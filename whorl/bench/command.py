@@ -1,4 +1,4 @@
-"""`whorl bench`: what it takes. The measuring is in the modules beside this one."""
+"""The commands of `whorl bench` and their options. The other modules of this package do the measuring."""
 
 import sys
 from collections.abc import Callable
@@ -13,10 +13,21 @@ from whorl.bench.train_options import TrainOptions
 from whorl.bench.vision_options import VisionOptions
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
-from whorl.options import Device, Dtype, Here, Json, Model, asking, need_engine, need_torch, print_json, spread
+from whorl.options import (
+    Device,
+    Dtype,
+    Overrides,
+    Json,
+    Model,
+    exit_on_bad_usage,
+    need_engine,
+    need_torch,
+    print_json,
+    expand_options,
+)
 from whorl.pasted import PASTED, PastedCommand
 
-bench = typer.Typer(help="Measure, next to the best alternatives in the same run.", no_args_is_help=True)
+bench = typer.Typer(help="Benchmarks that time the best alternatives in the same run.", no_args_is_help=True)
 
 
 @bench.command("ops")
@@ -24,28 +35,29 @@ def bench_ops(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME]...", help="Operators, or the groups sparse_attention, indexer, moe; default: all."
+            metavar="[NAME]...", help="Operators, or the groups sparse_attention, indexer and moe. Default: all."
         ),
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = Dtype.bfloat16,
+    device: Annotated[Device | None, typer.Option(help="Default: the best device of this machine.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="dtype of the inputs.")] = Dtype.bfloat16,
     quick: Annotated[
-        bool | None, typer.Option("--quick/--full", help="At most 64 tokens. Default: quick without an accelerator.")
+        bool | None,
+        typer.Option("--quick/--full", help="Use at most 64 tokens. Default: --quick without an accelerator."),
     ] = None,
     compiled: Annotated[
         bool | None,
-        typer.Option("--compile/--no-compile", help="Time torch.compile too. Default: unless quick."),
+        typer.Option("--compile/--no-compile", help="Time torch.compile too. Default: yes, unless --quick."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a bar chart (.png, .svg, .pdf).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time every operator next to eager, torch.compile and Liger; no speed for an answer that is wrong."""
+    """Time every operator next to eager torch, torch.compile and Liger; wrong outputs get no speed."""
     need_torch()
     from whorl.bench import ops as bench_module
     from whorl.bench import ops_report
     from whorl.device import require
 
-    with asking():
+    with exit_on_bad_usage():
         where = require(device.value) if device else None
         settings = bench_module.OpsSettings.resolve(
             names=names or (), device=where, dtype=dtype.value, quick=quick, compiled=compiled
@@ -64,16 +76,16 @@ def bench_ops(
 
 @bench.command("calls")
 def bench_calls(
-    device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = Dtype.bfloat16,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of 50 calls to take the median of.")] = 41,
+    device: Annotated[Device | None, typer.Option(help="Default: the best device of this machine.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="dtype of the inputs.")] = Dtype.bfloat16,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs of 50 calls; the median is reported.")] = 41,
     as_json: Json = False,
 ) -> None:
-    """Time the host in eager calls of small operators, next to torch, bare Triton launches and Liger."""
+    """Time the host overhead of eager calls of small operators, next to torch, bare Triton launches and Liger."""
     need_torch()
     from whorl.bench import calls
 
-    with asking():
+    with exit_on_bad_usage():
         result = calls.run(device.value if device else None, dtype.value, repeats)
     if as_json:
         print_json(result)
@@ -84,7 +96,8 @@ def bench_calls(
 
 @bench.command("positions")
 def bench_positions(
-    repeats: Annotated[int, typer.Option(min=1, help="Runs to take the median of.")] = 20, as_json: Json = False
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")] = 20,
+    as_json: Json = False,
 ) -> None:
     """Time multimodal position ids next to transformers' get_rope_index (needs transformers)."""
     need_torch()
@@ -95,17 +108,17 @@ def bench_positions(
 
 @bench.command("rope-lookup")
 def bench_rope_lookup(
-    device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers that share one lookup.")] = 48,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs to take the median of.")] = 20,
+    device: Annotated[Device | None, typer.Option(help="Default: the best device of this machine.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers that share one lookup.")] = 48,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Time cos/sin looked up once a step against once in every layer."""
+    """Compare looking up cos and sin once per step with looking them up in every layer."""
     need_torch()
     from whorl.bench import rope_lookup
     from whorl.device import require
 
-    with asking():
+    with exit_on_bad_usage():
         where = ["--device", require(device.value)] if device else []
     counts = ["--layers", str(layers), "--repeats", str(repeats)]
     sys.exit(rope_lookup.main([*where, *counts, *(["--json"] if as_json else [])]))
@@ -113,17 +126,19 @@ def bench_rope_lookup(
 
 @bench.command("collectives")
 def bench_collectives(
-    device: Annotated[Device | None, typer.Option(help="Default: the best this machine has.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=2, help="Processes. Default: all devices; 2 on a CPU.")] = None,
-    rows: Annotated[list[int] | None, typer.Option(min=1, help="Of a tensor; may be given several times.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs to take the median of.")] = 20,
+    device: Annotated[Device | None, typer.Option(help="Default: the best device of this machine.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="Number of ranks. Default: one for each device; 2 on a CPU.")
+    ] = None,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of the tensor; may be repeated.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Time collectives between ranks under each setting of their library, next to our rank-ordered forms."""
+    """Time collectives under each setting of NCCL, HCCL or gloo, next to whorl's rank-ordered ones."""
     need_torch()
     from whorl.bench import collectives
 
-    with asking():
+    with exit_on_bad_usage():
         result = collectives.run(device.value if device else None, ranks, rows, repeats)
     if as_json:
         print_json(result)
@@ -133,63 +148,69 @@ def bench_collectives(
 
 
 @bench.command("decode", cls=PastedCommand, epilog=PASTED)
-@spread
+@expand_options
 def bench_decode(
     model: Model = None,
     *,
     measured: DecodeOptions,
-    drafting: Annotated[DraftOptions, Here(without={"pld": "--classify compares it: leave it out"})],
-    engine: Annotated[EngineSettings, Here(without=SET_BY_MEASUREMENT)],
+    drafting: Annotated[
+        DraftOptions, Overrides(without={"pld": "--classify drafts by prompt lookup by default: leave it out"})
+    ],
+    engine: Annotated[EngineSettings, Overrides(without=SET_BY_MEASUREMENT)],
     as_json: Json = False,
 ) -> None:
-    """Time decoding of a whole model against what it must read, or say what speculation brings and on what text."""
+    """Time decoding of a whole model against the bytes it must read, or measure what speculation gains."""
     need_torch()
     if measured.random_config is None:
         need_engine("bench decode")
     from whorl.bench import decode_command
 
-    with asking():
-        work = decode_command.prepare(model, measured, engine, drafting)
+    with exit_on_bad_usage():
+        work = decode_command.build_benchmark(model, measured, engine, drafting)
     _finish(work, as_json)
 
 
 @bench.command("serve", cls=PastedCommand, epilog=PASTED)
-@spread
+@expand_options
 def bench_serve(
     model: Model = None,
     *,
     load: LoadOptions,
-    engine: Annotated[EngineSettings, Here(without={"seed": "--seed is that of the workload"})],
+    engine: Annotated[EngineSettings, Overrides(without={"seed": "--seed seeds the workload"})],
     as_json: Json = False,
 ) -> None:
-    """Send a load to a running server or an engine in this process, and say how long requests and tokens wait."""
+    """Send a load to a running server, or to an engine in this process, and report latencies and throughput."""
     need_torch()
     if load.random_config is None and load.url is None:
         need_engine("bench serve")
     from whorl.bench import serve_command
 
-    with asking():
-        work = serve_command.prepare(model, load, engine)
+    with exit_on_bad_usage():
+        work = serve_command.build_benchmark(model, load, engine)
     _finish(work, as_json)
 
 
 @bench.command("sp")
 def bench_sp(
-    simulate: Annotated[bool, typer.Option("--simulate", help="Ask the cost model only: TP 2 to 16.")] = False,
-    ranks: Annotated[int, typer.Option(min=2, max=4, help="Processes.")] = 2,
-    tokens: Annotated[int, typer.Option(min=1, help="Of one prefill.")] = 512,
-    hidden: Annotated[int | None, typer.Option(min=128, help="Channels; 512, or 8192 with --simulate.")] = None,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs to take the median of.")] = 5,
-    rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="A link of our own, 100mbit say: network namespaces, needs root.")
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Print the cost model's estimate for TP 2 to 16 and measure nothing.")
+    ] = False,
+    ranks: Annotated[int, typer.Option(min=2, max=4, help="Number of ranks.")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prefill.")] = 512,
+    hidden: Annotated[
+        int | None, typer.Option(min=128, help="Hidden size. Default: 512, or 8192 with --simulate.")
     ] = None,
-    delay: Annotated[str | None, typer.Option(metavar="TIME", help="Of that link, one way: 1ms say.")] = None,
-    timeout: Annotated[int, typer.Option(min=10, help="Seconds for all of it.")] = 600,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")] = 5,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Bandwidth of a simulated link, such as 100mbit; needs root.")
+    ] = None,
+    delay: Annotated[str | None, typer.Option(metavar="TIME", help="One-way delay of that link, such as 1ms.")] = None,
+    timeout: Annotated[int, typer.Option(min=10, help="Time limit in seconds for the whole benchmark.")] = 600,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a chart (.png, .svg, .pdf).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time prefill with all-reduces, sequence parallelism, int8 gathers and MLA placement, and count their bytes."""
+    """Time prefill with all-reduce, sequence parallelism, int8 all-gathers and MLA placement; count the bytes sent."""
     need_torch()
     from whorl.bench import sp
 
@@ -197,7 +218,7 @@ def bench_sp(
         table = sp.simulate(hidden or 8192)
         print_json(table) if as_json else print(sp.render_simulation(table))
         return
-    with asking():
+    with exit_on_bad_usage():
         settings = sp.SpSettings(
             ranks=ranks,
             tokens=tokens,
@@ -218,31 +239,31 @@ def bench_sp(
 
 
 @bench.command("train")
-@spread
-def bench_train(*, asked: TrainOptions, as_json: Json = False) -> None:
-    """Time training steps of DeepSeek-V3.2 as operators are fused, next to transformers, or show that it learns."""
+@expand_options
+def bench_train(*, options: TrainOptions, as_json: Json = False) -> None:
+    """Time training steps of DeepSeek-V3.2 with and without fused operators and transformers, or plot a loss curve."""
     need_torch()
     from whorl.bench import train_command
 
-    with asking():
-        work = train_command.prepare(asked)
+    with exit_on_bad_usage():
+        work = train_command.build_benchmark(options)
     _finish(work, as_json)
 
 
 @bench.command("vision")
-@spread
-def bench_vision(*, asked: VisionOptions, as_json: Json = False) -> None:
-    """Time a vision tower, the first token behind pictures and decoding, next to text and, on request, transformers."""
+@expand_options
+def bench_vision(*, options: VisionOptions, as_json: Json = False) -> None:
+    """Time a vision tower, the first token after images, and decoding, next to text and optionally transformers."""
     need_torch()
     from whorl.bench import vision
 
-    with asking():
-        work = vision.prepare(asked)
+    with exit_on_bad_usage():
+        work = vision.build_benchmark(options)
     _finish(work, as_json)
 
 
 def _finish(work: Callable[[], tuple[Any, str, bool]], as_json: bool) -> None:
-    """Do the work, print what was found, and exit with 1 where a row is missing or wrong."""
+    """Run the benchmark, print its result, and exit with 1 when a row is missing or wrong."""
     document, text, is_good = work()
     if as_json:
         print_json(document)

@@ -1,4 +1,4 @@
-"""`whorl bench decode`: decoding and prefill of the whole engine, against what must be read and, on request, a peer."""
+"""`whorl bench decode`: times decoding and prefill of the whole engine against the roofline and, optionally, a peer."""
 
 import gc
 import statistics
@@ -22,16 +22,16 @@ from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.settings import EngineSettings
 from whorl.timing import matmul_rate
 
-CONTEXT = 16  # tokens of a prompt before decoding is timed, where nobody asks for a number of keys
+CONTEXT = 16  # default number of prompt tokens before decoding is timed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeSettings:
-    """What to measure. config: of random weights; None: `model` is loaded. prompt_tokens 0: no prefill.
+    """Validated settings of `whorl bench decode`.
 
-    contexts: keys of each sequence before decoding is timed, which the cache is filled with; (): a short prompt's.
-
-    engine: what every engine is made with; the measurement sets the sizes. Its device is never None.
+    config: the model's config for random weights; None: the model `name` is loaded. contexts: numbers of keys that the
+    cache of each sequence is filled with before decoding is timed; (): only a short prompt is. prompt_tokens: length of
+    a prompt whose prefill is timed; 0: none. engine: settings, whose device is never None; sizes are replaced.
     """
 
     name: str
@@ -57,24 +57,23 @@ class DecodeSettings:
         repeats: int = 5,
         peer: str | None = None,
     ) -> "DecodeSettings":
+        """Return the settings with defaults for this machine; raises ValueError for values that conflict."""
         if model is not None and random_config is not None:
-            raise ValueError(f"bench decode: MODEL {model} and --random-config {random_config}: say one of them")
+            raise ValueError(f"bench decode: give only one of MODEL ({model}) and --random-config ({random_config})")
         if peer not in (None, "transformers"):
-            raise ValueError(f"--peer {peer}: expected transformers")
+            raise ValueError(f"--peer is {peer}, expected transformers")
         if peer is not None and not devices.is_installed(peer):
-            raise ValueError(f"--peer {peer}: pip install {peer}")
+            raise ValueError(f"--peer {peer}: the package is not installed: pip install {peer}")
         if random_config is None:
             from whorl.engine.weights import resolve
 
-            resolve(model)  # what is not there is refused before anything is measured
+            resolve(model)  # so that a missing model is an error before anything is measured
         engine = engine or EngineSettings()
         config = None if random_config is None else read_config(random_config)
         contexts = () if context is None else parse_counts(context, "--context")
         most = (config or {}).get("max_position_embeddings")
         if most is not None and contexts and max(contexts) + num_tokens + 1 > most:
-            raise ValueError(
-                f"--context {context} and --tokens {num_tokens}: {random_config} has {most} positions: say fewer"
-            )
+            raise ValueError(f"--context {context} plus --tokens {num_tokens} exceeds the model's {most} positions")
         return DecodeSettings(
             name=random_config or model or "SmolLM2-135M-Instruct",
             engine=engine.changed(device=devices.require(engine.device or devices.default_device())),
@@ -98,15 +97,16 @@ class DecodeSettings:
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """Keys and sequences of each row of the table."""
+        """Return the number of keys and of sequences for each row of the table."""
         return [(context, batch) for context in self.contexts or (CONTEXT,) for batch in self.batches]
 
     def num_blocks(self, model: Any, length: int) -> int:
-        """That a sequence of so many tokens takes."""
+        """Return the number of cache blocks for a sequence of `length` tokens."""
         return -(-length // block_size(model.cache_specs(), self.device, self.engine.block_size))
 
     @property
     def path(self) -> str | None:
+        """The model to load; None is the default model."""
         return None if self.name == "SmolLM2-135M-Instruct" else self.name
 
 
@@ -114,30 +114,31 @@ Peer = Callable[[DecodeSettings, List[Document], Progress], list[Document]]
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
+    """Return the numbers of --batch."""
     return parse_counts(text, "--batch")
 
 
 def parse_counts(text: str, option: str) -> tuple[int, ...]:
-    """1,8,64 or 1..8."""
+    """Return the numbers of a list such as 1,8,64 or a range such as 1..8; raises ValueError for anything else."""
     try:
         first, dots, last = text.partition("..")
-        found = range(int(first), int(last) + 1) if dots else [int(part) for part in text.split(",")]
+        counts = range(int(first), int(last) + 1) if dots else [int(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise ValueError(f"{option} {text}: expected numbers such as 1,8,64, or a range such as 1..8")
-    return tuple(found)
+        counts = []
+    if not counts or min(counts) < 1:
+        raise ValueError(f"{option} is {text}, expected numbers such as 1,8,64 or a range such as 1..8")
+    return tuple(counts)
 
 
 def load(settings: DecodeSettings) -> tuple[Any, Any]:
-    """The model, and its tokenizer where there is one. Random weights need neither safetensors nor tokenizers."""
+    """Return the model and its tokenizer, None for random weights, which need neither safetensors nor tokenizers."""
     from whorl.engine.weights import DTYPES, load_model, random_model, resolve
 
     if settings.config is not None:
         named = settings.config.get("dtype") or settings.config.get("torch_dtype") or "bfloat16"
-        kind = settings.dtype or DTYPES[named]
+        dtype = settings.dtype or DTYPES[named]
         with torch.inference_mode():
-            return random_model(settings.config, device=settings.device, dtype=kind), None
+            return random_model(settings.config, device=settings.device, dtype=dtype), None
     from whorl.engine.tokenizer import Tokenizer
 
     folder = resolve(settings.path)
@@ -145,7 +146,7 @@ def load(settings: DecodeSettings) -> tuple[Any, Any]:
 
 
 def run(settings: DecodeSettings, peer: Peer | None = None) -> Document:
-    """{"header": ..., "decode": [...], "prefill": ..., "peers": [...]}; peer: who does the same, given our rows."""
+    """Return {"header": ..., "decode": [...], "prefill": ..., "peers": [...]}; peer: times our rows in a library."""
     num_rows = len(settings.rows)
     peer_rows = 0 if peer is None else num_rows * 2
     with Progress(2 + num_rows + bool(settings.prompt_tokens) + peer_rows) as progress:
@@ -169,6 +170,7 @@ def run(settings: DecodeSettings, peer: Peer | None = None) -> Document:
 
 
 def header(settings: DecodeSettings, model: Any) -> Document:
+    """Return the header of the document: provenance, and the model's size in parameters and bytes."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     return {
         **provenance(settings.device),
@@ -183,18 +185,18 @@ def header(settings: DecodeSettings, model: Any) -> Document:
     }
 
 
-# ---- ours
+# ---- the engine
 
 
 def engine(model: Any, batch: int, context: int, settings: DecodeSettings, **changes: Any) -> LLM:
-    """One for `batch` sequences of `context` keys and as many tokens as are to be made."""
+    """Return an engine with room for `batch` sequences of `context` keys and the tokens to generate."""
     length = context + settings.num_tokens + 1
     sizes: dict[str, Any] = {
         "max_num_seqs": batch,
         "max_num_batched_tokens": max(2048, batch),
         "max_prompt_tokens": max(2048, batch),
         "max_model_len": length,
-        # One more each: nobody is admitted where those who run could not go on.
+        # One more block for each sequence: the scheduler admits none that could stop those running.
         "num_blocks": batch * (1 + settings.num_blocks(model, length)),
         "use_prefix_cache": False,
     }
@@ -205,7 +207,7 @@ def engine(model: Any, batch: int, context: int, settings: DecodeSettings, **cha
 
 
 def start(llm: LLM, vocab_size: int, batch: int, context: int, num_tokens: int) -> list[Sequence]:
-    """Sequences that have all made a token, and make `num_tokens` more."""
+    """Add sequences and run their prompts; returns them when each has one token and generates `num_tokens` more."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens + 1, ignore_eos=True)
     sequences = [llm.add(prompt, params)[0] for prompt in prompts(batch, context, vocab_size)]
     while not all(seq.num_outputs for seq in sequences):
@@ -214,17 +216,17 @@ def start(llm: LLM, vocab_size: int, batch: int, context: int, num_tokens: int) 
 
 
 def _decode(model: Any, vocab_size: int, batch: int, context: int, settings: DecodeSettings) -> Document:
-    """Steps of `batch` sequences that all decode, timed through `LLM.step`."""
-    free(settings.device)  # the row before may have had a large cache
+    """Time steps in which `batch` sequences decode, through `LLM.step`; returns a row of the table."""
+    free(settings.device)  # the previous row may have had a large cache
     llm = engine(model, batch, context, settings)
     seconds = [_time_steps(llm, vocab_size, batch, context, settings) for _ in range(settings.repeats + 1)][1:]
-    seen = context + settings.num_tokens // 2
-    found = speeds(model, batch, seen, statistics.median(seconds), settings.engine.kv_cache_dtype)
-    return {"batch": batch, "context": context, **found}
+    mean_context = context + settings.num_tokens // 2
+    result = speeds(model, batch, mean_context, statistics.median(seconds), settings.engine.kv_cache_dtype)
+    return {"batch": batch, "context": context, **result}
 
 
 def speeds(model: Any, batch: int, context: int, seconds: float, kv_cache_dtype: str = "auto") -> Document:
-    """What a step of `batch` tokens that takes `seconds` comes to."""
+    """Return the speed of a step of `batch` tokens that takes `seconds`, next to the roofline."""
     needed = step_bytes(model, batch=batch, context=context, kv_cache_dtype=kv_cache_dtype)
     limit = needed / copy_bandwidth(next(model.parameters()).device.type)
     return {
@@ -238,23 +240,22 @@ def speeds(model: Any, batch: int, context: int, seconds: float, kv_cache_dtype:
 
 
 def _time_steps(llm: LLM, vocab_size: int, batch: int, context: int, settings: DecodeSettings) -> float:
-    """Seconds of a decode step: the mean over `num_tokens` of them."""
+    """Return the mean seconds of a decode step over `num_tokens` steps."""
     sequences = start(llm, vocab_size, batch, context, settings.num_tokens)
-    made = sum(seq.num_outputs for seq in sequences)
+    before = sum(seq.num_outputs for seq in sequences)
     devices.synchronize(settings.device)
     started = time.perf_counter()
     while llm.has_work:
         llm.step()
     devices.synchronize(settings.device)
-    total = sum(seq.num_outputs for seq in sequences) - made
+    total = sum(seq.num_outputs for seq in sequences) - before
     return (time.perf_counter() - started) * batch / total
 
 
 def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Different tokens, the same in every run."""
+    """Return `count` different prompts of random tokens, the same in every run."""
     generator = torch.Generator().manual_seed(count)
-    found = torch.randint(vocab_size, (count, length), generator=generator)
-    return [row.tolist() for row in found]
+    return [row.tolist() for row in torch.randint(vocab_size, (count, length), generator=generator)]
 
 
 def _prefill(model: Any, vocab_size: int, settings: DecodeSettings) -> Document:
@@ -264,7 +265,7 @@ def _prefill(model: Any, vocab_size: int, settings: DecodeSettings) -> Document:
         settings=settings.engine,
         max_num_seqs=1,
         max_num_batched_tokens=min(length, 8192),
-        max_prompt_tokens=min(length, 8192),  # whole prompts, whatever they take
+        max_prompt_tokens=min(length, 8192),  # a prompt is not split to keep steps short
         max_model_len=length + 1,
         num_blocks=settings.num_blocks(model, length + 1),
         use_prefix_cache=False,
@@ -273,8 +274,7 @@ def _prefill(model: Any, vocab_size: int, settings: DecodeSettings) -> Document:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     times = [timed(settings.device, lambda: llm.generate(prompt, params, progress=False)) for _ in range(4)]
     seconds = statistics.median(times[1:])
-    kind = model.dtype
-    rate, matmul = prompt_flops(model, length) / seconds, matmul_rate(kind, settings.device)
+    rate, matmul = prompt_flops(model, length) / seconds, matmul_rate(model.dtype, settings.device)
     return {
         "prompt_tokens": length,
         "seconds": seconds,
@@ -286,6 +286,7 @@ def _prefill(model: Any, vocab_size: int, settings: DecodeSettings) -> Document:
 
 
 def timed(device: str, function: Callable[[], Any]) -> float:
+    """Return the seconds that `function` takes, with the device synchronized before and after."""
     devices.synchronize(device)
     started = time.perf_counter()
     function()
@@ -294,6 +295,6 @@ def timed(device: str, function: Callable[[], Any]) -> float:
 
 
 def free(device: str) -> None:
-    """Memory of what is no longer in use."""
+    """Free memory that is no longer in use."""
     gc.collect()
     devices.empty_cache(device)

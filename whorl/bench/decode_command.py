@@ -1,4 +1,4 @@
-"""What `whorl bench decode` makes of its options: which of the measurements, and of what."""
+"""Turns the options of `whorl bench decode` into one of its benchmarks."""
 
 from collections.abc import Callable
 
@@ -23,28 +23,28 @@ from whorl.engine.speculate import Proposer
 Work = Callable[[], tuple[Document, str, bool]]  # the document, the same as text, whether all is right
 
 
-def prepare(model: str | None, asked: DecodeOptions, engine: EngineSettings, drafting: DraftOptions) -> Work:
-    """Refuse with ValueError what does not go together; the rest is the work."""
-    mode = asked.mode
-    settings = _settings(model, asked, engine, drafting)
+def build_benchmark(model: str | None, options: DecodeOptions, engine: EngineSettings, drafting: DraftOptions) -> Work:
+    """Return the benchmark that the options select, ready to run; raises ValueError for options that conflict."""
+    mode = options.mode
+    settings = _settings(model, options, engine, drafting)
     if mode == "classify":
-        make = _proposer(drafting, engine.device, model)
+        make_proposer = _proposer_factory(drafting, engine.device, model)
 
-        def compare() -> tuple[Document, str, bool]:
-            document = classify.run(settings, make, is_fixed=drafting.draft_fixed)
+        def classify_outputs() -> tuple[Document, str, bool]:
+            document = classify.run(settings, make_proposer, is_fixed=drafting.draft_fixed)
             return document, classify.render(document), classify.is_good(document)
 
-        return compare
+        return classify_outputs
     if mode == "sweep":
-        lengths = draft_sweep.parse_sweep(str(asked.sweep))
+        lengths = draft_sweep.parse_sweep(str(options.sweep))
 
-        def try_all() -> tuple[Document, str, bool]:
+        def sweep_lengths() -> tuple[Document, str, bool]:
             document = draft_sweep.sweep(settings, lengths, drafting)
             return document, draft_sweep.render_sweep(document), all(row["equal"] for row in document["rows"])
 
-        return try_all
+        return sweep_lengths
     if mode == "draft_lengths":
-        counts = decode.parse_counts(str(asked.draft_lengths), "--draft-lengths")
+        counts = decode.parse_counts(str(options.draft_lengths), "--draft-lengths")
         draft_lengths.check(settings, counts)
 
         def time_drafts() -> tuple[Document, str, bool]:
@@ -62,18 +62,18 @@ def prepare(model: str | None, asked: DecodeOptions, engine: EngineSettings, dra
 
     if mode == "profile":
 
-        def take_apart() -> tuple[Document, str, bool]:
+        def profile_steps() -> tuple[Document, str, bool]:
             document = decode_profile.run(settings)
             return document, decode_profile.render(document), True
 
-        return take_apart
+        return profile_steps
     if mode == "first":
 
-        def start() -> tuple[Document, str, bool]:
+        def time_start() -> tuple[Document, str, bool]:
             document = first_steps.run(settings)
             return document, first_steps.render(document), first_steps.is_good(document)
 
-        return start
+        return time_start
 
     def time_all() -> tuple[Document, str, bool]:
         document = decode.run(settings, decode_peer.run if settings.peer else None)
@@ -83,44 +83,44 @@ def prepare(model: str | None, asked: DecodeOptions, engine: EngineSettings, dra
 
 
 def _settings(
-    model: str | None, asked: DecodeOptions, engine: EngineSettings, drafting: DraftOptions
+    model: str | None, options: DecodeOptions, engine: EngineSettings, drafting: DraftOptions
 ) -> DecodeSettings:
-    mode = asked.mode
-    if (given := drafting.given()) and mode not in ("classify", "sweep"):
-        raise ValueError(f"{given[0]} is about drafting: add --classify or --sweep")
-    if asked.random_config is not None and mode in ("classify", "sweep"):
-        raise ValueError(f"--{mode} needs a MODEL that speaks: random weights say nothing")
+    mode = options.mode
+    if (draft_options := drafting.given()) and mode not in ("classify", "sweep"):
+        raise ValueError(f"{draft_options[0]} is an option of drafting; add --classify or --sweep")
+    if options.random_config is not None and mode in ("classify", "sweep"):
+        raise ValueError(f"--{mode} needs a trained MODEL; random weights generate no text to classify")
     if engine.warmup is not None and mode != "first":
-        raise ValueError(f"--warmup {engine.warmup} is about a start: add --first; what is timed has run before")
-    if asked.context is not None and mode in ("classify", "sweep", "verify"):
-        raise ValueError(f"--context {asked.context} is about plain decoding, and not --{mode}: leave one of them out")
+        raise ValueError(f"--warmup {engine.warmup} needs --first; other benchmarks time only steps that are warm")
+    if options.context is not None and mode in ("classify", "sweep", "verify"):
+        raise ValueError(f"--context {options.context} does not apply to --{mode}; give only one of them")
     device = engine.device or default_device()
     if mode == "profile":
         decode_profile.need_profiler(device)
     return DecodeSettings.resolve(
         model=model,
-        random_config=asked.random_config,
+        random_config=options.random_config,
         engine=engine.changed(device=device),
-        batch=asked.batch or {"verify": "1..8", "draft_lengths": "1"}.get(mode or "", "1,8,64"),
-        context=asked.context,
-        num_tokens=asked.tokens or (64 if accelerator(device) is None else 128),
-        prompt_tokens=asked.prompt_tokens,
-        repeats=asked.repeats,
-        peer=asked.peer,
+        batch=options.batch or {"verify": "1..8", "draft_lengths": "1"}.get(mode or "", "1,8,64"),
+        context=options.context,
+        num_tokens=options.tokens or (64 if accelerator(device) is None else 128),
+        prompt_tokens=options.prompt_tokens,
+        repeats=options.repeats,
+        peer=options.peer,
     )
 
 
-def _proposer(drafting: DraftOptions, device: str | None, model: str | None) -> Callable[[], Proposer]:
+def _proposer_factory(drafting: DraftOptions, device: str | None, model: str | None) -> Callable[[], Proposer]:
     drafting.check_methods(pld=False)
     if drafting.draft_model is None and drafting.speculate in (None, "lookup"):
         return drafting.lookup
     if any(name.startswith("--pld-") for name in drafting.given()):
-        who = "--speculate" if drafting.draft_model is None else "--draft-model"
-        raise ValueError(f"{who} and --pld options: say one of them")
+        method = "--speculate" if drafting.draft_model is None else "--draft-model"
+        raise ValueError(f"give only one of {method} and the --pld options")
 
-    def make() -> Proposer:
-        found = drafting.proposer(device, model)
-        assert found is not None
-        return found
+    def make_proposer() -> Proposer:
+        proposer = drafting.proposer(device, model)
+        assert proposer is not None
+        return proposer
 
-    return make
+    return make_proposer

@@ -1,4 +1,4 @@
-"""The same decoding by transformers, in the same run: the same file, or random weights of the same shape."""
+"""Times the same decoding in transformers, with the same checkpoint or random weights of the same shape."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,28 +14,28 @@ from whorl.bench.provenance import Document
 
 
 def run(settings: DecodeSettings, ours: Sequence[Document], progress: Progress) -> list[Document]:
-    """A row for each of ours and way; one that fails says why and does not end the run."""
-    ways: dict[str, dict[str, Any]] = {"transformers": {}}
+    """Time each of our rows in each variant of transformers; a failure becomes the note of its row."""
+    variants: dict[str, dict[str, Any]] = {"transformers": {}}
     if devices.accelerator(settings.device) is not None:
-        ways["transformers, static cache, compiled"] = {"cache_implementation": "static"}
+        variants["transformers, static cache, compiled"] = {"cache_implementation": "static"}
     rows: list[Document] = []
     model: Any = None
     for row in ours:
-        for label, options in ways.items():
+        for label, options in variants.items():
             with progress(f"{label}, batch {row['batch']}, {row['context']} keys"):
-                found: Document = {"label": label, "batch": row["batch"], "context": row["context"]}
+                result: Document = {"label": label, "batch": row["batch"], "context": row["context"]}
                 try:
                     model = _load(settings) if model is None else model
-                    found |= _compare(row, _seconds(model, row, options, settings))
-                except Exception as error:  # whatever somebody else's code raises must not end our run
+                    result |= _compare(row, _seconds(model, row, options, settings))
+                except Exception as error:  # an exception of another library must not end the benchmark
                     text = str(error).splitlines()
-                    found["note"] = f"did not run: {type(error).__name__}: {text[0] if text else ''}"
-                rows.append(found)
+                    result["note"] = f"did not run: {type(error).__name__}: {text[0] if text else ''}"
+                rows.append(result)
     return rows
 
 
 def _compare(ours: Document, seconds: float) -> Document:
-    """Against the same bytes and the same limit, so that shares compare times."""
+    """Return a row with the bytes and the roofline of our row, so that the shares compare times."""
     batch = ours["batch"]
     return {
         "tok_s": batch / seconds,
@@ -47,7 +47,7 @@ def _compare(ours: Document, seconds: float) -> Document:
 
 
 def _seconds(model: Any, row: Document, options: dict[str, Any], settings: DecodeSettings) -> float:
-    """Of a decode step: what `num_tokens` more tokens take."""
+    """Return the median seconds of a decode step: of `num_tokens` more tokens, divided by their number."""
     ids = torch.tensor(prompts(row["batch"], row["context"], model.config.vocab_size), device=settings.device)
 
     def generate(count: int) -> torch.Tensor:
@@ -59,12 +59,12 @@ def _seconds(model: Any, row: Document, options: dict[str, Any], settings: Decod
         return out
 
     num = settings.num_tokens
-    generate(num + 1)  # compiles, where that is asked for
-    found = []
+    generate(num + 1)  # warm up; the static cache compiles here
+    samples = []
     for _ in range(settings.repeats):
         long, short = (timed(settings.device, lambda count=count: generate(count)) for count in (num + 1, 1))  # type: ignore[misc]
-        found.append((long - short) / num)
-    return statistics.median(found)
+        samples.append((long - short) / num)
+    return statistics.median(samples)
 
 
 def _load(settings: DecodeSettings) -> Any:
@@ -81,6 +81,6 @@ def _load(settings: DecodeSettings) -> Any:
         return model.to(settings.device).eval()
     values = {name: value for name, value in settings.config.items() if name not in ("model_type", "architectures")}
     config = AutoConfig.for_model(settings.config["model_type"], **values)
-    kind = settings.dtype or getattr(torch, str(config.dtype or "bfloat16").removeprefix("torch."))
+    dtype = settings.dtype or getattr(torch, str(config.dtype or "bfloat16").removeprefix("torch."))
     with torch.device(settings.device):
-        return AutoModelForCausalLM.from_config(config, dtype=kind).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

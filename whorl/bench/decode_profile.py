@@ -1,4 +1,4 @@
-"""`whorl bench decode --profile`: where the time of a decode step goes, by part of a layer."""
+"""`whorl bench decode --profile`: the time of a decode step, by part of a layer."""
 
 import contextlib
 import json
@@ -23,9 +23,9 @@ from whorl.engine.llm import LLM
 from whorl.engine.roofline import copy_bandwidth
 from whorl.nn import weighted
 
-_STEPS = 8  # that are traced
-_WARM = 4  # steps before
-# Parts by the last name of a module; what a module does outside of those inside it is its own part.
+_STEPS = 8  # number of traced steps
+_WARM = 4  # steps before the trace
+# Part of a layer by the last component of a module's name. Work outside of a module's submodules counts as its own.
 _MODULES = {
     "embed_tokens": "embedding",
     "input_layernorm": "norms",
@@ -42,7 +42,7 @@ _MODULES = {
     "down_proj": "down product",
     "lm_head": HEAD,
 }
-_ONCE = ("embedding", HEAD, step_trace.SAMPLING, step_trace.INPUTS)  # in a step, not in a layer
+_ONCE = ("embedding", HEAD, step_trace.SAMPLING, step_trace.INPUTS)  # once in a step, not in every layer
 _ORDER = (
     *("inputs", "embedding", "norms", "qkv product", "attention", "output product", "router", EXPERTS, "experts sort"),
     *("experts gate/up", "experts down", "experts combine", "gate/up product", "feed-forward", "down product"),
@@ -51,7 +51,7 @@ _ORDER = (
 
 
 def part_of(name: str, module: Any) -> str | None:
-    """Of a layer's module by its name; None: no part of its own."""
+    """Return the part that a module belongs to, by its name; None: it counts to the module around it."""
     last = name.rpartition(".")[2]
     if last == "mlp":
         return "router" if hasattr(module, "experts") else "feed-forward"
@@ -60,7 +60,7 @@ def part_of(name: str, module: Any) -> str | None:
 
 @contextlib.contextmanager
 def marked(model: Any) -> Iterator[None]:
-    """While it lasts, the parts of the model's calls are marked in traces."""
+    """Mark the parts of the model in profiler traces, inside this context."""
     handles = []
     for name, module in model.named_modules():
         if (part := part_of(name, module)) is not None:
@@ -75,7 +75,7 @@ def marked(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del model.logits  # the class's own is there again
+        del model.logits  # uncovers the method of the class
         for handle in handles:
             handle.remove()
 
@@ -83,12 +83,12 @@ def marked(model: Any) -> Iterator[None]:
 def _mark(module: Any, part: str) -> list[Any]:
     open_marks: list[Any] = []
 
-    def before(module: Any, given: Any) -> None:
+    def before(module: Any, inputs: Any) -> None:
         mark = record_function(MARK + part)
         mark.__enter__()
         open_marks.append(mark)
 
-    def after(module: Any, given: Any, result: Any) -> None:
+    def after(module: Any, inputs: Any, result: Any) -> None:
         open_marks.pop().__exit__(None, None, None)
 
     handles: list[Any] = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
@@ -96,14 +96,14 @@ def _mark(module: Any, part: str) -> list[Any]:
 
 
 class _MarkedAfter:
-    """A module that is called by `after`, with the norm before it, is marked there, too."""
+    """Marks a module that is called through its `after` method, which fuses the norm before it."""
 
     def __init__(self, module: Any, part: str) -> None:
-        self._module, own = module, module.after
+        self._module, original = module, module.after
 
-        def after(*given: Any) -> Any:
+        def after(*args: Any) -> Any:
             with record_function(MARK + part):
-                return own(*given)
+                return original(*args)
 
         module.after = after
 
@@ -112,12 +112,16 @@ class _MarkedAfter:
 
 
 def need_profiler(device: str) -> None:
+    """Raise ValueError when torch's profiler cannot trace the kernels of `device`."""
     if devices.accelerator(device) is not None and not hasattr(ProfilerActivity, device.upper()):
-        raise ValueError(f"--profile: torch's profiler knows no kernels of {device}: leave it out, or say --device cpu")
+        raise ValueError(f"--profile: torch's profiler cannot trace {device} kernels; leave it out or use --device cpu")
 
 
 def run(settings: DecodeSettings) -> Document:
-    """{"header": ..., "profiles": [{"batch", "context", "how", "step_us", "parts": [...]}]}."""
+    """Profile every row.
+
+    Returns {"header": ..., "profiles": [{"batch", "context", "how", "step_us", "parts": [...]}]}.
+    """
     with Progress(1 + len(settings.rows)) as progress:
         with progress(f"weights of {settings.name}"):
             model, tokenizer = load(settings)
@@ -134,56 +138,59 @@ def _profile(model: Any, vocab_size: int, batch: int, context: int, settings: De
     read = _host_parts if is_host else _kernels
 
     def traced(**changes: Any) -> tuple[list[Kernel], dict[str, int]]:
-        free(settings.device)  # of the engine before
+        free(settings.device)  # memory of the previous engine
         llm = engine(model, batch, context, settings, run_ahead=False, **changes)
         start(llm, vocab_size, batch, context, settings.num_tokens)
         return read(_trace(llm))
 
     with marked(model):
-        found, calls = traced(use_graphs=None if is_host else False)
+        kernels, calls = traced(use_graphs=None if is_host else False)
     how = "host" if is_host else "eager"
     if not is_host and devices.use_graphs(settings.device, settings.engine.use_graphs):
         replayed, _ = traced()
-        found, how = _aligned(replayed, found), "graph"
-        calls = _count(found)
-    seen = {kernel.part for kernel in found}
+        kernels, how = _aligned(replayed, kernels), "graph"
+        calls = _count(kernels)
+    seen = {kernel.part for kernel in kernels}
     needed = part_bytes(model, batch, context + settings.num_tokens // 2, seen, settings.engine.kv_cache_dtype)
-    parts = _parts(model, found, calls, needed, settings.device)
+    parts = _parts(model, kernels, calls, needed, settings.device)
     return {
         "batch": batch,
         "context": context,
         "how": how,
-        "step_us": sum(kernel.us for kernel in found) / _STEPS,
+        "step_us": sum(kernel.us for kernel in kernels) / _STEPS,
         "parts": parts,
     }
 
 
 def _aligned(replayed: Sequence[Kernel], eager: Sequence[Kernel]) -> list[Kernel]:
-    """Step by step where steps have the same number of kernels: it is much quicker than all at once."""
+    """Name the kernels of a replayed graph by aligning them with those of eager steps.
+
+    Where all steps have the same number of kernels they are aligned step by step, which is much faster.
+    """
     num_parts = _STEPS if not len(replayed) % _STEPS and not len(eager) % _STEPS else 1
-    found: list[Kernel] = []
+    aligned: list[Kernel] = []
     for i in range(num_parts):
-        each = (kernels[i * len(kernels) // num_parts :][: len(kernels) // num_parts] for kernels in (replayed, eager))
-        found += step_trace.as_launched(*each)
-    return found
+        part = (kernels[i * len(kernels) // num_parts :][: len(kernels) // num_parts] for kernels in (replayed, eager))
+        aligned += step_trace.with_eager_parts(*part)
+    return aligned
 
 
 def _trace(llm: LLM) -> list[Event]:
-    """Of `_STEPS` steps. On an accelerator the trace is of both sides."""
+    """Return the trace events of `_STEPS` steps, of the host and of the accelerator where there is one."""
     activities = [ProfilerActivity.CPU]
     if devices.accelerator(llm.runner.device) is not None:
         activities.append(getattr(ProfilerActivity, llm.runner.device.upper()))
     for _ in range(_WARM):
         llm.step()
     devices.synchronize(llm.runner.device)
-    with profile(activities=activities) as found:
+    with profile(activities=activities) as profiler:
         for _ in range(_STEPS):
             with record_function(MARK + STEP):
                 llm.step()
         devices.synchronize(llm.runner.device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        found.export_chrome_trace(str(path))
+        profiler.export_chrome_trace(str(path))
         events: list[Event] = json.loads(path.read_text())["traceEvents"]
     return events
 
@@ -193,28 +200,28 @@ def _host_parts(events: list[Event]) -> tuple[list[Kernel], dict[str, int]]:
 
 
 def _kernels(events: list[Event]) -> tuple[list[Kernel], dict[str, int]]:
-    found = step_trace.kernels(events)
-    return found, _count(found)
+    kernels = step_trace.kernels(events)
+    return kernels, _count(kernels)
 
 
-def _count(found: Sequence[Kernel]) -> dict[str, int]:
+def _count(kernels: Sequence[Kernel]) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for kernel in found:
+    for kernel in kernels:
         counts[kernel.part] = counts.get(kernel.part, 0) + 1
     return counts
 
 
 def _parts(
-    model: Any, found: Sequence[Kernel], calls: dict[str, int], needed: dict[str, float], device: str
+    model: Any, kernels: Sequence[Kernel], calls: dict[str, int], needed: dict[str, float], device: str
 ) -> list[Document]:
-    """A row for each part, in the order of a layer."""
+    """Return a row for each part, in the order of a layer."""
     rate, num_layers = copy_bandwidth(device), len(model.cache_specs())
     rows = []
-    for part in sorted({kernel.part for kernel in found}, key=_place):
-        own = [kernel for kernel in found if kernel.part == part]
-        us = sum(kernel.us for kernel in own) / _STEPS
+    for part in sorted({kernel.part for kernel in kernels}, key=_place):
+        of_part = [kernel for kernel in kernels if kernel.part == part]
+        us = sum(kernel.us for kernel in of_part) / _STEPS
         by_name: dict[str, float] = {}
-        for kernel in own:
+        for kernel in of_part:
             by_name[kernel.name] = by_name.get(kernel.name, 0.0) + kernel.us / _STEPS
         num_bytes = needed.get(part, 0.0)
         rows.append(
@@ -236,39 +243,43 @@ def _place(part: str) -> tuple[int, str]:
 
 
 def part_bytes(model: Any, batch: int, context: int, seen: set[str], kv_cache_dtype: str = "auto") -> dict[str, float]:
-    """That each part must move in a step. Experts are one part, or two where their kernels can be told apart."""
+    """Return the bytes that each part must move in a step.
+
+    seen: the parts in the trace. Experts are one part, or two where their kernels can be told apart.
+    """
     specs = cache_specs(model, kv_cache_dtype)
-    found: dict[str, float] = {"attention": batch * sum(spec.step_bytes(context) for spec in specs)}
+    num_bytes: dict[str, float] = {"attention": batch * sum(spec.step_bytes(context) for spec in specs)}
     modules = dict(model.named_modules())
     is_tied = "lm_head" not in modules
     for name, layer in weighted(model):
         part = part_of(name, modules[name]) or step_trace.OTHER
         if part == "embedding" and is_tied:
-            part = HEAD  # its rows are next to nothing beside it
-        num_bytes = layer.step_bytes(batch)
+            part = HEAD  # a tied embedding is read as the head; its lookup is negligible
+        layer_bytes = layer.step_bytes(batch)
         if part == EXPERTS and "experts down" in seen:
-            up, down = (getattr(layer, each).num_values for each in ("gate_up_proj", "down_proj"))
-            for each, values in (("experts gate/up", up), ("experts down", down)):
-                found[each] = found.get(each, 0.0) + num_bytes * values / (up + down)
+            up, down = (getattr(layer, proj).num_values for proj in ("gate_up_proj", "down_proj"))
+            for half, values in (("experts gate/up", up), ("experts down", down)):
+                num_bytes[half] = num_bytes.get(half, 0.0) + layer_bytes * values / (up + down)
             continue
-        found[part] = found.get(part, 0.0) + num_bytes
-    return found
+        num_bytes[part] = num_bytes.get(part, 0.0) + layer_bytes
+    return num_bytes
 
 
 HOW = {
     "graph": "kernels of a replayed step",
-    "eager": "kernels of a step that is launched one by one",
+    "eager": "kernels of an eager step",
     "host": "time on the host; launches are calls of torch's operators",
 }
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     lines = render_header(document["header"])
-    for found in document["profiles"]:
-        total = found["step_us"]
-        about = f"batch {found['batch']}, {found['context']} keys: {total:.1f} us a step; {HOW[found['how']]}"
+    for result in document["profiles"]:
+        total = result["step_us"]
+        about = f"batch {result['batch']}, {result['context']} keys: {total:.1f} us a step; {HOW[result['how']]}"
         cells = [["part", "us", "us a layer", "share", "launches", "must move", "of roofline"]]
-        cells += [_cells(row, total) for row in found["parts"]]
+        cells += [_cells(row, total) for row in result["parts"]]
         lines += ["", about, *table(cells)]
     return "\n".join(lines)
 

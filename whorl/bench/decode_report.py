@@ -1,32 +1,36 @@
-"""What `whorl bench decode` found, as text."""
+"""The result of `whorl bench decode` as text."""
 
 from whorl.bench.columns import table
 from whorl.bench.provenance import Document, render_provenance
 
 
 def size(num_bytes: float) -> str:
+    """Return bytes as text, in GB or MB."""
     return f"{num_bytes / 1e9:.3f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3f} MB"
 
 
 def rate(tb_s: float) -> str:
+    """Return a bandwidth as text, in TB/s or GB/s."""
     return f"{tb_s:.3f} TB/s" if tb_s >= 0.1 else f"{tb_s * 1e3:.2f} GB/s"
 
 
 def render_header(header: Document) -> list[str]:
+    """Return the header of a document as lines of text."""
     count, copy = header["num_parameters"], rate(header["copy_tb_s"])
-    of = f"{count / 1e9:.3f} B" if count >= 1e8 else f"{count / 1e6:.3f} M"
-    weights = f"{of} {header['weights']} weights, {header['dtype']}, {size(header['weight_bytes'])}"
+    parameters = f"{count / 1e9:.3f} B" if count >= 1e8 else f"{count / 1e6:.3f} M"
+    weights = f"{parameters} {header['weights']} weights, {header['dtype']}, {size(header['weight_bytes'])}"
     return [
         *render_provenance(header),
         f"model     {header['model']}: {weights}",
-        f"reads     {size(header['bytes_per_token'])} a token at batch 1, cache left out; a copy here moves {copy}",
+        f"reads     {size(header['bytes_per_token'])} a token at batch 1, without KV cache; a copy here moves {copy}",
     ]
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     lines = render_header(document["header"])
     if any(row["batch"] > 1 for row in document["decode"]):
-        lines.append("note      experts of a batch are counted as if routing were uniform")
+        lines.append("note      the experts that a batch reads are counted as if routing were uniform")
     rows = [("whorl", row) for row in document["decode"]] + [(row["label"], row) for row in document["peers"]]
     cells = [["decode", "keys", "batch", "tok/s", "ms/step", "a step reads", "achieved", "of roofline"]]
     cells += [

@@ -1,9 +1,9 @@
-"""`whorl bench decode --draft-lengths`: what a step costs by tokens drafted, and the acceptance from which that pays.
+"""`whorl bench decode --draft-lengths`: the time of a step by tokens drafted, and the acceptance from which that pays.
 
-Steps are the engine's own, over caches as full as `--context` says. Drafts are tokens that nobody would accept, so that
-every step is one of its full length. Of a mixture of experts they read experts of their own, as drafts for text do,
-only that neighbouring tokens of a text share some: these costs are the upper end. Plain decoding is timed as it runs
-best, the next step launched before the last one's tokens are read, which drafting cannot do.
+Steps are real steps of the engine, over caches filled to `--context` keys. Drafts are tokens that the model rejects, so
+that every step verifies a full draft. In a mixture of experts each drafted token reads other experts; neighbouring
+tokens of real text share some, so these costs are an upper bound. Plain decoding is timed with run-ahead (the next step
+is launched before the tokens of the last one are read), which drafting cannot use.
 """
 
 import math
@@ -23,13 +23,16 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import Sequence as Seq
 from whorl.engine.speculate import Draft, Proposer
 
-_STRIDE = 7919  # between the ids of tokens that only cost time
-_MOST_ROWS = 2048  # of a step
+_STRIDE = 7919  # between the ids of drafted tokens, which are meant to be rejected
+_MOST_ROWS = 2048  # tokens of a step
 
 
 def break_even(k: int, times: float) -> float | None:
-    """The share of drafted tokens accepted, each given those before it, from which 1 + a + ... + a^k tokens are worth a
-    step of `times` the plain one's cost; None: not even all of them are."""
+    """Return the acceptance from which drafting k tokens pays; None where even full acceptance does not.
+
+    times: the cost of the step over that of plain decoding. Acceptance a is the probability that a drafted token is
+    accepted when those before it are, so a step yields 1 + a + ... + a^k tokens, which must be at least `times`.
+    """
     if times > k + 1:
         return None
     low, high = 0.0, 1.0
@@ -40,11 +43,12 @@ def break_even(k: int, times: float) -> float | None:
 
 
 def shown_share(share: float | None) -> str:
+    """Return an acceptance as text, rounded up to a percent; "never" for None."""
     return "never" if share is None else f"{math.ceil(100 * share)}%"
 
 
-class Refused(Proposer):
-    """Drafts tokens that a model says by chance only."""
+class RejectedProposer(Proposer):
+    """Drafts tokens that the model accepts only by chance."""
 
     def __init__(self, k: int, vocab_size: int) -> None:
         self.k, self._vocab_size = k, vocab_size
@@ -57,40 +61,45 @@ class Refused(Proposer):
 
 
 def run(settings: DecodeSettings, lengths: Sequence[int]) -> Document:
-    """{"header": ..., "rows": [{"batch", "context", "k", "seconds", "times", "break_even", "mtp"}]}; k 0: plain. mtp:
-    the same with drafts of the model's own layer of multi-token prediction, where it has one."""
+    """Time steps with drafts of each length.
+
+    Returns {"header": ..., "rows": [{"batch", "context", "k", "seconds", "times", "break_even", "mtp"}]}. k is 0 for
+    plain decoding; mtp has the same figures with drafts of the model's multi-token prediction layer, where it has one.
+    """
     with Progress(1 + len(settings.rows) * (1 + len(lengths))) as progress:
         with progress(f"weights of {settings.name}"):
             model, tokenizer = load(settings)
-            layer = _layer(model, settings)
+            layer = _mtp_layer(model, settings)
         vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
         rows = []
         for context, batch in settings.rows:
             with progress(f"plain, batch {batch}, {context} keys"):
                 plain = _seconds(model, vocab_size, batch, context, settings, None)
-                rows.append({"batch": batch, "context": context, "k": 0, **_found(0, plain, plain), "mtp": None})
+                rows.append({"batch": batch, "context": context, "k": 0, **_result(0, plain, plain), "mtp": None})
             for k in lengths:
                 with progress(f"drafts of {k}, batch {batch}, {context} keys"):
-                    refused = Refused(k, vocab_size)
-                    found = _found(k, _seconds(model, vocab_size, batch, context, settings, refused), plain)
-                    mtp = None if layer is None else _with_layer(model, layer, vocab_size, batch, context, settings, k)
-                    drafted = None if mtp is None else _found(k, mtp, plain)
-                    rows.append({"batch": batch, "context": context, "k": k, **found, "mtp": drafted})
+                    rejected = RejectedProposer(k, vocab_size)
+                    drafted_row = _result(k, _seconds(model, vocab_size, batch, context, settings, rejected), plain)
+                    mtp_seconds = (
+                        None if layer is None else _mtp_seconds(model, layer, vocab_size, batch, context, settings, k)
+                    )
+                    mtp_row = None if mtp_seconds is None else _result(k, mtp_seconds, plain)
+                    rows.append({"batch": batch, "context": context, "k": k, **drafted_row, "mtp": mtp_row})
     return {"header": header(settings, model), "rows": rows}
 
 
 def check(settings: DecodeSettings, lengths: Sequence[int]) -> None:
-    """Refuse steps that the engine does not take as one."""
+    """Raise ValueError when the drafts are more tokens than the engine takes in one step."""
     most = max(settings.batches) * (1 + max(lengths))
     if most > _MOST_ROWS:
         raise ValueError(
             f"--draft-lengths: {max(lengths)} tokens for each of {max(settings.batches)} sequences are a step of "
-            f"{most} rows, and a step has up to {_MOST_ROWS}: say shorter drafts, or fewer sequences by --batch"
+            f"{most} tokens, expected at most {_MOST_ROWS}; give shorter drafts, or fewer sequences with --batch"
         )
 
 
-def _layer(model: Any, settings: DecodeSettings) -> Any:
-    """Of multi-token prediction; None where the model has none."""
+def _mtp_layer(model: Any, settings: DecodeSettings) -> Any:
+    """Return the model's multi-token prediction layer; None where it has none."""
     if not getattr(model.config, "num_nextn_predict_layers", 0):
         return None
     from whorl.engine.weights import load_prediction, random_prediction
@@ -98,12 +107,12 @@ def _layer(model: Any, settings: DecodeSettings) -> Any:
     return random_prediction(model) if settings.config is not None else load_prediction(settings.path, model)
 
 
-def _found(k: int, seconds: float, plain: float) -> Document:
+def _result(k: int, seconds: float, plain: float) -> Document:
     times = seconds / plain
     return {"seconds": seconds, "times": times, "break_even": break_even(k, times) if k else None}
 
 
-def _with_layer(
+def _mtp_seconds(
     model: Any, layer: Any, vocab_size: int, batch: int, context: int, settings: DecodeSettings, k: int
 ) -> float:
     from whorl.engine.speculate.mtp import MTP
@@ -114,9 +123,9 @@ def _with_layer(
 def _seconds(
     model: Any, vocab_size: int, batch: int, context: int, settings: DecodeSettings, proposer: Proposer | None
 ) -> float:
-    """Of a step, the median of runs; each takes the mean of as many steps as tokens were asked for."""
+    """Return the median seconds of a step over the runs; a run is the mean over `num_tokens` steps."""
     free(settings.device)
-    # Room behind the last step that is timed: a draft is never cut by a sequence's end.
+    # Leave room after the last timed step, so that the end of a sequence never shortens a draft.
     longer = replace(settings, num_tokens=settings.num_tokens + (0 if proposer is None else proposer.k) + 1)
     llm = engine(model, batch, context, longer, speculate=proposer, draft_length="fixed")
     runs = [_time(llm, vocab_size, batch, context, settings, longer.num_tokens) for _ in range(settings.repeats + 1)]
@@ -133,23 +142,24 @@ def _time(llm: LLM, vocab_size: int, batch: int, context: int, settings: DecodeS
     seconds = (time.perf_counter() - started) / (llm.num_steps - before)
     for seq in sequences:
         llm.abort(seq)
-    llm.step()  # what was launched ahead
+    llm.step()  # finish the step that was launched ahead
     return seconds
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     rows, has_layer = document["rows"], any(row["mtp"] for row in document["rows"])
     more = ["with mtp: ms", "times plain", "pays from acceptance"] if has_layer else []
     cells = [["keys", "batch", "drafted", "ms/step", "times plain", "pays from acceptance", *more]]
     for row in rows:
         named = [str(row["context"]), str(row["batch"]), str(row["k"])]
         cells.append([*named, *_cells(row, row["k"]), *(_cells(row["mtp"], row["k"]) if has_layer else [])])
-    note = "drafted: tokens a sequence; acceptance: of a token, those before it accepted"
+    note = "drafted: tokens per sequence; acceptance: of a token when those before it are accepted"
     return "\n".join([*render_header(document["header"]), f"note      {note}", "", *table(cells)])
 
 
-def _cells(found: Document | None, k: int) -> list[str]:
-    if found is None:
+def _cells(result: Document | None, k: int) -> list[str]:
+    if result is None:
         return ["-"] * 3
-    paying = shown_share(found["break_even"]) if k else "-"
-    return [f"{found['seconds'] * 1e3:.3f}", f"{found['times']:.2f}", paying]
+    paying = shown_share(result["break_even"]) if k else "-"
+    return [f"{result['seconds'] * 1e3:.3f}", f"{result['times']:.2f}", paying]

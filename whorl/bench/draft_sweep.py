@@ -1,4 +1,4 @@
-"""`whorl bench decode --sweep` and `--verify`: prompt lookup over lengths, and what a step costs by tokens checked."""
+"""`whorl bench decode --sweep`: prompt lookup over draft lengths. `--verify`: the time of a step by tokens verified."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,24 +16,27 @@ from whorl.engine.speculate import Proposer
 
 
 def parse_sweep(text: str) -> dict[str, list[int]]:
-    """k=2,4,8,ngram=1,2: what to try of each."""
-    found: dict[str, list[int]] = {}
+    """Return the lengths of a text such as k=2,4,8,ngram=1,2; raises ValueError for anything else."""
+    lengths: dict[str, list[int]] = {}
     try:
         for part in text.replace(" ", ",").split(","):
             name, equals, value = part.rpartition("=")
             if equals:
-                found[name] = []
-            found[name if equals else next(reversed(found))].append(int(value))
+                lengths[name] = []
+            lengths[name if equals else next(reversed(lengths))].append(int(value))
     except (ValueError, StopIteration):
-        found = {}
-    if set(found) - {"k", "ngram"} or not found or min(min(values) for values in found.values()) < 1:
-        raise ValueError(f"--sweep {text}: expected lengths such as k=2,4,8,ngram=1,2,3")
-    return {"k": [10], "ngram": [1]} | found
+        lengths = {}
+    if set(lengths) - {"k", "ngram"} or not lengths or min(min(values) for values in lengths.values()) < 1:
+        raise ValueError(f"--sweep is {text}, expected lengths such as k=2,4,8,ngram=1,2,3")
+    return {"k": [10], "ngram": [1]} | lengths
 
 
-def sweep(settings: DecodeSettings, asked: Mapping[str, Iterable[int]], drafting: DraftOptions) -> Document:
-    """Drafts of fixed length: {"header": ..., "plain_tok_s": ..., "rows": [{"k", "ngram", "tok_s", ...}]}."""
-    pairs = [(k, ngram) for k in asked["k"] for ngram in asked["ngram"]]
+def sweep(settings: DecodeSettings, lengths: Mapping[str, Iterable[int]], drafting: DraftOptions) -> Document:
+    """Run prompt lookup with each pair of lengths; drafts have fixed length.
+
+    Returns {"header": ..., "plain_tok_s": ..., "rows": [{"k", "ngram", "tok_s", ...}]}.
+    """
+    pairs = [(k, ngram) for k in lengths["k"] for ngram in lengths["ngram"]]
     with Progress(2 + len(pairs)) as progress:
         with progress(f"weights of {settings.name}"):
             subject = Subject(settings, 1)
@@ -42,8 +45,8 @@ def sweep(settings: DecodeSettings, asked: Mapping[str, Iterable[int]], drafting
         rows = []
         for k, ngram in pairs:
             with progress(f"k={k}, ngram={ngram}"):
-                found = _answers(subject, drafting.lookup(k=k, ngram=ngram))
-                rows.append({"k": k, "ngram": ngram, **_swept(plain, found)})
+                runs = _answers(subject, drafting.lookup(k=k, ngram=ngram))
+                rows.append({"k": k, "ngram": ngram, **_compare(plain, runs)})
     return {"header": header(settings, subject.model), "plain_tok_s": _sound_speed(plain), "rows": rows}
 
 
@@ -54,28 +57,29 @@ def _answers(subject: Subject, proposer: Proposer | None) -> list[Run]:
     return [answer(llm, ids, settings.num_tokens) for _ in range(settings.repeats) for _, ids in subject.prompts]
 
 
-def _swept(plain: Sequence[Run], found: Sequence[Run]) -> Document:
-    tried, kept = (sum(getattr(run, what).total() for run in found) for what in ("drafted", "accepted"))
+def _compare(plain: Sequence[Run], runs: Sequence[Run]) -> Document:
+    drafted, accepted = (sum(getattr(run, counter).total() for run in runs) for counter in ("drafted", "accepted"))
     return {
-        "tok_s": _sound_speed(found),
-        "equal": all(a.token_ids == b.token_ids for a, b in zip(plain, found, strict=True)),
-        "acceptance": kept / tried if tried else None,
-        "ok": sum(classify(run.token_ids) == OK for run in found),
-        "runs": len(found),
+        "tok_s": _sound_speed(runs),
+        "equal": all(a.token_ids == b.token_ids for a, b in zip(plain, runs, strict=True)),
+        "acceptance": accepted / drafted if drafted else None,
+        "ok": sum(classify(run.token_ids) == OK for run in runs),
+        "runs": len(runs),
     }
 
 
 def _sound_speed(runs: Sequence[Run]) -> float | None:
-    """Median of those whose output is OK."""
-    return statistics.median(found) if (found := [r.tok_s for r in runs if classify(r.token_ids) == OK]) else None
+    """Return the median speed of the runs whose output is OK; None without any."""
+    return statistics.median(speeds) if (speeds := [r.tok_s for r in runs if classify(r.token_ids) == OK]) else None
 
 
 def render_sweep(document: Document) -> str:
+    """Return the document of `sweep` as text."""
     lines, rows = render_header(document["header"]), document["rows"]
     plain = document["plain_tok_s"]
     lines += [
         "",
-        f"plain     {_tok_s(plain)} tok/s; below: tok/s of outputs that are OK, times plain, share accepted",
+        f"plain     {_tok_s(plain)} tok/s; each cell: tok/s of outputs that are OK, speed-up over plain, acceptance",
         "",
     ]
     ngrams = list(dict.fromkeys(row["ngram"] for row in rows))
@@ -96,7 +100,7 @@ def _tok_s(value: float | None) -> str:
 
 
 def verify(settings: DecodeSettings) -> Document:
-    """What a step costs by the number of tokens it checks: {"header": ..., "seconds": {rows: s}}."""
+    """Time a step by the number of tokens it verifies; returns {"header": ..., "seconds": {tokens: s}}."""
     with Progress(2) as progress:
         with progress(f"weights of {settings.name}"):
             model = load(settings)[0]
@@ -114,12 +118,15 @@ def verify(settings: DecodeSettings) -> Document:
 
 
 def render_verify(document: Document) -> str:
+    """Return the document of `verify` as text."""
     first, *_ = document["seconds"].values()
     cells = [["tokens", "ms", "times one", "pays from acceptance"]]
-    for rows, seconds in document["seconds"].items():
-        cells.append([str(rows), f"{seconds * 1e3:.3f}", f"{seconds / first:.2f}", _break_even(rows, seconds / first)])
+    for tokens, seconds in document["seconds"].items():
+        cells.append(
+            [str(tokens), f"{seconds * 1e3:.3f}", f"{seconds / first:.2f}", _break_even(tokens, seconds / first)]
+        )
     return "\n".join([*render_header(document["header"]), "", *table(cells)])
 
 
-def _break_even(rows: int, cost: float) -> str:
-    return "-" if rows == 1 else shown_share(break_even(rows - 1, cost))
+def _break_even(tokens: int, cost: float) -> str:
+    return "-" if tokens == 1 else shown_share(break_even(tokens - 1, cost))

@@ -1,6 +1,6 @@
-"""Engines whose sequences find their keys in the cache: nothing waits for long prompts before decoding is timed.
+"""Engines whose KV cache already holds the keys of every prompt, so that decoding is timed without a long prefill.
 
-The blocks hold random numbers, not what the model would have written: attention takes as long for either.
+The blocks hold random numbers instead of the model's keys and values: attention takes the same time.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import Sequence
 
-_CODES = 120  # below 127, which is NaN in fp8
-_BYTES = 0x3C, 0x40  # of pages of bytes: as e4m3, as bf16 and as fp32 such bytes are numbers between 0.01 and 2
+_CODES = 120  # upper bound of int8 and fp8 codes; 127 would be NaN in fp8
+_BYTES = 0x3C, 0x40  # for caches of raw bytes: read as e4m3, bf16 or fp32 these are numbers between 0.01 and 2
 
 
 class _FilledPool(BlockPool):
-    """Gives out blocks as if they held all of a prompt but its last token, whose logits are needed."""
+    """Admits a sequence as if its blocks held the whole prompt but the last token, whose logits are needed."""
 
     def admit(self, seq: Sequence, *, reserve: int = 0) -> bool:
         is_admitted = super().admit(seq, reserve=reserve)
@@ -27,7 +27,7 @@ class _FilledPool(BlockPool):
 
 
 def fill(llm: LLM) -> None:
-    """Whoever is admitted from now on has his prompt in the cache."""
+    """Fill the caches of an engine, and make it treat prompts admitted from now on as computed."""
     for cache in llm.runner.caches:
         generator: torch.Generator | None = None
         for field in dataclasses.fields(cache):
@@ -37,9 +37,9 @@ def fill(llm: LLM) -> None:
             generator = generator or torch.Generator(values.device).manual_seed(0)
             if values.dtype == torch.uint8:
                 values.random_(*_BYTES, generator=generator)
-            elif values.itemsize == 1:  # codes: finite ones, of either format
+            elif values.itemsize == 1:  # int8 or fp8 codes that are finite in both
                 values.view(torch.int8).random_(0, _CODES, generator=generator)
             else:
                 values.normal_(generator=generator)
-    # In place: the scheduler has it, and a proposer may.
+    # The class changes in place, since the scheduler and perhaps a proposer refer to this pool.
     llm.pool.__class__, llm.pool.use_prefix_cache = _FilledPool, False

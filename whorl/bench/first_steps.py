@@ -1,8 +1,8 @@
-"""`whorl bench decode --first`: what a start takes, phase by phase, and whether steps behind it wait for anything.
+"""`whorl bench decode --first`: the time of a start by phase, and whether the first steps still do one-time work.
 
-The load is one of requests that come and go: twice as many as run at once, with prompts of a third of --context up to
-all of it and answers of a fifth of --tokens up to all of them. It runs twice. Its steps are the same both times, so
-what the first time takes longer was spent on compiling, recording and trying.
+The load has twice as many requests as run at once, with prompts from a third of --context to all of it and outputs from
+a fifth of --tokens to all of them. It runs twice with the same steps, so the extra time of the first run was spent on
+one-time work: compiling kernels, recording graphs, and trials (checks of which library products have the right bits).
 """
 
 import importlib
@@ -24,37 +24,40 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.ops import _trial_store
 
-CONTEXT, STEP_TOKENS = 1536, 2048  # where nobody asks for others
-_SLOW = 2.0  # medians that a step may take beyond its repetition
+CONTEXT, STEP_TOKENS = 1536, 2048  # defaults
+_SLOW = 2.0  # a step is slow at this many times its second run, or the median step if that is longer
 
 
-class Late(NamedTuple):
-    """Things that are done once and then kept; None: not to be known here."""
+class OneTimeWork(NamedTuple):
+    """Counts of work that is done once per process; None where a count is not available."""
 
     graphs: int
     trials: int
     kernels: int | None
 
 
-def late(llm: LLM) -> Late:
-    return Late(len(llm.runner._graphs), _trial_store.num_trials(), compiled_kernels())
+def one_time_work(llm: LLM) -> OneTimeWork:
+    """Return how much one-time work has been done so far."""
+    return OneTimeWork(len(llm.runner._graphs), _trial_store.num_trials(), compiled_kernels())
 
 
 def compiled_kernels() -> int | None:
-    """Triton's, in this process, from its cache on disk or anew; None where Triton keeps them otherwise."""
+    """Return the number of Triton kernels loaded in this process; None where this version of Triton hides them."""
     if "triton" not in sys.modules:
         return 0
     kind = importlib.import_module("triton.runtime.jit").JITFunction
     ours = [module for name, module in list(sys.modules.items()) if name.startswith("whorl.") and "triton" in name]
-    functions = {id(each): each for module in ours for each in vars(module).values() if isinstance(each, kind)}
+    functions = {
+        id(function): function for module in ours for function in vars(module).values() if isinstance(function, kind)
+    }
     try:
-        return sum(len(kept[0]) for each in functions.values() for kept in each.device_caches.values())
+        return sum(len(cache[0]) for function in functions.values() for cache in function.device_caches.values())
     except (AttributeError, TypeError, KeyError):
         return None
 
 
 def since_start() -> float | None:
-    """Seconds that this process has run, where the system says."""
+    """Return the seconds since this process started; None where the system does not tell."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -64,7 +67,7 @@ def since_start() -> float | None:
 
 
 def run(settings: DecodeSettings) -> Document:
-    """{"header", "phases": [...], "warmup": ..., "load": {...}}."""
+    """Time a start and the load; returns {"header", "phases": [...], "warmup": ..., "load": {...}}."""
     phases: list[tuple[str, float | None]] = [("interpreter and imports", since_start())]
     with Progress(4) as progress:
         with progress(f"weights of {settings.name}"):
@@ -76,15 +79,20 @@ def run(settings: DecodeSettings) -> Document:
         with progress("warm-up"):
             phases += _warm_up(llm, settings)
         with progress("mixed load, twice"):
-            found = _load(llm, settings)
-        return {"header": header(settings, model), "phases": _named(phases), "warmup": _kind(llm), "load": found}
+            load_result = _load(llm, settings)
+        return {
+            "header": header(settings, model),
+            "phases": _phase_rows(phases),
+            "warmup": _warmup_kind(llm),
+            "load": load_result,
+        }
 
 
-def _named(phases: list[tuple[str, float | None]]) -> list[Document]:
+def _phase_rows(phases: list[tuple[str, float | None]]) -> list[Document]:
     return [{"phase": name, "seconds": seconds} for name, seconds in phases]
 
 
-def _kind(llm: LLM) -> str:
+def _warmup_kind(llm: LLM) -> str:
     return "off" if llm.warmed is None else llm.warmed.kind
 
 
@@ -100,31 +108,31 @@ def _engine(model: Any, tokenizer: Any, settings: DecodeSettings) -> LLM:
         max_prompt_tokens=step_tokens,
         max_model_len=length,
         num_blocks=batch * (1 + settings.num_blocks(model, length)),
-        use_prefix_cache=False,  # or the second time would find the first one's prompts
+        use_prefix_cache=False,  # else the second run would find the prompts of the first
         warm=False,
     )
 
 
 def _warm_up(llm: LLM, settings: DecodeSettings) -> list[tuple[str, float | None]]:
-    """Phases of it. Trials are made in the middle of steps, and counted by themselves."""
+    """Warm up the engine; returns its phases. Trials run inside other phases, and are counted separately."""
     before = _trial_store.seconds()
     kind = settings.engine.warmup or ("off" if devices.accelerator(settings.device) is None else "full")
     warmed = llm.warm_up(kind)
     tried = _trial_store.seconds() - before
-    found = {f"warm-up: {phase}": seconds for phase, seconds in warmed.seconds.items()}
-    if "warm-up: compile" in found:
-        found["warm-up: compile"] -= tried
-    return [*found.items(), ("warm-up: trials", tried)]
+    phases = {f"warm-up: {phase}": seconds for phase, seconds in warmed.seconds.items()}
+    if "warm-up: compile" in phases:
+        phases["warm-up: compile"] -= tried
+    return [*phases.items(), ("warm-up: trials", tried)]
 
 
 def _load(llm: LLM, settings: DecodeSettings) -> Document:
     first, again = (_steps(llm, settings) for _ in range(2))
-    median = statistics.median(step["seconds"] for step in again)
+    median = statistics.median(s["seconds"] for s in again)
     slow = []
-    for number, (one, two) in enumerate(zip(first, again, strict=True)):
-        if one["late"] or one["seconds"] - two["seconds"] > (_SLOW - 1) * max(median, two["seconds"]):
-            slow.append({"step": number, **one, "again": two["seconds"]})
-    times = sorted(step["seconds"] for step in first)
+    for index, (step, repeated) in enumerate(zip(first, again, strict=True)):
+        if step["late"] or step["seconds"] - repeated["seconds"] > (_SLOW - 1) * max(median, repeated["seconds"]):
+            slow.append({"step": index, **step, "again": repeated["seconds"]})
+    times = sorted(s["seconds"] for s in first)
     return {
         "requests": 2 * max(settings.batches),
         "steps": len(first),
@@ -132,14 +140,14 @@ def _load(llm: LLM, settings: DecodeSettings) -> Document:
         "p99_s": times[min(len(times) - 1, int(0.99 * len(times)))],
         "longest_s": times[-1],
         "first_s": sum(times),
-        "again_s": sum(step["seconds"] for step in again),
-        "late_steps": sum(bool(step["late"]) for step in first),
+        "again_s": sum(s["seconds"] for s in again),
+        "late_steps": sum(bool(s["late"]) for s in first),
         "slow": slow,
     }
 
 
 def _steps(llm: LLM, settings: DecodeSettings) -> list[Document]:
-    """Every step of the load: its seconds, what ran in it, and what was done in it for good."""
+    """Run the load; returns for every step its seconds, the running sequences, and its one-time work."""
     rng = random.Random(0)
     longest, most = max(settings.contexts, default=CONTEXT), settings.num_tokens
     for _ in range(2 * max(settings.batches)):
@@ -153,49 +161,48 @@ def _steps(llm: LLM, settings: DecodeSettings) -> list[Document]:
             ignore_eos=True,
         )
         llm.add(prompt, params)
-    found, before = [], late(llm)
+    steps, before = [], one_time_work(llm)
     devices.synchronize(settings.device)
     while llm.has_work:
         started = time.perf_counter()
         llm.step()
         seconds = time.perf_counter() - started
-        now = late(llm)
-        found.append({"seconds": seconds, "running": len(llm.scheduler.running), "late": _done(before, now)})
+        now = one_time_work(llm)
+        steps.append({"seconds": seconds, "running": len(llm.scheduler.running), "late": _new_work(before, now)})
         before = now
-    return found
+    return steps
 
 
-def _done(before: Late, now: Late) -> list[str]:
-    pairs = zip(Late._fields, before, now, strict=True)
+def _new_work(before: OneTimeWork, now: OneTimeWork) -> list[str]:
+    pairs = zip(OneTimeWork._fields, before, now, strict=True)
     return [f"{(b or 0) - (a or 0)} {name}" for name, a, b in pairs if a != b]
 
 
 def _timed(device: str, function: Any) -> tuple[float, Any]:
     started = time.perf_counter()
-    found = function()
+    result = function()
     devices.synchronize(device)
-    return time.perf_counter() - started, found
+    return time.perf_counter() - started, result
 
 
 def is_good(document: Document) -> bool:
-    """A full warm-up leaves nothing to compile, record or try."""
+    """Return whether a full warm-up left no one-time work to the steps."""
     return document["warmup"] != "full" or document["load"]["late_steps"] == 0
 
 
 def render(document: Document) -> str:
-    lines, found = render_header(document["header"]), document["load"]
+    """Return the document as text."""
+    lines, result = render_header(document["header"]), document["load"]
     total = sum(row["seconds"] or 0.0 for row in document["phases"])
     cells = [["start", "seconds"]]
     cells += [[row["phase"], "-" if row["seconds"] is None else f"{row['seconds']:.2f}"] for row in document["phases"]]
-    lines += ["", *table([*cells, ["together", f"{total:.2f}"]]), ""]
-    times = f"median {found['median_s'] * 1e3:.1f} ms, p99 {found['p99_s'] * 1e3:.1f}, longest "
-    times += f"{found['longest_s'] * 1e3:.1f}; {found['first_s']:.2f} s, and again {found['again_s']:.2f}"
-    lines.append(f"load      {found['requests']} requests in {found['steps']} steps: {times}")
-    lines.append(
-        f"late      {found['late_steps']} steps compiled, recorded or tried something (warm-up {document['warmup']})"
-    )
-    for row in found["slow"][:20]:
-        why = ", ".join(row["late"]) or "nothing that is done once"
+    lines += ["", *table([*cells, ["total", f"{total:.2f}"]]), ""]
+    times = f"median {result['median_s'] * 1e3:.1f} ms, p99 {result['p99_s'] * 1e3:.1f}, longest "
+    times += f"{result['longest_s'] * 1e3:.1f}; {result['first_s']:.2f} s, and again {result['again_s']:.2f}"
+    lines.append(f"load      {result['requests']} requests in {result['steps']} steps: {times}")
+    lines.append(f"late      {result['late_steps']} steps did one-time work (warm-up {document['warmup']})")
+    for row in result["slow"][:20]:
+        why = ", ".join(row["late"]) or "no one-time work"
         lines.append(
             f"          step {row['step']}: {row['seconds'] * 1e3:.1f} ms, again {row['again'] * 1e3:.1f}: {why}"
         )

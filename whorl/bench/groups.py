@@ -1,6 +1,5 @@
-"""Names for several operators at once."""
+"""Groups of operators that `whorl bench ops` accepts by one name."""
 
-# Names for several operators.
 GROUPS = {
     "sparse_attention": (
         "sparse_attention",

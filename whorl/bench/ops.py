@@ -1,6 +1,6 @@
-"""`whorl bench ops`: every operator's benchmark cases, next to its peers and to a copy of as many bytes.
+"""`whorl bench ops`: times the benchmark cases of every operator next to its peers and to a copy of as many bytes.
 
-No speed is given for an answer that is wrong, ours or a peer's.
+A wrong output, of whorl or of a peer, gets no speed.
 """
 
 import functools
@@ -25,13 +25,15 @@ from whorl.ops import OPS, Op
 from whorl.timing import Timing, is_short, matmul_rate, measure, num_buffers
 
 QUICK_TOKENS = 64
-# Peers round more often than we do (bf16 tables, bf16 products). This only shows that they did the same work:
-# observed 0.3 eps, and 0.7 eps for gradients.
+# Largest relative error of a peer, in eps. Peers round more often than whorl does (bf16 tables, bf16 products), so this
+# only shows that they did the same work. Observed: 0.3 eps, and 0.7 eps for gradients.
 PEER_ERROR = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpsSettings:
+    """Validated settings of `whorl bench ops`. quick: few tokens; compiled: time torch.compile too."""
+
     names: tuple[str, ...]
     device: str
     dtype: torch.dtype
@@ -47,16 +49,16 @@ class OpsSettings:
         quick: bool | None = None,
         compiled: bool | None = None,
     ) -> "OpsSettings":
-        """What was asked for, completed for this machine."""
+        """Return the settings with defaults for this machine; raises ValueError for an unknown operator or device."""
         unknown = [n for n in names if n not in OPS and n not in GROUPS]
         if unknown:
-            known = f"there are {', '.join(OPS)}, and the groups {', '.join(GROUPS)}"
-            raise ValueError(f"bench ops: no operator {', '.join(unknown)}; {known}")
-        wanted = dict.fromkeys(each for name in names for each in GROUPS.get(name, (name,)))
+            known = f"{', '.join(OPS)}, or the groups {', '.join(GROUPS)}"
+            raise ValueError(f"bench ops: no operator {', '.join(unknown)}; expected {known}")
+        selected = dict.fromkeys(op_name for name in names for op_name in GROUPS.get(name, (name,)))
         device = devices.require(device or devices.default_device())
         quick = devices.accelerator(device) is None if quick is None else quick
         return OpsSettings(
-            names=tuple(wanted) or tuple(OPS),
+            names=tuple(selected) or tuple(OPS),
             device=device,
             dtype=getattr(torch, dtype),
             quick=quick,
@@ -65,13 +67,14 @@ class OpsSettings:
 
     def cases(self, op: Op) -> list[Values]:
         if self.quick and (op.flops is not None or (op.forward_only and not op.mutates)):
-            return list(op.cases[1:3])  # of whole models: fewer tokens would still read all their weights
+            # The benchmark cases have weights of whole models, which even a few tokens would read.
+            return list(op.cases[1:3])
         cases = [shrink(case, QUICK_TOKENS) if self.quick else case for case in op.bench_cases]
         return [case for i, case in enumerate(cases) if case not in cases[:i]]
 
 
 def run(settings: OpsSettings) -> Document:
-    """{"header": ..., "rows": [...]}; shows a progress bar on a terminal."""
+    """Time all cases; returns {"header": ..., "rows": [...]}. A terminal shows a progress bar."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -88,18 +91,19 @@ def run(settings: OpsSettings) -> Document:
 
 
 def is_good(document: Document) -> bool:
+    """Return whether every case is right."""
     return all(row["passed"] for row in document["rows"])
 
 
 def _header(settings: OpsSettings) -> Document:
     notes = [
-        "TB/s counts what must be read and written once; a peer's is of the same bytes, so that it compares time.",
-        "TFLOP/s counts the operations that the question needs, also for a peer that does more.",
+        "TB/s counts the bytes that must be read and written once; a peer's uses the same bytes, so it compares time.",
+        "TFLOP/s counts the operations that the result needs, also for a peer that does more.",
     ]
     if settings.quick:
-        notes.append(f"Quick: at most {QUICK_TOKENS} tokens a case; these are not the speeds of real sizes.")
+        notes.append(f"Quick: at most {QUICK_TOKENS} tokens per case; these are not the speeds of real sizes.")
     if not settings.compiled:
-        notes.append("torch.compile is left out; --compile times it.")
+        notes.append("torch.compile is not timed; --compile adds it.")
     return {
         **provenance(settings.device, liger_kernel=_liger_version()),
         "dtype": _name(settings.dtype),
@@ -113,8 +117,8 @@ def _liger_version() -> str:
         return "not installed"
     try:
         return metadata.version("liger_kernel")
-    except metadata.PackageNotFoundError:  # a folder on the path
-        return "of unknown version"
+    except metadata.PackageNotFoundError:  # imported from a folder, not installed
+        return "unknown version"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -141,17 +145,17 @@ def _row(op: Op, case: Values, settings: OpsSettings) -> Document:
     }
     if not verdict.passed:
         return row
-    # The check leaves the allocator's memory in pieces, and tensors of a few hundred MB in them are up to 10% slower.
+    # The check fragments the allocator's memory, in which tensors of a few hundred MB are up to 10% slower.
     del values
     devices.empty_cache(device)
     torch.manual_seed(0)
     values = make()
-    mine = {n: v.clone() if n in op.mutates and v is not None else v for n, v in values.items()}
-    num_bytes = op.bytes(values, tuple(answers(op, op.reference, mine)))
-    buffers = [mine, *(make() for _ in range(num_buffers(num_bytes, device) - 1))]
+    arguments = {n: v.clone() if n in op.mutates and v is not None else v for n, v in values.items()}
+    num_bytes = op.bytes(values, tuple(answers(op, op.reference, arguments)))
+    buffers = [arguments, *(make() for _ in range(num_buffers(num_bytes, device) - 1))]
     short = is_short(num_bytes, device)
     peers = [p for p in peers_of(op, values, compiled=settings.compiled) if not (short and p.through_autograd)]
-    # A graph does not record autograd: where a peer needs it, all of the row is timed call by call.
+    # A graph cannot record autograd: where a peer needs it, the whole row is timed call by call.
     recorded = not any(peer.through_autograd for peer in peers)
     calls = [functools.partial(op, **b, backend=choice.backend) for b in buffers]
     timing = measure(calls, device, short=short, recorded=recorded)
@@ -159,7 +163,7 @@ def _row(op: Op, case: Values, settings: OpsSettings) -> Document:
     scale = _Scale(
         num_bytes=num_bytes,
         copy_us=copy.us,
-        flops=0 if op.flops is None else op.flops(mine),
+        flops=0 if op.flops is None else op.flops(arguments),
         matmul_rate=0.0 if op.flops is None else _matmul_rate(settings.dtype, device),
     )
     row |= {"error_ratio": verdict.ratio, "bytes": num_bytes, "timing": timing.how, **scale.speeds(timing)}
@@ -170,15 +174,15 @@ def _row(op: Op, case: Values, settings: OpsSettings) -> Document:
     gold: dict[str, list[Tensor]] = {}
     row["peers"] = []
     for peer in peers:
-        found = _time_peer(op, peer, [values, *buffers[1:]], gold, device, short, recorded)
-        speeds = {"note": found} if isinstance(found, str) else scale.speeds(found)
+        peer_timing = _time_peer(op, peer, [values, *buffers[1:]], gold, device, short, recorded)
+        speeds = {"note": peer_timing} if isinstance(peer_timing, str) else scale.speeds(peer_timing)
         row["peers"].append({"label": peer.label, **speeds})
     return row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Scale:
-    """What a row's times are divided by. `flops` is 0 for an operator that is all about bytes."""
+    """The work of a row, which turns times into speeds. flops is 0 for an operator that is bound by memory."""
 
     num_bytes: int
     copy_us: float
@@ -195,7 +199,10 @@ class _Scale:
 
 
 def workspace(op: Op, call: Callable[[], Any], device: str) -> Document:
-    """The most memory that a call has in use beside its arguments and its results; nothing where nobody counts."""
+    """Return the bytes of a call's results and the peak memory beyond arguments and results.
+
+    Empty for the CPU, where memory is not counted, and for operators that work in place.
+    """
     module = devices.accelerator(device)
     if module is None or op.mutates:
         return {}
@@ -204,9 +211,9 @@ def workspace(op: Op, call: Callable[[], Any], device: str) -> Document:
     before = module.memory_allocated()
     results = call()
     devices.synchronize(device)
-    kept = module.memory_allocated() - before
+    result_bytes = module.memory_allocated() - before
     del results
-    return {"result_bytes": kept, "workspace_bytes": module.max_memory_allocated() - before - kept}
+    return {"result_bytes": result_bytes, "workspace_bytes": module.max_memory_allocated() - before - result_bytes}
 
 
 _matmul_rate = functools.lru_cache(matmul_rate)
@@ -214,19 +221,19 @@ _matmul_rate = functools.lru_cache(matmul_rate)
 
 @functools.lru_cache(maxsize=1)
 def _copy(num_bytes: int, device: str, recorded: bool) -> Timing:
-    """A copy that reads and writes `num_bytes` together, timed as the operator is.
+    """Time a copy that reads and writes `num_bytes` in total, in the same way as the operator.
 
-    The faster of a memory copy and an element-wise kernel: at some sizes the latter wins.
+    The result is the faster of a memory copy and an element-wise kernel, which wins at some sizes.
     """
     pairs = [
         [torch.zeros(num_bytes // 8, dtype=torch.int32, device=device) for _ in range(2)]
         for _ in range(num_buffers(num_bytes, device))
     ]
-    ways = (lambda to, source: to.copy_(source), lambda to, source: torch.bitwise_not(source, out=to))
+    methods = (lambda to, source: to.copy_(source), lambda to, source: torch.bitwise_not(source, out=to))
     short = is_short(num_bytes, device)
     timings = [
-        measure([functools.partial(way, *pair) for pair in pairs], device, short=short, recorded=recorded)
-        for way in ways
+        measure([functools.partial(method, *pair) for pair in pairs], device, short=short, recorded=recorded)
+        for method in methods
     ]
     return min(timings, key=lambda timing: timing.us)
 
@@ -240,17 +247,17 @@ def _time_peer(
     short: bool,
     recorded: bool,
 ) -> Timing | str:
-    """The peer's time, or why there is none. `gold` keeps right answers by question."""
-    key = repr(peer.question)
+    """Return the peer's time, or why there is none. gold: caches the expected outputs by `peer.substitutes`."""
+    key = repr(peer.substitutes)
     try:
         if key not in gold:
-            gold[key] = _gold(op, {**buffers[0], **(peer.question or {})}, device)
+            gold[key] = _gold(op, {**buffers[0], **(peer.substitutes or {})}, device)
         bound = [peer.bind(values) for values in buffers]
-        wrong = None if peer.is_contract else _peer_problem(bound[0], peer.answered(gold[key]))
+        wrong = None if peer.is_contract else _peer_problem(bound[0], peer.select_expected(gold[key]))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*Graph is empty.*")  # the error that follows says why
+            warnings.filterwarnings("ignore", message=".*Graph is empty.*")  # the error that follows gives the reason
             return wrong or _time_calls([b.run for b in bound], device, short, recorded)
-    except Exception as error:  # whatever somebody else's code raises must not end our run
+    except Exception as error:  # an exception of another library must not end the benchmark
         return f"did not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
@@ -260,26 +267,24 @@ def _time_calls(calls: Sequence[Callable[[], Any]], device: str, short: bool, re
     except RuntimeError:
         if not recorded:
             raise
-        return measure(calls, device, short=short, recorded=False)  # a graph cannot hold what waits for a value
+        # A graph cannot record a call that reads a value back to the host.
+        return measure(calls, device, short=short, recorded=False)
 
 
-def _gold(op: Op, question: Values, device: str) -> list[Tensor]:
+def _gold(op: Op, values: Values, device: str) -> list[Tensor]:
     home = devices.fp64_home(device)
-    there = {n: v.to(home, copy=True) if isinstance(v, Tensor) else v for n, v in question.items()}
-    return answers(op, op.reference, widened(there))
+    moved = {n: v.to(home, copy=True) if isinstance(v, Tensor) else v for n, v in values.items()}
+    return answers(op, op.reference, widened(moved))
 
 
 def _peer_problem(bound: Bound, gold: Sequence[Tensor]) -> str | None:
-    for got, right in zip(bound.outputs(bound.run()), gold, strict=True):
-        if not got.is_floating_point():
-            wrong = int((got.to(right.device) != right).sum())
+    for actual, right in zip(bound.outputs(bound.run()), gold, strict=True):
+        if not actual.is_floating_point():
+            wrong = int((actual.to(right.device) != right).sum())
             if wrong:
-                return f"its answer is another: {wrong} of {right.numel()} elements differ"
+                return f"wrong output: {wrong} of {right.numel()} elements differ"
             continue
-        error = (got.to(right.device).double() - right).square().mean().sqrt() / right.square().mean().sqrt()
-        if not error <= PEER_ERROR * torch.finfo(got.dtype).eps:
-            return f"its answer is another: relative error {error:.2g}"
+        error = (actual.to(right.device).double() - right).square().mean().sqrt() / right.square().mean().sqrt()
+        if not error <= PEER_ERROR * torch.finfo(actual.dtype).eps:
+            return f"wrong output: relative error {error:.2g}"
     return None
-
-
-# ---- showing

@@ -1,4 +1,4 @@
-"""What `whorl bench ops` found, as text and as a chart."""
+"""The result of `whorl bench ops` as text and as a chart."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     header, lines = document["header"], []
     lines += [
         *render_provenance(header),
@@ -19,8 +20,8 @@ def render(document: Document) -> str:
     for row in document["rows"]:
         lines += ["", *_render_row(row)]
     failed = sum(not row["passed"] for row in document["rows"])
-    lines += ["", f"{len(document['rows']) - failed} of {len(document['rows'])} cases right" + "." * (not failed)]
-    return "\n".join(lines) + (f", {failed} FAILED: no speed is given for those." if failed else "")
+    lines += ["", f"{len(document['rows']) - failed} of {len(document['rows'])} cases correct" + "." * (not failed)]
+    return "\n".join(lines) + (f", {failed} FAILED and have no speed." if failed else "")
 
 
 def _render_row(row: Document) -> list[str]:
@@ -46,17 +47,17 @@ def _render_row(row: Document) -> list[str]:
 
 
 def need_plot(path: Path) -> None:
-    """Before minutes of measuring: can the plot be written?"""
+    """Raise ValueError when the plot cannot be written; called before minutes of measuring."""
     if not devices.is_installed("matplotlib"):
         raise ValueError("--plot needs matplotlib: pip install 'whorl[bench]'")
     if path.suffix not in PLOT_FORMATS:
-        raise ValueError(f"--plot {path}: expected a file name ending in one of {', '.join(PLOT_FORMATS)}")
+        raise ValueError(f"--plot is {path}, expected a file name that ends in one of {', '.join(PLOT_FORMATS)}")
     if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
+        raise ValueError(f"--plot is {path}, but there is no folder {path.parent}")
 
 
 def write_plot(document: Document, path: Path) -> None:
-    """Share of copy bandwidth, one group of bars a case: ours dark, peers light."""
+    """Write a bar chart of the share of copy bandwidth: a group of bars for each case, whorl dark and peers light."""
     from matplotlib.figure import Figure
 
     bars: list[tuple[str, float, str]] = []
@@ -75,7 +76,7 @@ def write_plot(document: Document, path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(y=0.01)
     axes.axvline(100, color="grey", linewidth=0.8)
-    axes.set_xlabel("% of the bandwidth of a copy of as many bytes in the same run", fontsize=8)
+    axes.set_xlabel("% of the bandwidth of a copy of as many bytes, same run", fontsize=8)
     header = document["header"]
     axes.set_title(f"{header['device_name']}, {header['dtype']}, commit {header['commit']}", fontsize=9)
     figure.savefig(path, dpi=150)

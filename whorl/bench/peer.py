@@ -1,4 +1,4 @@
-"""A peer: somebody else's way to an answer, checked and timed like ours."""
+"""Peers: implementations of other libraries that are checked and timed next to whorl's."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Outputs = Sequence[Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """A peer with its arguments ready. `outputs` brings what `run` returns into our layout, untimed."""
+    """A peer with its arguments prepared. outputs: converts what `run` returns to our shapes, untimed."""
 
     run: Callable[[], Any]
     outputs: Callable[[Any], Outputs]
@@ -25,15 +25,19 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
+    """Another implementation of an operator. bind: prepares its arguments from ours."""
+
     label: str
     bind: Callable[[Values], Bound]
-    question: Values | None = None  # arguments of ours that it answers otherwise than asked
-    is_contract: bool = False  # the reference itself: what it answers is right
-    through_autograd: bool = False  # a backward that torch runs on the forward's stream: no graph can record it
-    answered: Callable[[list[Tensor]], Outputs] = list  # what of the right answers it gives, in its own order
+    substitutes: Values | None = None  # values that it needs for some arguments instead of ours
+    is_contract: bool = False  # it is the reference itself, whose output needs no check
+    through_autograd: bool = False  # torch runs the backward on the forward's stream, so no graph can record it
+    select_expected: Callable[[list[Tensor]], Outputs] = list  # selects the expected outputs that it returns
 
 
 def bind_plainly(op: Op, function: Callable[..., Any]) -> Callable[[Values], Bound]:
+    """Return the `bind` of a function that takes the operator's own arguments."""
+
     def bind(values: Values) -> Bound:
         values = {n: v.clone() if n in op.mutates and v is not None else v for n, v in values.items()}
         outputs = (lambda _: tensors_of([values[n] for n in op.mutates])) if op.mutates else tensors_of
@@ -43,7 +47,8 @@ def bind_plainly(op: Op, function: Callable[..., Any]) -> Callable[[Values], Bou
 
 
 def compile_static(function: Callable[..., Any]) -> Callable[..., Any]:
-    # A backward timed alone runs many times on what one forward saved, which must then not be given away.
+    """Return the function compiled for static shapes."""
+    # A backward that is timed alone runs many times on the tensors that one forward saved, so it must not donate them.
     import torch._functorch.config as aot_config
 
     aot_config.donated_buffer = False
@@ -51,13 +56,14 @@ def compile_static(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensors_of(out: Any) -> list[Tensor]:
+    """Return the tensors of an output that is a tensor or a tuple; absent ones (None) are left out."""
     return [t for t in (out if isinstance(out, tuple | list) else (out,)) if t is not None]
 
 
 def backward_alone(
     function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> Callable[[], Any]:
-    """The backward alone, through autograd; the forward runs here."""
+    """Run the forward now, and return a call of its backward through autograd."""
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in inputs]
         outs = tensors_of(function(*leaves))
@@ -65,7 +71,7 @@ def backward_alone(
 
 
 def liger_function(values: Values, module: str, name: str) -> Any:
-    """A function of Liger, or None where it is not installed or its Triton kernels do not run."""
+    """Return a function of Liger; None where it is not installed or Triton kernels do not run."""
     device = next(v for v in values.values() if isinstance(v, Tensor)).device.type
     if devices.unavailable("triton", device) is not None or not devices.is_installed("liger_kernel"):
         return None

@@ -1,6 +1,7 @@
-"""What our operators are timed against: Hugging Face's formulas, torch's own operators, Liger, our unfused operators.
+"""The peers of whorl's operators: Hugging Face's formulas, torch's operators, Liger, and whorl's unfused operators.
 
-A peer gets what it works best from (looked-up tables in the input dtype, its own layout) before the clock starts.
+A peer gets its arguments in the form that suits it best (tables looked up in the input dtype, its own memory order)
+before the clock starts.
 """
 
 from collections.abc import Callable
@@ -27,18 +28,19 @@ from whorl.ops import OPS, Op, rms_norm, rope
 
 
 def peers_of(op: Op, values: Values, *, compiled: bool) -> list[Peer]:
-    """Every peer that answers these arguments, ready to be bound to them."""
-    found = [Peer(label="reference, eager", bind=bind_plainly(op, op.reference), is_contract=True)]
-    if compiled and op.flops is None:  # those of products go through their tokens in a loop that would be unrolled
-        found.append(Peer(label="reference, torch.compile", bind=bind_plainly(op, compile_static(op.reference))))
+    """Return every peer that can take these arguments, ready to be bound to them."""
+    peers = [Peer(label="reference, eager", bind=bind_plainly(op, op.reference), is_contract=True)]
+    if compiled and op.flops is None:  # references with flops loop over tokens, which torch.compile would unroll
+        peers.append(Peer(label="reference, torch.compile", bind=bind_plainly(op, compile_static(op.reference))))
     known = _PEERS | ATTENTION_PEERS
-    return found + (known[op.name](values, compiled) if op.name in known else [])
+    return peers + (known[op.name](values, compiled) if op.name in known else [])
 
 
 # ---- norms
 
 
 def hf_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm as Hugging Face models compute it."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -47,15 +49,15 @@ def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def _calls(values: Values, *names: str) -> list[Any]:
+def _arguments(values: Values, *names: str) -> list[Any]:
     return [values[n] for n in names]
 
 
 def _simple(label: str, function: Callable[..., Any], *names: str) -> Peer:
-    """A peer that takes our own arguments `names`, in this order."""
+    """Return a peer that takes our arguments `names`, in this order."""
 
     def bind(values: Values) -> Bound:
-        arguments = _calls(values, *names)
+        arguments = _arguments(values, *names)
         return Bound(run=lambda: function(*arguments), outputs=tensors_of)
 
     return Peer(label=label, bind=bind)
@@ -65,24 +67,24 @@ def _rms_norm(values: Values, compiled: bool) -> list[Peer]:
     if values["plus_one"]:
         return []
     names = ("x", "weight", "eps")
-    found = [_simple("torch.nn.functional.rms_norm", _torch_rms_norm, *names)]
+    peers = [_simple("torch.nn.functional.rms_norm", _torch_rms_norm, *names)]
     if compiled:
-        found.append(_simple("Hugging Face, torch.compile", compile_static(hf_rms_norm), *names))
+        peers.append(_simple("Hugging Face, torch.compile", compile_static(hf_rms_norm), *names))
     if (liger := liger_function(values, "rms_norm", "LigerRMSNormFunction")) is not None:
-        found.append(_simple("Liger", liger.apply, *names))
-    return found
+        peers.append(_simple("Liger", liger.apply, *names))
+    return peers
 
 
 def _add_rms_norm(values: Values, compiled: bool) -> list[Peer]:
     if values["plus_one"]:
         return []
     names = ("x", "residual", "weight", "eps")
-    found = [_simple("add, then torch.nn.functional.rms_norm", _added(_torch_rms_norm), *names)]
+    peers = [_simple("add, then torch.nn.functional.rms_norm", _added(_torch_rms_norm), *names)]
     if compiled:
-        found.append(_simple("Hugging Face, torch.compile", compile_static(_added(hf_rms_norm)), *names))
+        peers.append(_simple("Hugging Face, torch.compile", compile_static(_added(hf_rms_norm)), *names))
     if (liger := liger_function(values, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction")) is not None:
-        found.append(_simple("Liger", liger.apply, *names))
-    return found
+        peers.append(_simple("Liger", liger.apply, *names))
+    return peers
 
 
 def _added(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -100,29 +102,32 @@ def _rms_norm_backward(values: Values, compiled: bool) -> list[Peer]:
 
     def peer(label: str, norm: Callable[..., Any]) -> Peer:
         def bind(values: Values) -> Bound:
-            grads = [t.clone() for t in _calls(values, "dy", "residual_grad") if t is not None]
+            grads = [t.clone() for t in _arguments(values, "dy", "residual_grad") if t is not None]
             zero = (torch.zeros_like(values["x"]),) if has_residual else ()
-            run = backward_alone(lambda x, w: norm(x, *zero, w, values["eps"]), _calls(values, "x", "weight"), grads)
+            run = backward_alone(
+                lambda x, w: norm(x, *zero, w, values["eps"]), _arguments(values, "x", "weight"), grads
+            )
             return Bound(run=run, outputs=tensors_of)
 
         return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
 
     wrap = _added if has_residual else lambda norm: norm
-    found = [peer("torch.nn.functional.rms_norm", wrap(_torch_rms_norm))]
+    peers = [peer("torch.nn.functional.rms_norm", wrap(_torch_rms_norm))]
     if compiled:
-        found.append(peer("Hugging Face, torch.compile", compile_static(wrap(hf_rms_norm))))
+        peers.append(peer("Hugging Face, torch.compile", compile_static(wrap(hf_rms_norm))))
     name, function = (
         ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction") if has_residual else ("rms_norm", "LigerRMSNormFunction")
     )
     if (liger := liger_function(values, name, function)) is not None:
-        found.append(peer("Liger", liger.apply))
-    return found
+        peers.append(peer("Liger", liger.apply))
+    return peers
 
 
 # ---- swiglu
 
 
 def hf_swiglu(x: Tensor) -> Tensor:
+    """Return SwiGLU as Hugging Face models compute it."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -130,12 +135,12 @@ def hf_swiglu(x: Tensor) -> Tensor:
 def _swiglu(values: Values, compiled: bool) -> list[Peer]:
     if values["interleaved"]:
         return []
-    found = [_simple("silu, then multiply", hf_swiglu, "x")]
+    peers = [_simple("silu, then multiply", hf_swiglu, "x")]
     if compiled:
-        found.append(_simple("silu, then multiply, torch.compile", compile_static(hf_swiglu), "x"))
+        peers.append(_simple("silu, then multiply, torch.compile", compile_static(hf_swiglu), "x"))
     if (liger := liger_function(values, "swiglu", "LigerFusedGateUpSiLUMulFunction")) is not None:
-        found.append(_simple("Liger", liger.apply, "x"))
-    return found
+        peers.append(_simple("Liger", liger.apply, "x"))
+    return peers
 
 
 def _swiglu_backward(values: Values, compiled: bool) -> list[Peer]:
@@ -148,24 +153,25 @@ def _swiglu_backward(values: Values, compiled: bool) -> list[Peer]:
 
         return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
 
-    found = [peer("silu, then multiply", hf_swiglu)]
+    peers = [peer("silu, then multiply", hf_swiglu)]
     if compiled:
-        found.append(peer("silu, then multiply, torch.compile", compile_static(hf_swiglu)))
+        peers.append(peer("silu, then multiply, torch.compile", compile_static(hf_swiglu)))
     if (liger := liger_function(values, "swiglu", "LigerFusedGateUpSiLUMulFunction")) is not None:
-        found.append(peer("Liger", liger.apply))
-    return found
+        peers.append(peer("Liger", liger.apply))
+    return peers
 
 
 def hf_geglu(x: Tensor) -> Tensor:
+    """Return GeGLU as Hugging Face models compute it."""
     gate, up = x.chunk(2, -1)
     return F.gelu(gate, approximate="tanh") * up
 
 
 def _geglu(values: Values, compiled: bool) -> list[Peer]:
-    found = [_simple("gelu, then multiply", hf_geglu, "x")]
+    peers = [_simple("gelu, then multiply", hf_geglu, "x")]
     if compiled:
-        found.append(_simple("gelu, then multiply, torch.compile", compile_static(hf_geglu), "x"))
-    return found
+        peers.append(_simple("gelu, then multiply, torch.compile", compile_static(hf_geglu), "x"))
+    return peers
 
 
 # ---- qk_norm_rope
@@ -177,14 +183,14 @@ def _split_heads(values: Values, qkv: Tensor) -> list[Tensor]:
 
 
 def _with_v(values: Values, v: Tensor) -> list[Tensor]:
-    """v stays a view of the projection here, where the operator copies it on request."""
+    """Return v as an output where the operator does; here it stays a view of the projection, the operator copies it."""
     return [v] if values.get("with_v", True) else []
 
 
 def hf_qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Qwen3 attention between projection and attention: q, k: [1, S, H, D] views of the packed projection."""
+    """Normalise and rotate q and k as Qwen3 does; q, k: [1, S, H, D], views of the packed projection."""
     q, k = hf_rms_norm(q, q_weight, eps).transpose(1, 2), hf_rms_norm(k, k_weight, eps).transpose(1, 2)
     return hf_rope(q, k, cos, sin)
 
@@ -200,33 +206,34 @@ def _qk_norm_rope(values: Values, compiled: bool) -> list[Peer]:
 
     def bind_ours(values: Values) -> Bound:
         q, k, v = _split_heads(values, values["qkv"])
-        where = [values["cos_sin"], values["positions"]]
+        table = [values["cos_sin"], values["positions"]]
         axes = {"sections": values["sections"], "layout": values["layout"]}
         rotate, more = (rope, {}) if values["sections"] is None else (OPS["mrope"], axes)
 
         def run() -> tuple[Tensor, Tensor]:
             normed = [rms_norm(x, values[f"{n}_weight"], values["eps"]) for n, x in (("q", q), ("k", k))]
-            return rotate(*normed, *where, **more)
+            return rotate(*normed, *table, **more)
 
         return Bound(run=run, outputs=lambda out: [*out, *_with_v(values, v)])
 
     def bind_hf(function: Callable[..., Any]) -> Callable[[Values], Bound]:
         def bind(values: Values) -> Bound:
             q, k, v = _split_heads(values, values["qkv"])
-            rest = [*_calls(values, "q_weight", "k_weight"), *hf_tables(values, q.dtype), values["eps"]]
+            constants = [*_arguments(values, "q_weight", "k_weight"), *hf_tables(values, q.dtype), values["eps"]]
             return Bound(
-                run=lambda: function(q[None], k[None], *rest), outputs=lambda out: [*from_hf(out), *_with_v(values, v)]
+                run=lambda: function(q[None], k[None], *constants),
+                outputs=lambda out: [*from_hf(out), *_with_v(values, v)],
             )
 
         return bind
 
-    found = [
+    peers = [
         Peer(label="unfused: rms_norm twice, then rope", bind=bind_ours),
         Peer(label="Hugging Face, eager", bind=bind_hf(hf_qk_norm_rope)),
     ]
     if compiled:
-        found.append(Peer(label="Hugging Face, torch.compile", bind=bind_hf(compile_static(hf_qk_norm_rope))))
-    return found
+        peers.append(Peer(label="Hugging Face, torch.compile", bind=bind_hf(compile_static(hf_qk_norm_rope))))
+    return peers
 
 
 def _qk_norm_rope_backward(values: Values, compiled: bool) -> list[Peer]:
@@ -241,7 +248,7 @@ def _qk_norm_rope_backward(values: Values, compiled: bool) -> list[Peer]:
             return *hf_qk_norm_rope(q[None], k[None], q_weight, k_weight, *tables, values["eps"]), v
 
         grads = [to_hf(values["dq"]), to_hf(values["dk"]), values["dv"]]
-        run = backward_alone(compile_static(forward), _calls(values, "qkv", "q_weight", "k_weight"), grads)
+        run = backward_alone(compile_static(forward), _arguments(values, "qkv", "q_weight", "k_weight"), grads)
         return Bound(run=run, outputs=tensors_of)
 
     return [Peer(label="Hugging Face, torch.compile, backward alone", bind=bind, through_autograd=True)]
@@ -251,7 +258,7 @@ def _qk_norm_rope_backward(values: Values, compiled: bool) -> list[Peer]:
 
 
 def _grouped_matmul(name: str) -> Callable[[Values, bool], list[Peer]]:
-    """Both of the backends that a GPU has, whichever the operator takes."""
+    """Return the peers function of an operator that has two backends on a GPU: both are timed, whichever is chosen."""
 
     def peers(values: Values, compiled: bool) -> list[Peer]:
         device, op = values["x"].device.type, OPS[name]

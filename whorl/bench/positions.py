@@ -1,6 +1,6 @@
-"""Speed of multimodal position ids on one CPU core, next to transformers' `get_rope_index` in the same run.
+"""Benchmark of multimodal position ids on one CPU core, next to transformers' `get_rope_index` in the same run.
 
-`python -m whorl.bench.positions [--json]`. No speed is given for a case where the two disagree.
+`python -m whorl.bench.positions [--json]`. A case where the two disagree gets no speed.
 """
 
 import argparse
@@ -31,12 +31,12 @@ IMAGE_ID, VIDEO_ID, VIDEO_START, VIDEO_END, WORD = 91, 92, 93, 94, 7
 
 
 def make_case(num_tokens: int = NUM_TOKENS, num_images: int = NUM_BLOCKS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [1, S] and grids [N, 3] of one sequence: images of 8 to 12 tokens a side, text between them."""
+    """Return token ids [1, S] and grids [N, 3] of one sequence: images of 8 to 12 tokens per side between text."""
     sides = np.random.default_rng(0).integers(8, 13, size=(num_images, 2))
     sizes = sides.prod(axis=1)
     gap = (num_tokens - int(sizes.sum())) // num_images
     if gap < 1:
-        raise ValueError(f"make_case: {num_images} images of {sizes.sum()} tokens do not fit {num_tokens} tokens.")
+        raise ValueError(f"make_case: {num_images} images of {sizes.sum()} tokens do not fit into {num_tokens} tokens.")
     ids = np.full(num_tokens, WORD)
     starts = np.cumsum(sizes + gap) - sizes
     for start, size in zip(starts, sizes, strict=True):
@@ -46,7 +46,7 @@ def make_case(num_tokens: int = NUM_TOKENS, num_images: int = NUM_BLOCKS) -> tup
 
 
 def run(repeats: int = 20) -> dict[str, Any]:
-    """Median milliseconds per model type, ours and transformers'; one thread."""
+    """Return the median milliseconds for each model type, of whorl and of transformers, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{'model type':<12} {'whorl':>8} {'transformers':>13} {'ratio':>7}")
         for row in result["rows"]:
             if not row["equal"]:
-                print(f"{row['model_type']:<12} answers differ: no speed")
+                print(f"{row['model_type']:<12} outputs differ: no speed")
                 continue
             ratio = row["transformers_ms"] / row["whorl_ms"]
             print(f"{row['model_type']:<12} {row['whorl_ms']:>8.2f} {row['transformers_ms']:>13.2f} {ratio:>6.1f}x")

@@ -1,4 +1,4 @@
-"""A bar on standard error that says what is being measured; nothing where that is not a terminal."""
+"""A progress bar on standard error; it shows nothing where that is not a terminal."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +7,10 @@ from types import TracebackType
 
 
 class Progress:
-    """`with Progress(3) as progress:`, then `with progress("what"):` around each of the three; or `say`, `advance`."""
+    """A bar of `total` parts: `with Progress(3) as progress:`, then `with progress("decode"):` around each part.
+
+    `describe` and `advance` do the same by hand.
+    """
 
     def __init__(self, total: int) -> None:
         from rich.console import Console
@@ -26,13 +29,13 @@ class Progress:
         self._bar.stop()
 
     @contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        self.say(what)
+    def __call__(self, description: str) -> Iterator[None]:
+        self.describe(description)
         yield
         self.advance()
 
-    def say(self, what: str) -> None:
-        self._bar.update(self._task, description=what)
+    def describe(self, description: str) -> None:
+        self._bar.update(self._task, description=description)
 
     def advance(self) -> None:
         self._bar.advance(self._task)

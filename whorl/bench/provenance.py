@@ -1,4 +1,4 @@
-"""Where figures come from: every document of a benchmark begins with these."""
+"""The provenance of a benchmark: command, device, versions and commit, with which every document begins."""
 
 import os
 import subprocess
@@ -10,10 +10,11 @@ from typing import Any
 
 from whorl import device as devices
 
-Document = dict[str, Any]  # what a benchmark found, as JSON has it
+Document = dict[str, Any]  # a JSON object: the result of a benchmark or a part of it
 
 
 def provenance(device: str, **more_versions: str) -> Document:
+    """Return the fields that every document begins with."""
     return {
         "command": " ".join(["whorl", *sys.argv[1:]]),
         "device": device,
@@ -25,6 +26,7 @@ def provenance(device: str, **more_versions: str) -> Document:
 
 
 def render_provenance(header: Mapping[str, Any]) -> list[str]:
+    """Return the provenance as lines of text."""
     return [
         f"command   {header['command']}",
         f"device    {header['device']}: {header['device_name']}",
@@ -34,13 +36,13 @@ def render_provenance(header: Mapping[str, Any]) -> list[str]:
 
 
 def commit() -> str:
-    """What WHORL_COMMIT says, for files that were copied from a checkout; else of the checkout this runs from."""
+    """Return the commit of this checkout, or WHORL_COMMIT, which is set where files were copied from a checkout."""
     if named := os.environ.get("WHORL_COMMIT"):
         return named
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return commit.stdout.strip() + (" with changes" if changed.stdout else "")
+    return head.stdout.strip() + (" with changes" if changed.stdout else "")

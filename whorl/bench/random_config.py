@@ -1,4 +1,4 @@
-"""Configurations of models that are benchmarked with random weights."""
+"""Configs of models that are benchmarked with random weights."""
 
 import json
 from pathlib import Path
@@ -50,8 +50,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 # DeepSeek-V3.2 at full width with fewer layers, the first of them without experts. An expert has 44 M weights, so 256
-# of them in 3 layers are 34 G: 74 GB in bf16 with all the rest, 39 GB in FP8. In 7 layers 81 GB in FP8 (86 GB in all),
-# and 166 GB in bf16, which no H200 holds: there with 128 experts, 87 GB.
+# experts in 3 layers are 34 G weights: the model takes 74 GB in bf16 and 39 GB in FP8. In 7 layers the experts take
+# 81 GB in FP8 (86 GB with the other weights), and 166 GB in bf16, which does not fit an H200: with 128 experts the bf16
+# model takes 87 GB.
 _DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",
@@ -122,13 +123,13 @@ _TEXT = {
 }
 
 
-def _with_pictures(text: dict[str, Any], kind: str, architecture: str) -> dict[str, Any]:
-    """The text of a vision model is Qwen3 with other positions."""
-    left = {name: value for name, value in text.items() if name not in ("architectures", "rope_theta", "dtype")}
+def _with_vision(text: dict[str, Any], kind: str, architecture: str) -> dict[str, Any]:
+    """Return the config of a vision model; its text model is Qwen3 with multimodal positions."""
+    kept_fields = {name: value for name, value in text.items() if name not in ("architectures", "rope_theta", "dtype")}
     return {
         "architectures": [architecture],
         "model_type": kind,
-        "text_config": left | _TEXT | {"model_type": f"{kind}_text"},
+        "text_config": kept_fields | _TEXT | {"model_type": f"{kind}_text"},
         "vision_config": _VISION | {"model_type": f"{kind}_vision", "out_hidden_size": text["hidden_size"]},
         "image_token_id": 151655,
         "video_token_id": 151656,
@@ -153,17 +154,17 @@ PRESETS["Qwen3-235B-A22B"] = PRESETS["Qwen3-30B-A3B"] | {
     "intermediate_size": 12288,
     "moe_intermediate_size": 1536,
 }
-PRESETS["Qwen3-VL-30B-A3B"] = _with_pictures(
+PRESETS["Qwen3-VL-30B-A3B"] = _with_vision(
     PRESETS["Qwen3-30B-A3B"], "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"
 )
-PRESETS["Qwen3-VL-8B"] = _with_pictures(PRESETS["Qwen3-8B"], "qwen3_vl", "Qwen3VLForConditionalGeneration")
+PRESETS["Qwen3-VL-8B"] = _with_vision(PRESETS["Qwen3-8B"], "qwen3_vl", "Qwen3VLForConditionalGeneration")
 
 
 _WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
 
 
 def _quantised(config: dict[str, Any], scheme: str) -> dict[str, Any]:
-    """With the `quantization_config` of published checkpoints: FP8 in blocks, as Qwen3-*-FP8, or groups in 4 bits."""
+    """Return the config with the `quantization_config` of published checkpoints: FP8 blocks (Qwen3-*-FP8) or groups."""
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
     if scheme != "fp8":
         columns = {name: config[name] for name in _WIDTHS if name in config}
@@ -172,7 +173,10 @@ def _quantised(config: dict[str, Any], scheme: str) -> dict[str, Any]:
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """A preset, or the values of a config.json; behind either may stand how its weights are quantised, as ":w4a16"."""
+    """Return a preset or the values of a config.json; a suffix such as ":w4a16" adds a quantisation.
+
+    Raises ValueError when the name is neither.
+    """
     plain, _, scheme = name.rpartition(":")
     if plain and scheme in SCHEMES:
         return _quantised(read_config(plain), scheme)
@@ -184,7 +188,7 @@ def read_config(name: str) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         known = ", ".join(PRESETS)
-        raise ValueError(f"--random-config {name}: not one of {known}, and no config.json: {error}") from error
+        raise ValueError(f"--random-config is {name}, expected one of {known}, or a config.json: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"--random-config {name}: expected an object, found {type(values).__name__}")
+        raise ValueError(f"--random-config {name}: the file has a {type(values).__name__}, expected a JSON object")
     return values

@@ -1,4 +1,4 @@
-"""Requests of a load to a server with OpenAI's interface, over httpx, and when they are sent."""
+"""Sends the requests of a load to a server with the OpenAI API, over httpx, at their times."""
 
 import asyncio
 import importlib.util
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from whorl.bench.provenance import Document
-from whorl.bench.serve_queue import queue_between, queue_of
+from whorl.bench.serve_queue import queue_between, read_queue
 from whorl.bench.serve_record import Record
 from whorl.bench.serve_stream import Answer, EventReader
 from whorl.bench.workload import Load, Request
@@ -17,7 +17,7 @@ from whorl.bench.workload import Load, Request
 if TYPE_CHECKING:
     import httpx
 
-# Short and common, so that a tokenizer has one token for nearly each of them.
+# Short, common words, nearly all of which are one token.
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
@@ -31,22 +31,24 @@ _TEXT = (
     "piece land product doctor wall patient worker news test movie north love step model attention security"
 )
 WORDS = tuple(_TEXT.split())
-_KEPT = 2.0  # seconds that an idle connection is used again: servers close theirs after 5
-_BEAT = 0.02  # seconds between looks at how late the event loop is
+_KEEPALIVE = 2.0  # seconds that an idle connection may be reused; servers close theirs after 5
+_BEAT = 0.02  # seconds between checks of how late the event loop is
 
-Send = Callable[[Request, float], Awaitable[Record]]  # a request and when it was due
+Send = Callable[[Request, float], Awaitable[Record]]  # takes a request and the time it was due
 
 
 def need_httpx() -> None:
+    """Raise ValueError when httpx is not installed."""
     if importlib.util.find_spec("httpx") is None:
         raise ValueError("bench serve --url needs httpx: pip install 'whorl[bench]'")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """Where requests go and what they say. vocabulary: token ids that the server knows, or None: words are sent.
+    """A server and the form of its requests.
 
-    has_running_usage: every chunk says how many tokens there are so far.
+    more: fields to add to every request. vocabulary: token ids that prompts are made of; None: prompts are words.
+    has_running_usage: the server reports in every chunk how many tokens there are so far. about: its version.
     """
 
     url: str
@@ -69,20 +71,20 @@ class Server:
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
     def body(self, request: Request) -> bytes:
-        """As it is sent: made before the clock starts."""
+        """Return the body of a request; all bodies are built before the clock starts."""
         options: Document = {"include_usage": True}
         if self.has_running_usage:
             options["continuous_usage_stats"] = True
-        said: Document = {"model": self.model, "stream": True, "stream_options": options, "temperature": 0}
-        said["max_tokens"] = request.num_output
+        fields: Document = {"model": self.model, "stream": True, "stream_options": options, "temperature": 0}
+        fields["max_tokens"] = request.num_output
         if self.ignore_eos:
-            said["ignore_eos"] = True
+            fields["ignore_eos"] = True
         if self.vocabulary is None:
             text = " ".join(WORDS[place] for place in request.prompt)
-            said |= {"messages": [{"role": "user", "content": text}]} if self.is_chat else {"prompt": text}
+            fields |= {"messages": [{"role": "user", "content": text}]} if self.is_chat else {"prompt": text}
         else:
-            said["prompt"] = [self.vocabulary[place] for place in request.prompt]
-        return json.dumps(said | self.more).encode()
+            fields["prompt"] = [self.vocabulary[place] for place in request.prompt]
+        return json.dumps(fields | self.more).encode()
 
     def client(self) -> "httpx.AsyncClient":
         import httpx
@@ -90,15 +92,15 @@ class Server:
         headers = {"Content-Type": "application/json"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEPT)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE)
         timeout = httpx.Timeout(self.timeout, pool=None)
         return httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=timeout)
 
 
 async def find(server: Server) -> Server:
-    """The server as it is: its model's name, token ids it knows, whether it counts tokens as they come.
+    """Return the server with what it reports: its model, its token ids, and whether it has running usage.
 
-    ValueError: nobody is there, or a request is refused.
+    Raises ValueError when the server cannot be reached or refuses a request.
     """
     import httpx
 
@@ -107,58 +109,61 @@ async def find(server: Server) -> Server:
             listed = await http.get("/v1/models")
             version = await http.get("/version")
         except httpx.TransportError as error:
-            raise ValueError(f"--url {server.url}: {error or type(error).__name__}: is the server up?") from error
+            raise ValueError(f"--url {server.url}: {error or type(error).__name__}; is the server running?") from error
         if not server.model:
             try:
-                server = replace(server, model=str(_object(listed)["data"][0]["id"]))
+                server = replace(server, model=str(_json_object(listed)["data"][0]["id"]))
             except (KeyError, IndexError, TypeError):
-                said = f"{listed.status_code} {_said(listed)}"
-                raise ValueError(f"--url {server.url}: GET /v1/models names no model, give MODEL: {said}") from None
-        about = str(_object(version).get("version", ""))
+                reply = f"{listed.status_code} {_error_message(listed)}"
+                raise ValueError(f"--url {server.url}: GET /v1/models names no model ({reply}); give MODEL") from None
+        about = str(_json_object(version).get("version", ""))
         server = replace(server, about=about, vocabulary=await _vocabulary(http, server))
         return await _probe(http, server)
 
 
-def _object(response: "httpx.Response") -> Document:
-    """What a successful answer says in JSON; nothing where it says none."""
+def _json_object(response: "httpx.Response") -> Document:
+    """Return the JSON object of a successful response; {} for any other response."""
     try:
-        found = response.json() if response.status_code == 200 else {}
+        document = response.json() if response.status_code == 200 else {}
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 async def _vocabulary(http: "httpx.AsyncClient", server: Server) -> tuple[int, ...] | None:
-    """Token ids of common words, from the server's own tokenizer; None where it does not tell, or takes text alone."""
+    """Return the token ids of common words by the server's /tokenize; None for chat or where there is no such route."""
     if server.is_chat:
         return None
     body = {"model": server.model, "prompt": " ".join(WORDS), "add_special_tokens": False}
-    found = set(_object(await http.post("/tokenize", json=body)).get("tokens", ()))
-    is_plain = len(found) > 1 and all(isinstance(token, int) for token in found)
-    return tuple(sorted(found)) if is_plain else None
+    tokens = set(_json_object(await http.post("/tokenize", json=body)).get("tokens", ()))
+    is_plain = len(tokens) > 1 and all(isinstance(token, int) for token in tokens)
+    return tuple(sorted(tokens)) if is_plain else None
 
 
 async def _probe(http: "httpx.AsyncClient", server: Server) -> Server:
-    """One short request, so that what is refused is known before the load. What a server need not know may be missing:
-    tokens counted as they come. What changes the answers may not."""
+    """Send one short request, so that a refusal is known before the load.
+
+    It is sent again without running usage, which a server need not support. Everything else must be accepted, since it
+    changes the outputs.
+    """
     import numpy as np
 
     tiny = Request(index=0, prompt=np.arange(min(4, server.vocab_size), dtype=np.int32), num_output=2)
     records = []
-    for each in (server, replace(server, has_running_usage=False)):
-        record = await send(http, each, each.body(tiny), Record(index=0, asked_input=4, asked_output=2), 0.0)
+    for variant in (server, replace(server, has_running_usage=False)):
+        record = await send(http, variant, variant.body(tiny), Record(index=0, asked_input=4, asked_output=2), 0.0)
         if record.failure is None:
-            return each
+            return variant
         records.append(record)
         if record.failure != "http 400":
             break
-    said = f"--url {server.url}{server.path}: {records[0].failure}: {records[0].message}"
-    hint = " A server that does not know ignore_eos needs --no-ignore-eos." if "ignore_eos" in said else ""
-    raise ValueError(said + hint)
+    problem = f"--url {server.url}{server.path}: {records[0].failure}: {records[0].message}"
+    hint = " If the server does not support ignore_eos, add --no-ignore-eos." if "ignore_eos" in problem else ""
+    raise ValueError(problem + hint)
 
 
 async def send(http: "httpx.AsyncClient", server: Server, body: bytes, record: Record, start: float) -> Record:
-    """One request, from its bytes to its last byte. start: of the clock that the record's times are on."""
+    """Send one request and read its response to the end. start: the zero of the record's times."""
     import httpx
 
     answer, events = Answer(), EventReader()
@@ -167,7 +172,7 @@ async def send(http: "httpx.AsyncClient", server: Server, body: bytes, record: R
         async with http.stream("POST", server.path, content=body) as response:
             if response.status_code != 200:
                 await response.aread()
-                record.failure, record.message = f"http {response.status_code}", _said(response)
+                record.failure, record.message = f"http {response.status_code}", _error_message(response)
             else:
                 async for data in response.aiter_raw():
                     now = time.perf_counter() - start
@@ -176,7 +181,7 @@ async def send(http: "httpx.AsyncClient", server: Server, body: bytes, record: R
     except httpx.ConnectError as error:
         record.failure, record.message = "no connection", str(error)
     except httpx.TimeoutException:
-        record.failure, record.message = "timeout", f"nothing came for {server.timeout:g} s"
+        record.failure, record.message = "timeout", f"no data for {server.timeout:g} s"
     except httpx.TransportError as error:
         record.failure, record.message = "dropped", str(error) or type(error).__name__
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -187,18 +192,18 @@ async def send(http: "httpx.AsyncClient", server: Server, body: bytes, record: R
     return record
 
 
-def _said(response: "httpx.Response") -> str:
+def _error_message(response: "httpx.Response") -> str:
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return response.text[:200] or response.reason_phrase
 
 
-# ---- when they are sent
+# ---- arrivals
 
 
 async def send_open(requests: Sequence[Request], send_one: Send, clock: Callable[[], float]) -> list[Record]:
-    """Each at its moment, however many are under way."""
+    """Send each request at its time, however many are in flight (an open loop)."""
     tasks = []
     for request in requests:
         assert request.at is not None
@@ -211,19 +216,19 @@ async def send_open(requests: Sequence[Request], send_one: Send, clock: Callable
 async def send_closed(
     requests: Sequence[Request], count: int, seconds: float | None, send_one: Send, clock: Callable[[], float]
 ) -> list[Record]:
-    """`count` at once, each followed by the next until there is none or the time is over."""
-    left, found = iter(requests), list[Record]()
+    """Keep `count` requests in flight until none is left or `seconds` are over (a closed loop)."""
+    waiting, records = iter(requests), list[Record]()
 
     async def one_after_another() -> None:
         due = clock()
-        for request in left:
-            found.append(await send_one(request, due))
+        for request in waiting:
+            records.append(await send_one(request, due))
             due = clock()
             if seconds is not None and due >= seconds:
                 return
 
     await asyncio.gather(*(one_after_another() for _ in range(min(count, len(requests)))))
-    return sorted(found, key=lambda record: record.index)
+    return sorted(records, key=lambda record: record.index)
 
 
 async def measure(
@@ -233,10 +238,10 @@ async def measure(
     seconds: float | None,
     on_end: Callable[[], None] = lambda: None,
 ) -> tuple[list[Record], Document]:
-    """What came of each request, and what the document says of the generator and the server's own queue."""
+    """Run one load; returns a record for each request, how late the event loop was, and the server's queue time."""
     bodies = {request.index: server.body(request) for request in requests}
     async with server.client() as http:
-        before = await queue_of(http)
+        before = await read_queue(http)
         lateness: list[float] = []
         beat = asyncio.ensure_future(_watch_loop(lateness))
         start = time.perf_counter()
@@ -248,9 +253,9 @@ async def measure(
             record = Record(
                 index=request.index, asked_input=len(request.prompt), asked_output=request.num_output, due=due
             )
-            found = await send(http, server, bodies[request.index], record, start)
+            sent = await send(http, server, bodies[request.index], record, start)
             on_end()
-            return found
+            return sent
 
         try:
             if load.concurrency is None:
@@ -259,12 +264,12 @@ async def measure(
                 records = await send_closed(requests, load.concurrency, seconds, send_one, clock)
         finally:
             beat.cancel()
-        after = await queue_of(http)
+        after = await read_queue(http)
     return records, {"loop_late": lateness, "queue": queue_between(before, after)}
 
 
 async def _watch_loop(lateness: list[float]) -> None:
-    """How late the event loop comes back: as late it sees what the server sends."""
+    """Append how late the event loop wakes up, which is how late it may see data from the server."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(_BEAT)

@@ -1,4 +1,4 @@
-"""The same load on an engine in this process: requests are taken between steps, as a server's engine takes them."""
+"""Runs the load on an engine in this process. Requests are added between steps, as in the engine of a server."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,27 +11,28 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.settings import EngineSettings
 
-_NAP = 0.001  # seconds before a moment in which the clock is watched instead of slept through
+_SPIN = 0.001  # seconds before an arrival that are spent polling the clock instead of sleeping
 
 
 def load_engine(model: str | None, random_config: str | None, settings: EngineSettings) -> LLM:
+    """Return an engine with the model, or with random weights of a config."""
     if random_config is None:
         return LLM(model, settings)
     from whorl.bench import decode
 
-    made, _ = decode.load(decode.DecodeSettings.resolve(random_config=random_config, engine=settings))
-    return LLM(model=made, settings=settings)
+    random_model, _ = decode.load(decode.DecodeSettings.resolve(random_config=random_config, engine=settings))
+    return LLM(model=random_model, settings=settings)
 
 
 def vocabulary(llm: LLM) -> tuple[int, ...]:
-    """Ids that prompts are made of: all but the special ones."""
+    """Return the token ids that prompts are made of: all but special tokens."""
     tokenizer: Any = llm.tokenizer
     special = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids
     return tuple(token for token in range(llm.vocab_size) if token not in special)
 
 
 class EngineLoad:
-    """One measurement. A request that comes while a step runs waits for its end: that is time in the queue."""
+    """One load on an engine. A request that arrives during a step waits for its end; that counts as queue time."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class EngineLoad:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._llm, self._load, self._seconds, self._on_end = llm, load, seconds, on_end
-        self._left = list(reversed(requests))
+        self._waiting = list(reversed(requests))
         self._prompts = {request.index: [ids[place] for place in request.prompt] for request in requests}
         self._params = {
             request.index: SamplingParams(temperature=0, max_tokens=request.num_output, ignore_eos=ignore_eos)
@@ -54,13 +55,14 @@ class EngineLoad:
         self._records: list[Record] = []
         self._running: dict[Any, Record] = {}
         self._queued: dict[Any, Record] = {}
-        self._slots: list[float] = []  # when each free place of a closed loop became free
+        self._free_since: list[float] = []  # for each request that a closed loop may start now: since when
         self._start = 0.0
 
     def run(self) -> list[Record]:
+        """Run the load to its end; returns the records in order of index."""
         self._start = time.perf_counter()
-        self._slots = [0.0] * min(self._load.concurrency or 0, len(self._left))
-        while self._take_due() or self._running or self._wait():
+        self._free_since = [0.0] * min(self._load.concurrency or 0, len(self._waiting))
+        while self._add_due() or self._running or self._wait():
             if self._running:
                 self._step()
         return sorted(self._records, key=lambda record: record.index)
@@ -68,29 +70,29 @@ class EngineLoad:
     def _clock(self) -> float:
         return time.perf_counter() - self._start
 
-    def _take_due(self) -> bool:
-        """Hand over what is due; whether anything was."""
+    def _add_due(self) -> bool:
+        """Add the requests that are due to the engine; returns whether there were any."""
         before = len(self._records)
-        while self._left and (due := self._due()) is not None:
-            self._add(self._left.pop(), due)
+        while self._waiting and (due := self._due()) is not None:
+            self._add(self._waiting.pop(), due)
         return len(self._records) > before
 
     def _due(self) -> float | None:
-        """Since when the next request is; None: it is not."""
-        now, at = self._clock(), self._left[-1].at
+        """Return since when the next request has been due; None when it is not due yet."""
+        now, at = self._clock(), self._waiting[-1].at
         if at is not None:
             return at if at <= now else None
         if self._seconds is not None and now >= self._seconds:
-            self._left.clear()
+            self._waiting.clear()
             return None
-        return self._slots.pop() if self._slots else None
+        return self._free_since.pop() if self._free_since else None
 
     def _wait(self) -> bool:
-        """Until the next moment; whether there is one."""
-        if not self._left:
+        """Sleep until the next arrival; returns whether there is one."""
+        if not self._waiting:
             return False
-        at = self._left[-1].at
-        if at is not None and (wait := at - self._clock() - _NAP) > 0:
+        at = self._waiting[-1].at
+        if at is not None and (wait := at - self._clock() - _SPIN) > 0:
             time.sleep(wait)
         return True
 
@@ -132,12 +134,12 @@ class EngineLoad:
     def _end(self, record: Record) -> None:
         record.end = self._clock()
         if self._load.concurrency is not None:
-            self._slots.append(record.end)
+            self._free_since.append(record.end)
         self._on_end()
 
 
 def about(llm: LLM) -> Document:
-    """What the header says of the engine."""
+    """Return the fields of the header that describe the engine."""
     settings = llm.settings
     return {
         "dtype": str(llm.model.dtype).removeprefix("torch."),

@@ -1,20 +1,20 @@
-"""What `whorl bench serve` takes about the load. No torch here."""
+"""The options of `whorl bench serve` that describe the load. This module needs no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from whorl.fields import check, option
 
-ARRIVALS, LENGTHS, ASKED, FOUND = "Arrivals", "Lengths", "Requests", "What is found"
+ARRIVALS, LENGTHS, REQUESTS, RESULTS = "Arrivals", "Lengths", "Requests", "Results"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """Values that cannot be are a ValueError; what does not go together is refused by `serve_command.prepare`."""
+    """The load. Raises ValueError for values out of range; `serve_command.build_benchmark` checks for conflicts."""
 
     url: str | None = option(
         None,
-        "A running server with OpenAI's interface; MODEL is then its name there. Default: an engine in this process.",
+        "A running server with the OpenAI API; MODEL is then the name it serves. Default: an engine in this process.",
         metavar="URL",
     )
     api_key: str | None = option(None, "With --url: sent as a bearer token.", metavar="KEY", env="WHORL_API_KEY")
@@ -23,57 +23,66 @@ class LoadOptions:
     )
     rate: float | None = option(
         None,
-        "Requests a second, at random moments (Poisson), however many are under way; inf: all at once.",
+        "Requests per second at random times (Poisson), however many are in flight; inf: all at once.",
         above=0,
         panel=ARRIVALS,
     )
     concurrency: int | None = option(
-        None, "Requests under way at once: one that ends is followed by the next. Default: 8.", least=1, panel=ARRIVALS
+        None, "Requests in flight at once: each that ends is followed by the next. Default: 8.", least=1, panel=ARRIVALS
     )
     sweep: str | None = option(
-        None, "One measurement each: concurrency=1,2,4,8 or rate=0.5,1,2.", metavar="NAME=N,N", panel=ARRIVALS
+        None, "Measure each of several loads: concurrency=1,2,4,8 or rate=0.5,1,2.", metavar="NAME=N,N", panel=ARRIVALS
     )
     requests: int | None = option(
-        None, "Of one measurement. Default: 64, or what --seconds takes.", least=1, panel=ARRIVALS
+        None, "Number of requests per load. Default: 64, or as many as fit --seconds.", least=1, panel=ARRIVALS
     )
-    seconds: float | None = option(None, "No request begins later than this.", above=0, panel=ARRIVALS)
+    seconds: float | None = option(None, "Start no request after this many seconds.", above=0, panel=ARRIVALS)
     input: str | None = option(
         None,
         "Tokens of a prompt: 512, 512:1536 (uniform), lognormal:MEDIAN,SIGMA[,MOST]. Default: 256.",
         metavar="LENGTHS",
         panel=LENGTHS,
     )
-    output: str | None = option(None, "Tokens of an answer, alike. Default: 64.", metavar="LENGTHS", panel=LENGTHS)
+    output: str | None = option(
+        None, "Tokens of an output, in the same form. Default: 64.", metavar="LENGTHS", panel=LENGTHS
+    )
     trace: Path | None = option(
         None,
-        "Lengths of JSON lines: input_length, output_length, timestamp in ms, hash_ids of shared blocks.",
+        "Read lengths from JSON lines: input_length, output_length, timestamp in ms, hash_ids of shared blocks.",
         metavar="FILE",
         panel=LENGTHS,
     )
-    shared_prefix: int = option(0, "Tokens before each prompt that others have, too.", least=0, panel=LENGTHS)
-    prefixes: int = option(1, "Different ones of those.", least=1, panel=LENGTHS)
-    seed: int = option(0, "Of the workload: the same one, the same requests at the same times.", least=0, panel=LENGTHS)
-    chat: bool = option(False, "With --url: /v1/chat/completions instead of /v1/completions.", panel=ASKED)
+    shared_prefix: int = option(0, "Tokens of a prefix that prompts share, before each prompt.", least=0, panel=LENGTHS)
+    prefixes: int = option(1, "Number of different shared prefixes.", least=1, panel=LENGTHS)
+    seed: int = option(
+        0, "Seed of the workload; the same seed gives the same requests at the same times.", least=0, panel=LENGTHS
+    )
+    chat: bool = option(False, "With --url: use /v1/chat/completions instead of /v1/completions.", panel=REQUESTS)
     body: str | None = option(
-        None, 'With --url: more fields of every request: {"cache_salt": "2"}.', metavar="JSON", panel=ASKED
+        None, 'With --url: fields to add to every request: {"cache_salt": "2"}.', metavar="JSON", panel=REQUESTS
     )
     ignore_eos: bool = option(
         True,
-        "Ask for all tokens of an answer, wherever the model would end.",
+        "Generate all requested tokens, even after the model ends its output.",
         "--ignore-eos/--no-ignore-eos",
-        panel=ASKED,
+        panel=REQUESTS,
     )
-    warmup_requests: int = option(4, "Requests before each measurement that do not count.", least=0, panel=ARRIVALS)
+    warmup_requests: int = option(4, "Requests before each load that are not counted.", least=0, panel=ARRIVALS)
     timeout: float = option(
-        120.0, "With --url: seconds without a word after which a request has failed.", above=0, panel=ASKED
+        120.0, "With --url: seconds without data after which a request has failed.", above=0, panel=REQUESTS
     )
     slo: str | None = option(
-        None, "What a good request keeps, in ms: ttft=500,itl=50; also tpot, e2e.", metavar="NAME=MS,..", panel=FOUND
+        None,
+        "Latency bounds of a good request, in ms: ttft=500,itl=50; also tpot, e2e.",
+        metavar="NAME=MS,..",
+        panel=RESULTS,
     )
     records: Path | None = option(
-        None, "Write what was measured of each request, a line each.", metavar="FILE", panel=FOUND
+        None, "Write the measurements of each request as JSON lines.", metavar="FILE", panel=RESULTS
     )
-    plot: Path | None = option(None, "Write a chart over the load.", metavar="FILE", panel=FOUND)
+    plot: Path | None = option(
+        None, "Write a chart of latency and throughput against the load.", metavar="FILE", panel=RESULTS
+    )
 
     def __post_init__(self) -> None:
         check(self)

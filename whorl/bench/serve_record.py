@@ -1,8 +1,8 @@
-"""What was measured of each request of a load, and what all of them come to.
+"""The measurements of each request of a load, and their summary.
 
-Times are seconds of the generator's clock. A request's tokens come in pieces: `arrivals` has the moment and the number
-of tokens of each. The tokens of one piece share the wait for it, so that latencies between tokens are counted by
-tokens, and a request's add up to the time from its first token to its last.
+Times are seconds of the generator's clock. The tokens of a request arrive in pieces (streamed chunks, or outputs of a
+step): `arrivals` has the time and the number of tokens of each. The tokens of one piece share the wait for it, so there
+is one inter-token latency for each token, and those of a request add up to the time from its first token to its last.
 """
 
 import math
@@ -22,9 +22,10 @@ SLO_NAMES = ("ttft", "itl", "tpot", "e2e")
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """One request. due: when it should have been sent; queue: seconds until the engine took it, where that is known.
+    """The measurements of one request.
 
-    failure: its kind, None where all went well; message: what was said. counted: how tokens were told apart.
+    asked_input, asked_output: requested lengths in tokens. due: when it should have been sent. queue: seconds in the
+    queue, where known. counted: how tokens were counted. failure: None, or the kind of failure; message: its text.
     """
 
     index: int
@@ -52,25 +53,25 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """The mean of a token after the first; None where there is none."""
+        """The mean time of a token after the first; None with fewer than two tokens."""
         num_later = sum(count for _, count in self.arrivals) - 1
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / num_later if num_later > 0 else None
 
     def latencies(self) -> list[float]:
-        """One for each token after the first. Tokens of one piece share the wait for it; those that come together with
-        the first have waited for nothing."""
-        found = [0.0] * (self.arrivals[0][1] - 1)
+        """Return a latency for each token after the first. Tokens of one piece share the wait for it; those that come
+        with the first token have a latency of 0."""
+        latencies = [0.0] * (self.arrivals[0][1] - 1)
         for (before, _), (now, count) in zip(self.arrivals, self.arrivals[1:], strict=False):
-            found += [(now - before) / count] * count
-        return found
+            latencies += [(now - before) / count] * count
+        return latencies
 
     def gaps(self) -> list[float]:
-        """Between pieces, however many tokens they bring."""
+        """Return the time between pieces, however many tokens they have."""
         return [now - before for (before, _), (now, _) in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     def as_dict(self) -> Document:
-        """A line of --records; times in milliseconds, `sent` after the start."""
-        found: Document = {
+        """Return a line of --records; times in milliseconds, `sent` counted from the start of the load."""
+        fields: Document = {
             "index": self.index,
             "failure": self.failure,
             "sent_ms": self.sent * 1e3,
@@ -78,10 +79,10 @@ class Record:
             "asked_output": self.asked_output,
         }
         if self.failure is not None:
-            return found | {"message": self.message}
+            return fields | {"message": self.message}
         times = {"ttft_ms": self.ttft, "tpot_ms": self.tpot, "e2e_ms": self.e2e, "queue_ms": self.queue}
         return (
-            found
+            fields
             | {"input": self.num_input, "cached": self.num_cached, "output": self.num_output}
             | {name: None if seconds is None else seconds * 1e3 for name, seconds in times.items()}
             | {"arrivals_ms": [[(at - self.sent) * 1e3, count] for at, count in self.arrivals]}
@@ -89,23 +90,23 @@ class Record:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Bounds in milliseconds by name."""
-    found: dict[str, float] = {}
+    """Return the bounds of --slo in milliseconds, by name; raises ValueError for anything else."""
+    bounds: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = part.strip().partition("=")
         try:
-            found[name] = float(number)
+            bounds[name] = float(number)
         except ValueError:
-            found[name] = math.nan
-        if name not in SLO_NAMES or not 0 < found[name] < math.inf:
+            bounds[name] = math.nan
+        if name not in SLO_NAMES or not 0 < bounds[name] < math.inf:
             raise ValueError(
-                f"--slo {text}: {part!r}: expected milliseconds of {', '.join(SLO_NAMES)}: ttft=500,itl=50"
+                f"--slo is {text}, with {part!r}, expected milliseconds of {', '.join(SLO_NAMES)}: ttft=500,itl=50"
             )
-    return found
+    return bounds
 
 
 def is_within(record: Record, slo: Mapping[str, float]) -> bool:
-    """Whether a request kept every bound. itl: 99% of its own latencies between tokens."""
+    """Return whether a request kept every bound. itl is the 99th percentile of its own inter-token latencies."""
     if record.failure is not None:
         return False
     latencies = record.latencies() if "itl" in slo else []
@@ -119,16 +120,16 @@ def is_within(record: Record, slo: Mapping[str, float]) -> bool:
 
 
 def percentiles(seconds: Iterable[float | None]) -> Document | None:
-    """In milliseconds; None where there is nothing to tell."""
+    """Return mean, percentiles and maximum in milliseconds; None without values."""
     values = np.array([value for value in seconds if value is not None], dtype=np.float64) * 1e3
     if not len(values):
         return None
-    found = {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
-    return {"mean": float(values.mean()), **found, "max": float(values.max())}
+    shares = {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+    return {"mean": float(values.mean()), **shares, "max": float(values.max())}
 
 
 def summarize(load: Load, records: Sequence[Record], slo: Mapping[str, float]) -> Document:
-    """A row of the document. Latencies and tokens are of requests that went well; failures are counted by kind."""
+    """Return a row of the document. Latencies and tokens are those of successful requests; failures count by kind."""
     good = [record for record in records if record.failure is None]
     seconds = max((r.end for r in records), default=0.0) - min((r.sent for r in records), default=0.0)
     seconds = max(seconds, 1e-9)
@@ -149,9 +150,9 @@ def summarize(load: Load, records: Sequence[Record], slo: Mapping[str, float]) -
         "asked_output_tokens": sum(r.asked_output for r in good),
         "cached_share": _cached_share(good),
         "ttft_ms": percentiles(r.ttft for r in good),
-        "itl_ms": percentiles(each for r in good for each in r.latencies()),
+        "itl_ms": percentiles(latency for r in good for latency in r.latencies()),
         "tpot_ms": percentiles(r.tpot for r in good),
-        "gap_ms": percentiles(each for r in good for each in r.gaps()),
+        "gap_ms": percentiles(gap for r in good for gap in r.gaps()),
         "e2e_ms": percentiles(r.e2e for r in good),
         "queue_ms": percentiles(r.queue for r in good),
         "tokens_per_piece": num_output / max(1, sum(len(r.arrivals) for r in good)),
@@ -169,9 +170,9 @@ def _failures(records: Sequence[Record]) -> Document:
 
 
 def _cached_share(good: Sequence[Record]) -> float | None:
-    """Of the prompt tokens of requests whose server said it."""
-    told: list[Any] = [(r.num_cached, r.num_input) for r in good if r.num_cached is not None]
-    return sum(cached for cached, _ in told) / max(1, sum(size for _, size in told)) if told else None
+    """Return the share of prompt tokens that were cached, over the requests for which the server reports it."""
+    counts: list[Any] = [(r.num_cached, r.num_input) for r in good if r.num_cached is not None]
+    return sum(cached for cached, _ in counts) / max(1, sum(size for _, size in counts)) if counts else None
 
 
 def _goodput(records: Sequence[Record], slo: Mapping[str, float], seconds: float) -> Document:

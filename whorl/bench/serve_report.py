@@ -1,4 +1,4 @@
-"""What `whorl bench serve` found, as text and as a chart."""
+"""The result of `whorl bench serve` as text and as a chart."""
 
 import io
 from pathlib import Path
@@ -21,6 +21,7 @@ _COLOURS = {"p50": "#9fb8d0", "p90": "#4f81b0", "p99": "#1f4e79"}
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
@@ -36,17 +37,15 @@ def render(document: Document) -> str:
 
 
 def _header(header: Document) -> list[str]:
-    given = {name: value for name, value in header["workload"].items() if value is not None}
+    workload = {name: value for name, value in header["workload"].items() if value is not None}
     lines = [*render_provenance(header), f"model     {header['model']}, {header['target']}"]
     if "engine" in header:
-        of = ", ".join(f"{name} {value}" for name, value in header["engine"].items())
-        lines.append(f"engine    {header['weights']} weights, {of}")
+        settings = ", ".join(f"{name} {value}" for name, value in header["engine"].items())
+        lines.append(f"engine    {header['weights']} weights, {settings}")
     else:
         version = f", version {header['server_version']}" if header["server_version"] else ""
-        lines.append(
-            f"server    its own machine may be another than this one{version}; prompts are {header['prompts']}"
-        )
-    return [*lines, "workload  " + ", ".join(f"{name} {value}" for name, value in given.items())]
+        lines.append(f"server    may run on another machine{version}; prompts are {header['prompts']}")
+    return [*lines, "workload  " + ", ".join(f"{name} {value}" for name, value in workload.items())]
 
 
 def _table(*columns: str) -> Any:
@@ -64,7 +63,7 @@ def _throughput(rows: list[Document]) -> Any:
     names = ["load", "good", "failed", "seconds", "req/s", "input tok/s", "output tok/s", "cached", "tok/piece"]
     table = _table(*names, *(["good/s", "within"] if has_slo else []))
     for row in rows:
-        cached = "not told" if row["cached_share"] is None else f"{row['cached_share']:.1%}"
+        cached = "unknown" if row["cached_share"] is None else f"{row['cached_share']:.1%}"
         counts = [row["label"], str(row["num_good"]), str(sum(row["failures"].values())), f"{row['seconds']:.1f}"]
         speeds = [f"{row['requests_s']:.2f}", f"{row['input_tok_s']:.1f}", f"{row['output_tok_s']:.1f}", cached]
         goodput = row["goodput"] or {}
@@ -77,22 +76,22 @@ def _latencies(rows: list[Document]) -> Any:
     table = _table("load", "milliseconds", *COLUMNS)
     for row in rows:
         label = row["label"]
-        for name, what in LATENCIES:
+        for name, meaning in LATENCIES:
             if row[name] is not None:
-                table.add_row(label, what, *(_cell(row[name], column) for column in COLUMNS))
+                table.add_row(label, meaning, *(_cell(row[name], column) for column in COLUMNS))
                 label = ""
     return table
 
 
-def _cell(found: Document, column: str) -> str:
-    if found[column] is None:
+def _cell(figures: Document, column: str) -> str:
+    if figures[column] is None:
         return "-"
-    is_bound = found.get("are_bounds") and column != "mean"
-    return f"{'<= ' if is_bound else ''}{found[column]:.2f}"
+    is_bound = figures.get("are_bounds") and column != "mean"
+    return f"{'<= ' if is_bound else ''}{figures[column]:.2f}"
 
 
 def write_plot(document: Document, path: Path) -> None:
-    """Latencies, throughput and goodput against the load."""
+    """Write a chart of latencies, throughput and goodput against the load."""
     from matplotlib.figure import Figure
 
     rows = [row for row in document["rows"] if row["num_good"]]
@@ -119,7 +118,7 @@ def write_plot(document: Document, path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=7)
     kind = rows[0]["load"]["kind"] if rows else ""
-    words = {"concurrency": "requests at once", "rate": "requests a second"}
+    words = {"concurrency": "requests in flight", "rate": "requests per second"}
     figure.supxlabel(words.get(kind, "load"), fontsize=9)
     header = document["header"]
     figure.suptitle(f"{header['model']}, {header['target']}; commit {header['commit']}", fontsize=9)

@@ -1,4 +1,4 @@
-"""From the bytes of a streamed answer to pieces with moments and tokens. Nothing here waits for anything."""
+"""Parses the bytes of a streamed response into pieces with times and token counts. It does no I/O."""
 
 import json
 from collections.abc import Iterator
@@ -8,20 +8,20 @@ from typing import Any
 from whorl.bench.serve_record import Record
 
 DONE = "[DONE]"
-# How tokens of a piece are counted, the best first.
+# How the tokens of a piece are counted, the best method first.
 RUNNING, SPREAD, PIECES = "running usage", "final usage, spread by text", "one a piece"
 
 
 class EventReader:
-    """Server-sent events of bytes that may be cut anywhere."""
+    """Reads server-sent events from bytes that may be split anywhere."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._incomplete = b""
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """The data of each event that is whole now; comments and other fields are none."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        """Yield the data of each event that is complete now; comments and other fields are ignored."""
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
@@ -33,7 +33,8 @@ class EventReader:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """num_chars: of its text. total: of the answer's tokens so far, where the server says it."""
+    """A piece of the response. at: when it arrived; num_chars: length of its text; total: tokens of the response so
+    far, where the server reports it."""
 
     at: float
     num_chars: int
@@ -41,7 +42,7 @@ class Arrival:
 
 
 class Answer:
-    """What has come of one answer."""
+    """The response to one request as far as it has arrived."""
 
     def __init__(self) -> None:
         self.pieces: list[Arrival] = []
@@ -50,7 +51,7 @@ class Answer:
         self.error: str | None = None
 
     def take(self, now: float, event: str) -> None:
-        """One event. ValueError, KeyError, TypeError or AttributeError: it is not OpenAI's."""
+        """Add one event. Raises ValueError, KeyError, TypeError or AttributeError when it is not of the OpenAI API."""
         if event == DONE:
             self.is_done = True
             return
@@ -66,7 +67,7 @@ class Answer:
             self.is_done = self.is_done or any(choice.get("finish_reason") for choice in choices)
 
     def count(self, record: Record) -> None:
-        """Put tokens and their moments into the record, and why it failed where it did."""
+        """Write the tokens and their times into the record, and the failure if there is one."""
         total = self.usage.get("completion_tokens")
         if any(piece.total is not None for piece in self.pieces):
             record.counted, record.arrivals = RUNNING, _running(self.pieces, total)
@@ -83,11 +84,11 @@ class Answer:
         elif not self.is_done:
             record.failure, record.message = "ended early", "the stream ended without a finish_reason or [DONE]"
         elif not record.arrivals:
-            record.failure, record.message = "no tokens", "the stream brought no token"
+            record.failure, record.message = "no tokens", "the stream had no token"
 
 
 def _num_chars(choice: dict[str, Any]) -> int:
-    """Of text, thought or calls; the chunk that opens a chat has none."""
+    """Return the length of text, reasoning and tool calls; the chunk that opens a chat has none."""
     delta = choice.get("delta") or {}
     texts = [choice.get("text"), delta.get("content"), delta.get("reasoning_content"), delta.get("reasoning")]
     calls = sum(len(json.dumps(call)) for call in delta.get("tool_calls") or ())
@@ -95,28 +96,28 @@ def _num_chars(choice: dict[str, Any]) -> int:
 
 
 def _running(pieces: list[Arrival], total: int | None) -> list[tuple[float, int]]:
-    """By what each piece's usage adds. What only the last usage has, the last piece brought."""
-    found: list[tuple[float, int]] = []
+    """Count tokens by what the usage of each piece adds; tokens only in the final usage go to the last piece."""
+    arrivals: list[tuple[float, int]] = []
     seen = 0
     for piece in pieces:
         if piece.total is not None and piece.total > seen:
-            found.append((piece.at, piece.total - seen))
+            arrivals.append((piece.at, piece.total - seen))
             seen = piece.total
     if total is not None and total > seen:
-        at, count = found.pop() if found else (pieces[-1].at, 0)
-        found.append((at, count + total - seen))
-    return found
+        at, count = arrivals.pop() if arrivals else (pieces[-1].at, 0)
+        arrivals.append((at, count + total - seen))
+    return arrivals
 
 
 def _spread(pieces: list[Arrival], total: int) -> list[tuple[float, int]]:
-    """The answer's tokens over its pieces: one each, where there are enough, the rest by the length of the texts."""
-    each = 1 if total >= len(pieces) else 0
-    chars, rest = sum(piece.num_chars for piece in pieces), total - each * len(pieces)
-    found, seen, given = [], 0, 0
+    """Spread the tokens over the pieces: one for each where there are enough, the others by length of text."""
+    per_piece = 1 if total >= len(pieces) else 0
+    chars, remaining = sum(piece.num_chars for piece in pieces), total - per_piece * len(pieces)
+    arrivals, seen, assigned = [], 0, 0
     for number, piece in enumerate(pieces, 1):
         seen += piece.num_chars
-        until = max(1, each * number + round(rest * seen / chars))
-        if until > given:
-            found.append((piece.at, until - given))
-        given = until
-    return found
+        until = max(1, per_piece * number + round(remaining * seen / chars))
+        if until > assigned:
+            arrivals.append((piece.at, until - assigned))
+        assigned = until
+    return arrivals

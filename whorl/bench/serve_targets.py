@@ -1,4 +1,4 @@
-"""Whom `whorl bench serve` sends its requests to: an engine in this process, or a server."""
+"""The targets of `whorl bench serve`: an engine in this process, or a server."""
 
 import asyncio
 import json
@@ -19,37 +19,41 @@ OnEnd = Callable[[], None]
 
 
 class Target(Protocol):
-    """Whom requests go to."""
+    """What requests are sent to. vocab_size: prompts are made of numbers below it."""
 
     vocab_size: int
 
-    def header(self) -> Document: ...
+    def header(self) -> Document:
+        """Return the header of the document."""
 
     def measure(
         self, load: Load, requests: Sequence[Request], seconds: float | None, on_end: OnEnd
     ) -> tuple[list[Record], Document]:
-        """What came of each request, and more fields of the row."""
+        """Run one load; returns a record for each request, and more fields of the row."""
 
 
-def find_target(model: str | None, asked: LoadOptions, engine: EngineSettings, workload: Workload) -> Target:
-    if asked.url is None:
-        return InProcess(model, asked, engine, workload)
+def find_target(model: str | None, options: LoadOptions, engine: EngineSettings, workload: Workload) -> Target:
+    """Load the engine or reach the server; raises ValueError when requests do not fit or nobody answers."""
+    if options.url is None:
+        return InProcess(model, options, engine, workload)
     serve_client.need_httpx()
-    return OverHttp(model, asked)
+    return OverHttp(model, options)
 
 
 class InProcess:
-    def __init__(self, model: str | None, asked: LoadOptions, engine: EngineSettings, workload: Workload) -> None:
-        self._name, self._is_random = asked.random_config or model or DEFAULT_MODEL, asked.random_config is not None
-        self._ignore_eos = asked.ignore_eos
-        self._llm = serve_engine.load_engine(model, asked.random_config, engine)
+    """An engine in this process."""
+
+    def __init__(self, model: str | None, options: LoadOptions, engine: EngineSettings, workload: Workload) -> None:
+        self._name, self._is_random = options.random_config or model or DEFAULT_MODEL, options.random_config is not None
+        self._ignore_eos = options.ignore_eos
+        self._llm = serve_engine.load_engine(model, options.random_config, engine)
         self._ids = serve_engine.vocabulary(self._llm)
         self.vocab_size = len(self._ids)
         longest, limit = workload.longest, self._llm.max_model_len
         if longest > limit and (workload.trace or longest < 2**31):
             raise ValueError(
-                f"bench serve: requests have up to {longest} tokens, prompt and answer together; sequences of this "
-                f"engine have up to {limit}: ask for fewer, or say --max-seq or --cache-memory"
+                f"bench serve: requests have up to {longest} tokens, prompt and output together; sequences of this "
+                f"engine have up to {limit}; give shorter --input and --output, or a larger --max-seq or --cache-memory"
             )
 
     def header(self) -> Document:
@@ -67,23 +71,25 @@ class InProcess:
         ).run()
         after = self._llm.stats()
         counts = {name: after[name] - before[name] for name in ("num_steps", "num_preemptions")}
-        # A request is taken between steps; what it waits for one is in the queue's time.
+        # Requests are added between steps; the wait for a step counts as queue time, so none is sent late.
         return records, {"send_late_ms": None, "loop_late_ms": None, **counts}
 
 
 class OverHttp:
-    def __init__(self, model: str | None, asked: LoadOptions) -> None:
-        assert asked.url is not None
+    """A server with the OpenAI API."""
+
+    def __init__(self, model: str | None, options: LoadOptions) -> None:
+        assert options.url is not None
         self._server = asyncio.run(
             serve_client.find(
                 serve_client.Server(
-                    url=asked.url.rstrip("/").removesuffix("/v1"),
+                    url=options.url.rstrip("/").removesuffix("/v1"),
                     model=model or "",
-                    api_key=asked.api_key,
-                    is_chat=asked.chat,
-                    ignore_eos=asked.ignore_eos,
-                    more=_body(asked.body),
-                    timeout=asked.timeout,
+                    api_key=options.api_key,
+                    is_chat=options.chat,
+                    ignore_eos=options.ignore_eos,
+                    more=_body(options.body),
+                    timeout=options.timeout,
                 )
             )
         )
@@ -91,7 +97,7 @@ class OverHttp:
 
     def header(self) -> Document:
         server = self._server
-        prompts = "token ids of common words" if server.vocabulary else "words: a token each, or nearly"
+        prompts = "token ids of common words" if server.vocabulary else "words of about one token each"
         about = {"target": f"{server.url}{server.path}", "model": server.model, "server_version": server.about}
         return provenance(devices.HOST) | about | {"prompts": prompts, "body": server.more}
 
@@ -108,9 +114,9 @@ class OverHttp:
 
 def _body(text: str | None) -> Document:
     try:
-        found: Any = json.loads(text or "{}")
+        fields: Any = json.loads(text or "{}")
     except ValueError as error:
-        raise ValueError(f"--body {text}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"--body {text}: expected an object with names and values")
-    return found
+        raise ValueError(f"--body is {text}, expected JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"--body is {text}, expected a JSON object")
+    return fields

@@ -1,7 +1,7 @@
-"""`whorl bench sp`: prefill with all-reduces, sequence parallelism, int8 gathers and MLA placement, side by side.
+"""`whorl bench sp`: prefill with all-reduce, sequence parallelism, int8 all-gathers and MLA placement, side by side.
 
-Ranks are processes of this machine, on loopback or, with a rate, in network namespaces behind a slow link, where
-communication dominates as it does in production. `simulate` asks the cost model alone.
+Ranks are processes on this machine. They communicate over loopback or, with a rate, through network namespaces with a
+slow link, where communication dominates as it does in production. `simulate` only evaluates the cost model.
 """
 
 import contextlib
@@ -27,11 +27,13 @@ from whorl.passes.cost import TABLE, CostModel, Traffic
 
 __all__ = ["SpSettings", "need_plot", "render", "render_simulation", "run", "simulate", "write_plot"]
 
-BYTES_OFF = 0.02  # of what the report says: gloo's own headers, and the barriers around a run
+BYTES_TOLERANCE = 0.02  # allowed share beyond the report: gloo's headers, and the barriers around a run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpSettings:
+    """Validated settings of `whorl bench sp`. rate, delay: of a simulated link, as tc writes them; timeout: seconds."""
+
     ranks: int = 2
     tokens: int = 512
     hidden: int = 512
@@ -43,15 +45,15 @@ class SpSettings:
 
     def __post_init__(self) -> None:
         if not 2 <= self.ranks <= 4:
-            raise ValueError(f"bench sp: --ranks {self.ranks}: expected 2 to 4")
+            raise ValueError(f"bench sp: --ranks is {self.ranks}, expected 2 to 4")
         if self.hidden % (64 * self.ranks):
             raise ValueError(
-                f"bench sp: --hidden {self.hidden}: expected a multiple of {64 * self.ranks}, a head a rank"
+                f"bench sp: --hidden is {self.hidden}, expected a multiple of {64 * self.ranks}, one head per rank"
             )
         if self.delay is not None and self.rate is None:
-            raise ValueError("bench sp: --delay needs --rate: only a link of our own has either")
+            raise ValueError("bench sp: --delay needs --rate, which creates the link that is delayed")
         if self.link is not None and (reason := network.refusal()) is not None:
-            raise ValueError(f"bench sp: --rate: {reason}. Without --rate the ranks talk over loopback")
+            raise ValueError(f"bench sp: --rate: {reason}. Without --rate the ranks communicate over loopback")
 
     @property
     def link(self) -> network.Link | None:
@@ -62,11 +64,11 @@ class SpSettings:
 
 
 def run(settings: SpSettings) -> Document:
-    """Measure; a rank that fails or hangs ends them all with a RuntimeError that shows what it said."""
-    with _placed(settings) as (prefixes, environment):
-        found = _run_ranks(settings, prefixes, environment)
-    for row in found["rows"]:
-        base = next(r for r in found["rows"] if r["name"] == row["baseline"])
+    """Run the benchmark. Raises RuntimeError with a rank's output when it fails or exceeds the time limit."""
+    with _launch_environment(settings) as (prefixes, environment):
+        result = _run_ranks(settings, prefixes, environment)
+    for row in result["rows"]:
+        base = next(r for r in result["rows"] if r["name"] == row["baseline"])
         row |= {
             "speedup": base["seconds"] / row["seconds"],
             "bytes_ratio": row["payload_bytes"] / base["payload_bytes"],
@@ -75,12 +77,12 @@ def run(settings: SpSettings) -> Document:
             "bytes_error": row["payload_bytes"] / row["report_bytes"] - 1,
             "communication_share": 1 - row["compute_seconds"] / row["seconds"],
         }
-    return {"header": _header(settings), **found}
+    return {"header": _header(settings), **result}
 
 
 def is_good(document: Document) -> bool:
-    """Whether bytes are those of the report; times are for the reader to judge."""
-    return all(abs(row["bytes_error"]) <= BYTES_OFF for row in document["rows"])
+    """Return whether the bytes sent are those of the report; times are for the reader to judge."""
+    return all(abs(row["bytes_error"]) <= BYTES_TOLERANCE for row in document["rows"])
 
 
 def _header(settings: SpSettings) -> Document:
@@ -90,35 +92,39 @@ def _header(settings: SpSettings) -> Document:
         "versions": devices.versions(),
         "date": datetime.now(UTC).date().isoformat(),
         "settings": asdict(settings),
-        "network": "loopback" if link is None else f"namespaces, {link.rate} a rank, delay {link.delay or 'none'}",
+        "network": "loopback" if link is None else f"namespaces, {link.rate} per rank, delay {link.delay or 'none'}",
         "load": os.getloadavg()[0],
     }
 
 
 @contextlib.contextmanager
-def _placed(settings: SpSettings) -> Iterator[tuple[list[list[str]], dict[str, str]]]:
-    """For each rank the command that puts it in its place; and what all of them are told."""
+def _launch_environment(settings: SpSettings) -> Iterator[tuple[list[list[str]], dict[str, str]]]:
+    """Yield the command prefix of each rank and the environment of all; creates the network where there is a rate."""
     link = settings.link
     if link is None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        yield [[] for _ in range(settings.ranks)], where
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        yield [[] for _ in range(settings.ranks)], environment
         return
     with network.namespaces(settings.ranks, link) as names:
-        where = {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": network.INTERFACE}
-        yield [["ip", "netns", "exec", name] for name in names], where
+        environment = {
+            "MASTER_ADDR": network.address(0),
+            "MASTER_PORT": "29500",
+            "GLOO_SOCKET_IFNAME": network.INTERFACE,
+        }
+        yield [["ip", "netns", "exec", name] for name in names], environment
 
 
 def _run_ranks(settings: SpSettings, prefixes: Sequence[Sequence[str]], environment: dict[str, str]) -> Document:
-    told = os.environ | environment | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(settings.ranks)}
-    told["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [told.get("PYTHONPATH")])])
+    env = os.environ | environment | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(settings.ranks)}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])
     command = [sys.executable, "-W", "ignore", "-m", "whorl.bench.sp_rank", json.dumps(asdict(settings))]
     ranks = [
         subprocess.Popen(
             [*prefix, *command],
-            env=told | {"RANK": str(rank)},
+            env=env | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -127,29 +133,30 @@ def _run_ranks(settings: SpSettings, prefixes: Sequence[Sequence[str]], environm
     ]
     end = time.monotonic() + settings.timeout
     try:
-        said = [process.communicate(timeout=max(1.0, end - time.monotonic())) for process in ranks]
-    except subprocess.TimeoutExpired as late:
+        outputs = [process.communicate(timeout=max(1.0, end - time.monotonic())) for process in ranks]
+    except subprocess.TimeoutExpired as error:
         raise RuntimeError(
-            f"bench sp: not done after {settings.timeout} s; give --timeout more, or less work"
-        ) from late
+            f"bench sp: not done after {settings.timeout} s; give a larger --timeout or less work"
+        ) from error
     finally:
         for process in ranks:
             process.kill()
-    for rank, (process, (_, errors)) in enumerate(zip(ranks, said, strict=True)):
+    for rank, (process, (_, errors)) in enumerate(zip(ranks, outputs, strict=True)):
         if process.returncode:
             raise RuntimeError(f"bench sp: rank {rank} failed:\n{errors[-4000:]}")
-    found: Document = json.loads(said[0][0].splitlines()[-1])
-    return found
+    result: Document = json.loads(outputs[0][0].splitlines()[-1])
+    return result
 
 
 def render(document: Document) -> str:
-    header, given = document["header"], document["header"]["settings"]
+    """Return the document as text."""
+    header, settings = document["header"], document["header"]["settings"]
     lines = [
         f"machine   {header['device_name']}, load {header['load']:.1f}",
         "versions  " + ", ".join(f"{n} {v}" for n, v in header["versions"].items()),
         f"network   {header['network']}",
         "stack     "
-        + ", ".join(f"{given[name]} {name}" for name in ("ranks", "layers", "hidden", "tokens", "repeats")),
+        + ", ".join(f"{settings[name]} {name}" for name in ("ranks", "layers", "hidden", "tokens", "repeats")),
         "",
         f"{'':<20}{'time':>11}{'speed':>8}{'bytes':>8}{'sent':>12}{'report':>12}{'predicted':>11}{'error':>8}{'comm.':>7}",
     ]
@@ -161,24 +168,22 @@ def render(document: Document) -> str:
         )
     lines += [
         "",
-        "speed and bytes: against the all-reduces of the same stack; sent: payload of a rank's sockets in one pass;",
-        "predicted: computing in step, measured, and the cost model's collectives; comm.: what is not computing.",
+        "speed and bytes: relative to all-reduce in the same stack; sent: payload of a rank's sockets in one pass;",
+        "predicted: measured compute plus the cost model's collectives; comm.: share of time that is not compute.",
     ]
-    if given["rate"] is None:
+    if settings["rate"] is None:
         lines.append(
-            "Loopback copies memory: bytes count there, times say little. --rate gives a link that can be slow."
+            "Loopback only copies memory: its bytes are meaningful, its times are not. --rate simulates a slow link."
         )
     if any(row["communication_share"] < 0 for row in document["rows"]):
-        lines.append(
-            "Computing alone took longer than a whole pass: the machine is busy with something else, times say nothing."
-        )
+        lines.append("Compute alone took longer than a whole pass: the machine is busy, and the times mean nothing.")
     if not is_good(document):
-        lines.append(f"BYTES SENT ARE NOT THE REPORT'S: more than {BYTES_OFF:.0%} off.")
+        lines.append(f"BYTES SENT DIFFER FROM THE REPORT by more than {BYTES_TOLERANCE:.0%}.")
     return "\n".join(lines)
 
 
 def write_plot(document: Document, path: Path) -> None:
-    """Time of each way, computing and the rest, with the prediction; and bytes."""
+    """Write a chart of compute, communication and predicted time of each variant, and of its bytes."""
     from matplotlib.figure import Figure
 
     rows = document["rows"]
@@ -186,15 +191,15 @@ def write_plot(document: Document, path: Path) -> None:
     figure = Figure(figsize=(10, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     computing = [min(row["compute_seconds"], row["seconds"]) for row in rows]
-    left.barh(places, computing, color="#9fb8d0", label="computing")
-    rest = [row["seconds"] - c for row, c in zip(rows, computing, strict=True)]
-    left.barh(places, rest, left=computing, color="#1f4e79", label="communication")
+    left.barh(places, computing, color="#9fb8d0", label="compute")
+    communication = [row["seconds"] - c for row, c in zip(rows, computing, strict=True)]
+    left.barh(places, communication, left=computing, color="#1f4e79", label="communication")
     left.plot([row["predicted_seconds"] for row in rows], places, "k|", markersize=14, label="predicted")
     left.set_xlabel("seconds for one prefill")
     left.legend(fontsize=7)
     right.barh(places, [row["bytes_ratio"] for row in rows], color="#1f4e79")
     right.axvline(1, color="grey", linewidth=0.8)
-    right.set_xlabel("bytes sent, of the all-reduces")
+    right.set_xlabel("bytes sent, relative to all-reduce")
     for axes in (left, right):
         axes.set_yticks(places, names, fontsize=8)
         axes.invert_yaxis()
@@ -206,37 +211,38 @@ def write_plot(document: Document, path: Path) -> None:
 
 WORLDS = (2, 4, 8, 16)
 TOKENS = (64, 256, 1024, 4096, 16384)
-WAYS = ("sp", "sp_int8", "sp, MLA")
+VARIANTS = ("sp", "sp_int8", "sp, MLA")
 
 
 def simulate(hidden: int = 8192) -> Document:
-    """For every link of the table and TP 2 to 16: thresholds, and communication against all-reduces."""
+    """Return for every link of the cost model and TP 2 to 16 the threshold and the gain over all-reduce."""
     rows = []
     for model in TABLE.values():
         for world in WORLDS:
             threshold = model.threshold(world, Traffic.of_norm(hidden, torch.bfloat16))
-            gains = {way: [_gain(model, way, hidden, t, world) for t in TOKENS] for way in WAYS}
+            gains = {variant: [_gain(model, variant, hidden, t, world) for t in TOKENS] for variant in VARIANTS}
             rows.append({"link": model.name, "ranks": world, "min_tokens": threshold, "speedup": gains})
     return {"hidden": hidden, "dtype": "bfloat16", "tokens": list(TOKENS), "rows": rows}
 
 
-def _gain(model: CostModel, way: str, hidden: int, tokens: int, world: int) -> float:
-    latent = round(hidden * 2112 / 7168) if way == "sp, MLA" else None
+def _gain(model: CostModel, variant: str, hidden: int, tokens: int, world: int) -> float:
+    latent = round(hidden * 2112 / 7168) if variant == "sp, MLA" else None
     traffic = Traffic.of_norm(hidden, torch.bfloat16, latent)
-    choice: Any = "sp" if way == "sp, MLA" else way
+    choice: Any = "sp" if variant == "sp, MLA" else variant
     return model.seconds("all_reduce", tokens, world, traffic) / model.seconds(choice, tokens, world, traffic)
 
 
 def render_simulation(document: Document) -> str:
+    """Return the document of `simulate` as text."""
     lines = [
-        f"Time of an all-reduce of [tokens, {document['hidden']}] in bf16 over that of reduce-scatter and gather,",
-        "by the cost model: above 1 sequence parallelism wins. min_tokens: from there it does, with int8 or without.",
+        f"Time of an all-reduce of [tokens, {document['hidden']}] in bf16 over that of reduce-scatter and all-gather,",
+        "by the cost model: above 1 sequence parallelism wins. min_tokens: it wins from there, with or without int8.",
         "",
         f"{'link':<18}{'TP':>3}{'min_tokens':>12}  {'gather':<9}" + "".join(f"{t:>8}" for t in document["tokens"]),
     ]
     for row in document["rows"]:
         threshold = "never" if row["min_tokens"] is None else str(row["min_tokens"])
-        for i, (way, gains) in enumerate(row["speedup"].items()):
+        for i, (variant, gains) in enumerate(row["speedup"].items()):
             start = f"{row['link']:<18}{row['ranks']:>3}{threshold:>12}" if i == 0 else " " * 33
-            lines.append(f"{start}  {way:<9}" + "".join(f"{gain:>7.2f}x" for gain in gains))
+            lines.append(f"{start}  {variant:<9}" + "".join(f"{gain:>7.2f}x" for gain in gains))
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""One rank of `whorl bench sp`: a Qwen3-shaped stack through the passes in every way, timed, its bytes counted.
+"""One rank of `whorl bench sp`: times every variant of a Qwen3-shaped stack and counts the bytes it sends.
 
-Started by whorl/bench/sp.py with its settings as JSON; rank 0 prints what was found as JSON.
+whorl/bench/sp.py starts it with its settings as JSON; rank 0 prints the result as JSON.
 """
 
 import contextlib
@@ -28,10 +28,11 @@ from whorl.passes import SequenceParallel, cost, measure_cost
 from whorl.passes import compile as compile_model
 from whorl.passes.report import Report
 
-HEAD = 64  # channels
-LATENT = 2112 / 7168  # DeepSeek's share of the hidden size that its down-projection leaves
-# In each: which stack, and what the passes are asked. A stack's all-reduce is what the others of it are compared with.
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+HEAD = 64  # channels of a head
+LATENT = 2112 / 7168  # size of DeepSeek's latent over its hidden size
+# By name: the stack, and options of the sequence-parallel pass. The first variant of a stack, with all-reduce, is the
+# baseline of its others.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "all-reduce": ("qwen3", {"min_tokens": 1 << 40}),
     "SP": ("qwen3", {"min_tokens": 1}),
     "SP + int8": ("qwen3", {"min_tokens": 1, "quantize": "int8"}),
@@ -48,12 +49,12 @@ def _weight(generator: torch.Generator, *shape: int) -> nn.Parameter:
 
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """bf16 out, which is what travels; the product in fp32, since many CPUs have none in bf16."""
+    """Return x @ weight.T in bf16, the dtype sent between ranks; computed in fp32, as many CPUs lack bf16 products."""
     return (x.float() @ weight.t()).bfloat16()
 
 
 class Attention(nn.Module):
-    """Heads of one rank. Without a latent q, k and v come from the hidden states; with one, from their projection."""
+    """The heads of one rank. q, k and v come from the hidden states or, with a latent, from their down-projection."""
 
     def __init__(
         self, hidden: int, world: int, generator: torch.Generator, shared: torch.Generator, latent: int
@@ -75,6 +76,8 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
+    """One rank's part of a gated MLP."""
+
     def __init__(self, hidden: int, world: int, generator: torch.Generator) -> None:
         super().__init__()
         width = 3 * hidden // world
@@ -88,20 +91,22 @@ class Mlp(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers of attention and MLP, or of MLA attention alone: there every gather can be that of the latent.
+    """Layers of attention and MLP, or of MLA attention alone, where every all-gather can be of the latent.
 
-    Without a group nothing is summed: ranks only wait for each other where they would have been.
+    Without a group nothing is summed: a barrier replaces each all-reduce, so that only compute is timed.
     """
 
     def __init__(self, kind: str, layers: int, hidden: int, world: int, group: str | None) -> None:
         super().__init__()
         shared = torch.Generator().manual_seed(1)
-        own = torch.Generator().manual_seed(2 + dist.get_rank())
+        per_rank = torch.Generator().manual_seed(2 + dist.get_rank())
         latent = round(hidden * LATENT / 8) * 8 if kind == "mla" else 0
         self.parts = nn.ModuleList()
         for _ in range(layers):
-            self.parts.append(Attention(hidden, world, own, shared, latent))
-            self.parts.append(Attention(hidden, world, own, shared, latent) if latent else Mlp(hidden, world, own))
+            self.parts.append(Attention(hidden, world, per_rank, shared, latent))
+            self.parts.append(
+                Attention(hidden, world, per_rank, shared, latent) if latent else Mlp(hidden, world, per_rank)
+            )
         self.norm = nn.Parameter(torch.ones(hidden, dtype=torch.bfloat16), requires_grad=False)
         self.group = group
 
@@ -117,11 +122,11 @@ class Stack(nn.Module):
         return rms_norm(x, self.norm)
 
 
-# ---- counting
+# ---- counting bytes
 
 
 def payload_sent() -> int:
-    """Bytes this process has sent over TCP, headers and repeats apart, by the kernel's own count of each socket."""
+    """Return the bytes that this process has sent over TCP, without headers and retransmissions, by Linux's count."""
     total = 0
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -135,7 +140,7 @@ def payload_sent() -> int:
 
 
 def interface_sent() -> int | None:
-    """Bytes that left by the rank's own interface, headers included; None without one."""
+    """Return the bytes sent by the rank's network interface, with headers; None without such an interface."""
     counter = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
     with contextlib.suppress(OSError):
         return int(counter.read_text())
@@ -146,7 +151,7 @@ def interface_sent() -> int | None:
 
 
 def timed(run: Any, x: Tensor) -> tuple[float, int, int | None]:
-    """Seconds, payload bytes and interface bytes of one call."""
+    """Return the seconds, payload bytes and interface bytes of one call."""
     dist.barrier()
     before, interface = payload_sent(), interface_sent()
     start = time.perf_counter()
@@ -159,18 +164,19 @@ def timed(run: Any, x: Tensor) -> tuple[float, int, int | None]:
 
 
 def predicted(model: cost.CostModel, report: Report, tokens: int, is_rewritten: bool) -> float:
-    """Seconds of the collectives of one pass, by the cost model."""
+    """Return the seconds of all collectives of one forward, by the cost model."""
     world = report.size
     if not is_rewritten:
         return sum(model.all_reduce(c.row_bytes * tokens, world) for c in report.collectives)
     total = sum(model.reduce_scatter(c.row_bytes * tokens, world) for c in report.collectives)
     for gather in report.gathers:
-        way = model.all_gather_quantized if gather.is_quantized else model.all_gather
-        total += way(gather.row_bytes * tokens, world)
+        seconds = model.all_gather_quantized if gather.is_quantized else model.all_gather
+        total += seconds(gather.row_bytes * tokens, world)
     return total
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
+    """Time all variants on this rank; returns the fitted cost model and a row for each variant."""
     tokens, hidden, layers, world = (settings[n] for n in ("tokens", "hidden", "layers", "ranks"))
     group = group_name(None)
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -179,9 +185,9 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     runs: dict[str, Any] = {}
     compute: dict[str, Stack] = {}
     times: dict[str, list[tuple[float, int, int | None]]] = {}
-    for name, (kind, asked) in WAYS.items():
+    for name, (kind, options) in VARIANTS.items():
         runs[name] = compile_model(
-            Stack(kind, layers, hidden, world, group), SequenceParallel(cost=model, **asked), backend="eager"
+            Stack(kind, layers, hidden, world, group), SequenceParallel(cost=model, **options), backend="eager"
         )
         compute[kind] = Stack(kind, layers, hidden, world, None)
     with torch.no_grad(), warnings.catch_warnings():
@@ -189,13 +195,13 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         outputs = {name: run(x) for name, run in runs.items()}
         for stack in compute.values():
             stack(x)
-        for _ in range(settings["repeats"]):  # in turn, so that what else the machine does hits all alike
+        for _ in range(settings["repeats"]):  # in turn, so that other load of the machine affects all alike
             for name, run in (runs | compute).items():
                 times.setdefault(name, []).append(timed(run, x))
-    waiting = 2 * layers * _mean(statistics.median(timed(lambda x: dist.barrier(), x)[0] for _ in range(9)))
+    barrier_seconds = 2 * layers * _mean(statistics.median(timed(lambda x: dist.barrier(), x)[0] for _ in range(9)))
     return {
-        "model": {what: list(line) for what, line in model.fitted.items()},
-        "rows": [row(name, runs[name], times, outputs, model, tokens, waiting) for name in WAYS],
+        "model": {collective: list(line) for collective, line in model.fitted.items()},
+        "rows": [row(name, runs[name], times, outputs, model, tokens, barrier_seconds) for name in VARIANTS],
     }
 
 
@@ -206,13 +212,14 @@ def row(
     outputs: dict[str, Tensor],
     model: cost.CostModel,
     tokens: int,
-    waiting: float,
+    barrier_seconds: float,
 ) -> dict[str, Any]:
-    kind = WAYS[name][0]
-    baseline = next(n for n, (k, _) in WAYS.items() if k == kind)
+    """Return the row of a variant, with means over ranks."""
+    kind = VARIANTS[name][0]
+    baseline = next(n for n, (k, _) in VARIANTS.items() if k == kind)
     is_rewritten = run.last_run == "rewritten"
     seconds = _mean(statistics.median(t[0] for t in times[name]))
-    compute = max(0.0, _mean(statistics.median(t[0] for t in times[kind])) - waiting)
+    compute = max(0.0, _mean(statistics.median(t[0] for t in times[kind])) - barrier_seconds)
     difference = (outputs[name].float() - outputs[baseline].float()).norm() / outputs[baseline].float().norm()
     interfaces = [t[2] for t in times[name]]
     return {
@@ -232,21 +239,22 @@ def row(
 
 
 def _mean(value: float) -> float:
-    """Over ranks."""
-    mine = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(mine)
-    return mine.item() / dist.get_world_size()
+    """Return the mean over ranks."""
+    total = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 def main(settings: str) -> None:
-    asked = json.loads(settings)
+    """Run as one rank; settings: those of `SpSettings` as JSON."""
+    values = json.loads(settings)
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    limit = datetime.timedelta(seconds=asked["timeout"])
+    limit = datetime.timedelta(seconds=values["timeout"])
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
-    found = measure(asked)
+    result = measure(values)
     if rank == 0:
-        print(json.dumps(found))
+        print(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""`whorl bench train`: training steps of DeepSeek-V3.2 with one switch after another, next to transformers'."""
+"""`whorl bench train`: times training steps of DeepSeek-V3.2, adding one optimisation per row, next to transformers."""
 
 import gc
 import json
@@ -23,7 +23,7 @@ from whorl.plan.model_shape import from_hugging_face
 from whorl.titan.deepseek_v32.args import DeepSeekV32Args
 from whorl.titan.deepseek_v32.hf import to_hf_config
 
-ROWS = {  # each with what the one before it has
+ROWS = {  # switches of each row; each row has those of the row before
     "small": "",
     "fused": "dsa",
     "kernels": "dsa+rms_norm+rope+permute+gmm",
@@ -34,15 +34,17 @@ ROWS = {  # each with what the one before it has
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
+    """Validated settings of `whorl bench train`. tiny: a small model; lengths: tokens per step."""
+
     device: str
     tiny: bool
-    rows: dict[str, frozenset[str]]  # switches by name
+    rows: dict[str, frozenset[str]]  # switches by name of the row
     layers: tuple[int, ...]
     lengths: tuple[int, ...]
     steps: int
     warmup: int
     peer: str | None
-    time_limit: float  # seconds, after which no further row is begun
+    time_limit: float  # seconds after which no further row starts
     profiled: tuple[str, ...]
     out: Path | None
 
@@ -61,20 +63,21 @@ class TrainSettings:
         profile: str = "",
         out: Path | None = None,
     ) -> "TrainSettings":
-        found = devices.require(device or devices.default_device())
+        """Return the settings with defaults for this machine; raises ValueError for values out of range."""
+        device = devices.require(device or devices.default_device())
         if peer not in (None, PEER):
-            raise ValueError(f"--peer {peer}: expected {PEER}")
+            raise ValueError(f"--peer is {peer}, expected {PEER}")
         if peer is not None and not devices.is_installed(peer):
-            raise ValueError(f"--peer {peer}: pip install {peer}")
+            raise ValueError(f"--peer {peer}: the package is not installed: pip install {peer}")
         named = {name: switches_of(name) for name in filter(None, rows.split(","))}
         if not named and peer is None:
-            raise ValueError(f"--rows is empty: expected some of {', '.join(ROWS)}, or --peer {PEER}")
+            raise ValueError(f"--rows is empty, expected some of {', '.join(ROWS)}, or --peer {PEER}")
         profiled = tuple(filter(None, profile.split(",")))
-        if strangers := [name for name in profiled if name not in (*named, PEER)]:
-            raise ValueError(f"--profile {strangers[0]}: not one of --rows {', '.join(named)}")
+        if unknown := [name for name in profiled if name not in (*named, PEER)]:
+            raise ValueError(f"--profile is {unknown[0]}, expected one of --rows {', '.join(named)}")
         return TrainSettings(
-            device=found,
-            tiny=devices.accelerator(found) is None if tiny is None else tiny,
+            device=device,
+            tiny=devices.accelerator(device) is None if tiny is None else tiny,
             rows=named,
             layers=_numbers("--layers", layers, least=1),
             lengths=_numbers("--seq", seq, least=2),
@@ -88,72 +91,77 @@ class TrainSettings:
 
 
 def switches_of(name: str) -> frozenset[str]:
-    """Of a row: one of ROWS, or switches joined by +."""
-    found = frozenset(filter(None, ROWS.get(name, name).split("+")))
-    if strangers := sorted(found - set(SWITCHES)):
+    """Return the switches of a row: one of ROWS, or switches joined by +; raises ValueError for unknown ones."""
+    switches = frozenset(filter(None, ROWS.get(name, name).split("+")))
+    if unknown := sorted(switches - set(SWITCHES)):
         raise ValueError(
-            f"--rows {name}: {strangers[0]} is neither a row ({', '.join(ROWS)}) nor a switch ({', '.join(SWITCHES)})"
+            f"--rows is {name}: {unknown[0]} is neither a row ({', '.join(ROWS)}) nor a switch ({', '.join(SWITCHES)})"
         )
-    return found
+    return switches
 
 
 def _numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
     try:
-        found = tuple(int(part) for part in text.split(","))
+        numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
-        found = ()
-    if not found or min(found) < least:
-        raise ValueError(f"{option} {text}: expected whole numbers from {least} up, such as 4,8")
-    return found
+        numbers = ()
+    if not numbers or min(numbers) < least:
+        raise ValueError(f"{option} is {text}, expected whole numbers from {least} up, such as 4,8")
+    return numbers
 
 
 # ---- running
 
 
 def run(settings: TrainSettings) -> Document:
-    """{"header": ..., "rows": [...]}; every row is shown when it is there, and one that fails says why."""
+    """Run the benchmark; returns {"header": ..., "rows": [...]}.
+
+    Every row is printed to standard error when it is measured; one that fails has a note with the reason.
+    """
     begin = time.perf_counter()
     document: Document = {"header": header(settings), "rows": []}
-    say("\n".join(render_header(document["header"])))
+    log("\n".join(render_header(document["header"])))
     for layers in settings.layers:
         for seq in settings.lengths:
             shape = Shape(layers=layers, seq=seq, tiny=settings.tiny, device=settings.device)
             is_first = (layers, seq) == (settings.layers[0], settings.lengths[0])
             for name in [*([PEER] if settings.peer and seq == settings.lengths[0] else []), *settings.rows]:
-                _add(document, settings, shape, name, begin, is_first=is_first)
+                _add_row(document, settings, shape, name, begin, is_first=is_first)
     return document
 
 
-def _add(document: Document, settings: TrainSettings, shape: Shape, name: str, begin: float, *, is_first: bool) -> None:
-    """One row; ours once more, with checkpointing, where memory does not suffice without."""
+def _add_row(
+    document: Document, settings: TrainSettings, shape: Shape, name: str, begin: float, *, is_first: bool
+) -> None:
+    """Measure one row. One of ours that runs out of memory is measured again with activation checkpointing."""
     switches = settings.rows.get(name, frozenset())
     tries = [switches] if name == PEER or "checkpoint" in switches else [switches, switches | {"checkpoint"}]
     for attempt in tries:
         row: Document = {"row": name, "switches": sorted(attempt), "layers": shape.layers, "seq": shape.seq}
         if time.perf_counter() - begin > settings.time_limit:
-            row["note"] = f"left out: {settings.time_limit:.0f} s are over"
+            row["note"] = f"skipped: --time-limit of {settings.time_limit:.0f} s is over"
         else:
-            row |= _measured(settings, shape, name, attempt, is_profiled=is_first and name in settings.profiled)
+            row |= _measure_or_note(settings, shape, name, attempt, is_profiled=is_first and name in settings.profiled)
         document["rows"].append(row)
-        say(one_line(row))
+        log(one_line(row))
         for problem in row.get("wrong", []):
-            say(f"    WRONG: {problem}")
+            log(f"    WRONG: {problem}")
         for line in row.get("kernels", []):
-            say(f"    {line['ms']:8.2f} ms {line['count']:5d} x {line['name']}")
+            log(f"    {line['ms']:8.2f} ms {line['count']:5d} x {line['name']}")
         if settings.out is not None:
             settings.out.write_text(json.dumps(document, indent=2), encoding="utf-8")
         if not row.get("out_of_memory"):
             return
 
 
-def _measured(
+def _measure_or_note(
     settings: TrainSettings, shape: Shape, name: str, switches: frozenset[str], *, is_profiled: bool
 ) -> Document:
     try:
         return measure(settings, shape, name, switches, is_profiled=is_profiled)
     except torch.OutOfMemoryError:
         return {"note": "out of memory", "out_of_memory": True}
-    except Exception as error:  # a row that fails is a result; the others still matter
+    except Exception as error:  # a failed row is a result; the others still run
         text = str(error).splitlines()
         return {"note": f"did not run: {type(error).__name__}: {text[0] if text else ''}"}
     finally:
@@ -163,6 +171,7 @@ def _measured(
 def measure(
     settings: TrainSettings, shape: Shape, name: str, switches: frozenset[str], *, is_profiled: bool = False
 ) -> Document:
+    """Build the model of a row and time its steps; returns the row."""
     clock = Clock(settings.device)
     trainee = transformers_model(shape) if name == PEER else ours(shape, switches)
     built = clock.lap()
@@ -200,7 +209,7 @@ def measure(
 
 
 def _ours_only(trainee: Trainee, shape: Shape, switches: frozenset[str], seconds: float, steps: int) -> Document:
-    """The indexer's loss, the share of the device's peak, and what memory was expected."""
+    """Return the fields of our rows only: indexer loss, MFU, predicted memory, and failed checks of converters."""
     losses = [float(loss) / steps for loss in indexer_losses(trainee.model)]
     args: Any = trainee.model.model_args
     _, flops = args.get_nparams_and_flops(trainee.model, shape.seq)
@@ -217,7 +226,7 @@ def _ours_only(trainee: Trainee, shape: Shape, switches: frozenset[str], seconds
 
 
 def predict(args: DeepSeekV32Args, seq: int, switches: frozenset[str], size: int) -> float:
-    """Bytes at the peak of a step, by the planner; `size`: of a weight, a gradient and a moment each."""
+    """Return the planner's peak bytes of a step; size: bytes of a weight, a gradient and a moment each."""
     settings = plan_layout.PlanSettings(
         seq=seq,
         batch=1,
@@ -234,33 +243,34 @@ def predict(args: DeepSeekV32Args, seq: int, switches: frozenset[str], size: int
 
 
 def peak_flops(device: str) -> float | None:
-    """bf16, dense, of what the planner knows."""
+    """Return the dense bf16 peak of the device; None for hardware that the planner does not know."""
     name = devices.device_name(device).lower()
     return next((hardware.flops for hardware in HARDWARE.values() if hardware.name in name), None)
 
 
 def _free(device: str) -> None:
-    """Compiled code and what it refers to go, too."""
+    """Free memory, including compiled code and the tensors it refers to."""
     torch._dynamo.reset()
     gc.collect()
     devices.empty_cache(device)
 
 
-def say(text: str) -> None:
-    """To standard error, so that standard output can be one document."""
+def log(text: str) -> None:
+    """Print to standard error, so that standard output is one document."""
     print(text, file=sys.stderr, flush=True)
 
 
 def is_good(document: Document) -> bool:
-    """Whether every row of ours was measured, with checkpointing if need be, and of what converters find right."""
-    mine = [row for row in document["rows"] if row["row"] != PEER]
-    return all("did not run" not in row.get("note", "") and not row.get("wrong") for row in mine)
+    """Return whether all our rows ran, with checkpointing if needed, and the checks of their converters passed."""
+    our_rows = [row for row in document["rows"] if row["row"] != PEER]
+    return all("did not run" not in row.get("note", "") and not row.get("wrong") for row in our_rows)
 
 
-# ---- showing
+# ---- header
 
 
 def header(settings: TrainSettings) -> Document:
+    """Return the header of the document."""
     return {
         **provenance(settings.device),
         "model": "a tiny DeepSeek-V3.2" if settings.tiny else "DeepSeek-V3.2, full width, top-2 of 8 experts",

@@ -1,4 +1,4 @@
-"""What `whorl bench train` makes of its options: a table of rows, a curve, or an earlier curve read again."""
+"""Turns the options of `whorl bench train` into a table of rows, a loss curve, or an earlier curve shown again."""
 
 import importlib.util
 import json
@@ -13,28 +13,28 @@ Work = Callable[[], tuple[Document, str, bool]]  # the document, the same as tex
 CURVE_ONLY = ("read", "plot")
 
 
-def prepare(asked: TrainOptions) -> Work:
-    """Refuse with ValueError what does not go together; the rest is the work."""
+def build_benchmark(options: TrainOptions) -> Work:
+    """Return the benchmark that the options select, ready to run; raises ValueError for options that conflict."""
     if importlib.util.find_spec("torchtitan") is None:
         raise ValueError("bench train needs torchtitan: pip install 'whorl[train]'")
-    if strangers := [name for name in CURVE_ONLY if getattr(asked, name) is not None and not asked.curve]:
-        raise ValueError(f"--{strangers[0]} is about a curve: add --curve")
-    if asked.plot is not None:
-        need_plot(asked.plot)
-    device = asked.device or default_device()
+    if misplaced := [name for name in CURVE_ONLY if getattr(options, name) is not None and not options.curve]:
+        raise ValueError(f"--{misplaced[0]} needs --curve")
+    if options.plot is not None:
+        need_plot(options.plot)
+    device = options.device or default_device()
     if device == "cpu":
         from whorl.titan import cpu
 
         cpu.install()
-    return _curve(asked, device) if asked.curve else _table(asked, device)
+    return _curve(options, device) if options.curve else _table(options, device)
 
 
-def _table(asked: TrainOptions, device: str) -> Work:
+def _table(options: TrainOptions, device: str) -> Work:
     from whorl.bench import train, train_report
 
-    taken = ("tiny", "rows", "layers", "seq", "warmup", "peer", "time_limit", "profile", "out")
+    names = ("tiny", "rows", "layers", "seq", "warmup", "peer", "time_limit", "profile", "out")
     settings = train.TrainSettings.resolve(
-        device=device, steps=asked.steps or 6, **{name: getattr(asked, name) for name in taken}
+        device=device, steps=options.steps or 6, **{name: getattr(options, name) for name in names}
     )
 
     def work() -> tuple[Document, str, bool]:
@@ -44,19 +44,19 @@ def _table(asked: TrainOptions, device: str) -> Work:
     return work
 
 
-def _curve(asked: TrainOptions, device: str) -> Work:
+def _curve(options: TrainOptions, device: str) -> Work:
     from whorl.bench import train_curve
 
-    row = asked.rows if "," not in asked.rows else "kernels"
-    settings = train_curve.CurveSettings.resolve(device=device, tiny=asked.tiny, row=row, steps=asked.steps or 200)
-    earlier = None if asked.read is None else json.loads(asked.read.read_text(encoding="utf-8"))
+    row = options.rows if "," not in options.rows else "kernels"
+    settings = train_curve.CurveSettings.resolve(device=device, tiny=options.tiny, row=row, steps=options.steps or 200)
+    earlier = None if options.read is None else json.loads(options.read.read_text(encoding="utf-8"))
 
     def work() -> tuple[Document, str, bool]:
         document = earlier or train_curve.run(settings)
-        if asked.out is not None:
-            asked.out.write_text(json.dumps(document, indent=2), encoding="utf-8")
-        if asked.plot is not None:
-            train_curve.write_plot(document, asked.plot)
+        if options.out is not None:
+            options.out.write_text(json.dumps(document, indent=2), encoding="utf-8")
+        if options.plot is not None:
+            train_curve.write_plot(document, options.plot)
         return document, train_curve.render(document), train_curve.is_good(document)
 
     return work

@@ -1,4 +1,4 @@
-"""`whorl bench train --curve`: a small DeepSeek-V3.2 on real text, its losses and gradient norm by step."""
+"""`whorl bench train --curve`: trains a small DeepSeek-V3.2 on real text and records losses and gradient norm."""
 
 import copy
 import dataclasses
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from whorl import device as devices
 from whorl.bench.provenance import Document, provenance
-from whorl.bench.train import say, switches_of
+from whorl.bench.train import log, switches_of
 from whorl.bench.train_model import CHUNK, balance, build, build_optimizer, indexer_losses
 from whorl.titan.data import ByteTokenizer, Corpus, WindowLoader, text_files
 from whorl.titan.deepseek_v32.args import FLAVOURS
@@ -24,36 +24,40 @@ PLOTTED = {"loss": "loss", "grad_norm": "gradient norm, before clipping", "index
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurveSettings:
+    """Validated settings of a training curve."""
+
     device: str
     switches: frozenset[str]
     flavour: str = "debug"
-    before: int = 100  # steps in which indexers do not learn, so that attention has something to predict
+    before: int = 100  # steps before the indexers learn, so that attention is no longer uniform
     steps: int = 200
     batch: int = 4
     seq: int = 2048
     lr: float = 1e-3
     warmup: int = 20
-    data: str = ""  # the Python standard library's sources
+    data: str = ""  # folder of text; empty: the sources of the Python standard library
     seed: int = 1
 
     def rate(self, step: int) -> float:
-        """Rises over `warmup` steps, falls to a tenth over the last half."""
+        """Return the learning rate of a step: it rises over `warmup` steps and falls to a tenth over the last half."""
         half = (self.before + self.steps) / 2
         return self.lr * min(1.0, step / self.warmup, 1 - 0.9 * (step - half) / half)
 
     @staticmethod
     def resolve(*, device: str | None, tiny: bool | None, row: str, steps: int, before: int = 100) -> "CurveSettings":
-        found = devices.require(device or devices.default_device())
-        is_tiny = devices.accelerator(found) is None if tiny is None else tiny
+        """Return the settings with defaults for this machine."""
+        device = devices.require(device or devices.default_device())
+        is_tiny = devices.accelerator(device) is None if tiny is None else tiny
         sizes: dict[str, Any] = {"flavour": "tiny", "seq": 64} if is_tiny else {}
-        return CurveSettings(device=found, switches=switches_of(row), before=before, steps=steps, **sizes)
+        return CurveSettings(device=device, switches=switches_of(row), before=before, steps=steps, **sizes)
 
 
 def run(settings: CurveSettings) -> Document:
-    """{"header": ..., "steps": [{"step", "loss", "grad_norm", "indexer_kl", "layers"}, ...]}
+    """Train; returns {"header": ..., "steps": [{"step", "loss", "grad_norm", "indexer_kl", "layers"}, ...]}.
 
-    New attention is uniform, and so is what a new indexer says of it: their divergence starts at nothing. So indexers
-    start late, as they do in a model that was trained dense; the steps before have no `indexer_kl`.
+    The attention of a new model is uniform, and so is the prediction of a new indexer, so their divergence starts near
+    0. Therefore the indexers start to learn after `before` steps, as they do in a model that was trained dense; the
+    steps before that have no `indexer_kl`.
     """
     torch.manual_seed(settings.seed)
     args = copy.deepcopy(FLAVOURS[settings.flavour])
@@ -61,7 +65,7 @@ def run(settings: CurveSettings) -> Document:
     files = text_files(settings.data, ".py")
     corpus = Corpus(files, ByteTokenizer(), settings.seq)
     loader = WindowLoader(corpus, batch_size=settings.batch, dp_rank=0, dp_world_size=1, seed=settings.seed)
-    # fp32 weights, computing in bf16, as TorchTitan does on one device.
+    # fp32 weights and bf16 compute, as TorchTitan does on one device.
     model = build(args, settings.device, torch.float32, settings.switches)
     optimizer = build_optimizer(model, settings.switches, settings.lr)
     document: Document = {"header": _header(settings, len(corpus.tokens), model), "steps": []}
@@ -74,13 +78,13 @@ def run(settings: CurveSettings) -> Document:
         document["steps"].append(row)
         if step in (1, 2, settings.before + 1) or step % 20 == 0:
             numbers = ", ".join(f"{name} {row[name]:.4f}" for name in PLOTTED if row[name] is not None)
-            say(f"step {step}: {numbers}; {time.perf_counter() - begin:.1f} s")
+            log(f"step {step}: {numbers}; {time.perf_counter() - begin:.1f} s")
     document["header"]["seconds"] = time.perf_counter() - begin
     return document
 
 
 def set_coefficient(model: nn.Module, coefficient: float) -> None:
-    """Of the indexers' losses; with 0 they are not computed."""
+    """Set the coefficient of the indexers' losses; with 0 the losses are not computed."""
     for core in model.modules():
         if isinstance(core, Core):
             core.settings = dataclasses.replace(core.settings, coefficient=coefficient)
@@ -101,7 +105,7 @@ def _train(
     balance(model)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    layers = [float(found) for found in indexer_losses(model)] if step > settings.before else []
+    layers = [float(kl) for kl in indexer_losses(model)] if step > settings.before else []
     return {
         "loss": loss.item(),
         "grad_norm": float(norm),
@@ -127,16 +131,17 @@ def _header(settings: CurveSettings, num_tokens: int, model: Any) -> Document:
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     header, steps = document["header"], document["steps"]
-    size = f"{header['num_parameters'] / 1e6:.1f} M parameters, {header['batch']} x {header['seq']} tokens a step"
+    size = f"{header['num_parameters'] / 1e6:.1f} M parameters, {header['batch']} x {header['seq']} tokens per step"
     lines = [
         f"device    {header['device']}: {header['device_name']}",
         f"model     {header['flavour']}: {size}, switches {'+'.join(header['switches']) or 'none'}",
         f"text      {header['text']}: {header['text_tokens']:,} bytes",
     ]
-    for name, what in PLOTTED.items():
+    for name, meaning in PLOTTED.items():
         first, last = (_mean(steps, name, part) for part in (slice(0, 10), slice(-10, None)))
-        lines.append(f"{name:12}{first:.4f} -> {last:.4f} ({what}; means of the first and the last 10 steps)")
+        lines.append(f"{name:12}{first:.4f} -> {last:.4f} ({meaning}; means of the first and the last 10 steps)")
     return "\n".join(lines)
 
 
@@ -146,7 +151,7 @@ def _mean(steps: list[Document], name: str, part: slice) -> float:
 
 
 def is_good(document: Document) -> bool:
-    """Whether the losses have fallen, the model's and the indexers'."""
+    """Return whether the losses of the model and of the indexers have fallen."""
     steps = document["steps"]
     return all(
         _mean(steps, name, slice(-10, None)) < _mean(steps, name, slice(0, 10)) for name in ("loss", "indexer_kl")
@@ -154,6 +159,7 @@ def is_good(document: Document) -> bool:
 
 
 def write_plot(document: Document, path: Path) -> None:
+    """Write a chart of the curves."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -161,11 +167,11 @@ def write_plot(document: Document, path: Path) -> None:
 
     steps, header = document["steps"], document["header"]
     figure, axes = pyplot.subplots(1, len(PLOTTED), figsize=(5 * len(PLOTTED), 3.6))
-    for axis, (name, what) in zip(axes, PLOTTED.items(), strict=True):
+    for axis, (name, title) in zip(axes, PLOTTED.items(), strict=True):
         shown = [row for row in steps if row[name] is not None]
         axis.plot([row["step"] for row in shown], [row[name] for row in shown])
         axis.axvline(header["before"], color="grey", linestyle=":", label="indexers start to learn")
-        axis.set(title=what, xlabel="step")
+        axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.suptitle(f"DeepSeek-V3.2 {header['flavour']} on {header['text']}, {header['device_name']}")

@@ -1,4 +1,4 @@
-"""Time, memory and kernels of training steps, as the device counts them."""
+"""Measures time, memory and kernels of training steps on the device."""
 
 import time
 from typing import Any
@@ -9,19 +9,19 @@ from whorl import device as devices
 from whorl.bench.provenance import Document
 from whorl.bench.train_model import Trainee
 
-LARGEST = 25  # kernels that a profile lists
+LARGEST = 25  # number of kernels that a profile lists
 
 
 def profile(trainee: Trainee) -> list[Document]:
-    """The largest kernels of one more step."""
+    """Run one more step; returns its total kernel time and the kernels that took longest."""
     from torch.profiler import ProfilerActivity
 
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         trainee.step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    on_device = [e for e in found.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = [e for e in on_device if not e.is_user_annotation]  # such as the optimizer's whole step
+    on_device = [e for e in profiler.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in on_device if not e.is_user_annotation]  # an annotation spans many, as the optimizer's step
     kernels.sort(key=lambda e: -e.self_device_time_total)
     total = {"name": "all kernels", "count": sum(e.count for e in kernels)}
     total["ms"] = sum(e.self_device_time_total for e in kernels) / 1e3
@@ -30,7 +30,7 @@ def profile(trainee: Trainee) -> list[Document]:
 
 
 class Clock:
-    """Seconds since the last time asked, with nothing left to do on the device."""
+    """A stopwatch that waits for the device. `lap` returns the seconds since the last lap."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -44,13 +44,14 @@ class Clock:
 
 
 def reset_peak(device: str) -> None:
+    """Reset the peak memory counters of an accelerator."""
     module: Any = devices.accelerator(device)
     if module is not None:
         module.reset_peak_memory_stats()
 
 
 def peak_memory(device: str) -> Document:
-    """Since `reset_peak`; None where nobody counts."""
+    """Return the peak memory since `reset_peak`; None on the CPU, where it is not counted."""
     module: Any = devices.accelerator(device)
     if module is None:
         return {"allocated_bytes": None, "reserved_bytes": None}

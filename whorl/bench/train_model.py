@@ -1,4 +1,4 @@
-"""What `whorl bench train` measures: DeepSeek-V3.2 with one set of switches, and transformers', ready for a step."""
+"""The models that `whorl bench train` times: our DeepSeek-V3.2 with a set of switches, and that of transformers."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -18,17 +18,19 @@ from whorl.titan.deepseek_v32.loss import chunked_cross_entropy
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 from whorl.titan.swap_optimizer import SwapAdamW
 
-CONVERTED = ("dsa", "rms_norm", "rope", "permute", "gmm")  # whorl_* of `--model.converters`
+CONVERTED = ("dsa", "rms_norm", "rope", "permute", "gmm")  # whorl_* names of `--model.converters`
 SWITCHES = (*CONVERTED, "compile", "swap", "checkpoint")
-CHUNK = 512  # tokens of the cross entropy at once
+CHUNK = 512  # tokens for which the cross entropy is computed at once
 LEARNING_RATE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
+    """The size of a model and of its step."""
+
     layers: int
     seq: int
-    tiny: bool  # the width of a test, for trying the command out
+    tiny: bool  # a very narrow model, for trying the command
     device: str
 
     @property
@@ -36,7 +38,7 @@ class Shape:
         return torch.float32 if self.device == "cpu" else torch.bfloat16
 
     def args(self) -> DeepSeekV32Args:
-        """Top-2 of 8 experts, the first layer dense."""
+        """Return the model's arguments: top-2 of 8 experts, the first layer dense."""
         if self.tiny:
             args = copy.deepcopy(FLAVOURS["tiny"])
         elif f"{self.layers}l" in FLAVOURS:
@@ -50,18 +52,18 @@ class Shape:
 
 @dataclass(kw_only=True, slots=True)
 class Trainee:
-    """A model, its optimizer, and one step of both, which returns the loss without waiting for the device."""
+    """A model and its optimizer. step: runs one training step and returns the loss without waiting for the device."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Callable[[], Tensor]
 
 
-# ---- ours
+# ---- our model
 
 
 def build(args: DeepSeekV32Args, device: str, dtype: torch.dtype, switches: frozenset[str]) -> DeepSeekV32Model:
-    """With the same random weights each time; converters and compile as a job of TorchTitan applies them."""
+    """Return the model with fixed random weights, converted and compiled as in a TorchTitan job."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -82,12 +84,12 @@ def build(args: DeepSeekV32Args, device: str, dtype: torch.dtype, switches: froz
     return model
 
 
-# What the converters' comparisons with float64 have found in this process: "" where all is well.
+# Results of the converters' checks against fp64 in this process, by converter: "" where the check passed.
 verdicts: dict[str, str] = {}
 
 
 def _convert(model: nn.Module, name: str, seq: int, dtype: torch.dtype) -> None:
-    """Compared once in a process; what fails is kept for the rows to say, and timed all the same."""
+    """Apply a converter. Its check runs once per process; if it fails, the report shows it and the row still runs."""
     from torchtitan.config import JobConfig
 
     from whorl.titan.config import Whorl
@@ -95,7 +97,7 @@ def _convert(model: nn.Module, name: str, seq: int, dtype: torch.dtype) -> None:
     job: Any = JobConfig()
     job.training.seq_len = seq
     job.training.mixed_precision_param = str(dtype).removeprefix("torch.")
-    converter = CONVERTERS[name](job, None)  # type: ignore[arg-type]  # one rank: no dimensions
+    converter = CONVERTERS[name](job, None)  # type: ignore[arg-type]  # one rank has no parallel dims
     if name not in verdicts:
         try:
             converter.convert(model)
@@ -109,13 +111,13 @@ def _convert(model: nn.Module, name: str, seq: int, dtype: torch.dtype) -> None:
 
 
 def _checkpoint(layer: nn.Module) -> None:
-    """The whole layer is computed again in backward."""
+    """Make the layer recompute its whole forward in backward."""
     forward = layer.forward
-    layer.forward = lambda *given: checkpoint(forward, *given, use_reentrant=False)  # type: ignore[method-assign]
+    layer.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)  # type: ignore[method-assign]
 
 
 def build_optimizer(model: nn.Module, switches: frozenset[str], lr: float) -> torch.optim.Optimizer:
-    """Moments in the dtype of the weights."""
+    """Return AdamW with moments in the dtype of the weights; the swap switch moves them to the host."""
     if "swap" in switches:
         return SwapAdamW(model.parameters(), lr=lr)
     return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
@@ -123,7 +125,7 @@ def build_optimizer(model: nn.Module, switches: frozenset[str], lr: float) -> to
 
 @torch.no_grad()
 def balance(model: nn.Module) -> None:
-    """The bias of each expert by its load, as TorchTitan's optimizer does before a step."""
+    """Update the bias of each expert by its load, as TorchTitan does before an optimizer step."""
     for moe in model.modules():
         coefficient = getattr(moe, "load_balance_coeff", None)
         if coefficient is None:
@@ -135,6 +137,7 @@ def balance(model: nn.Module) -> None:
 
 
 def ours(shape: Shape, switches: frozenset[str]) -> Trainee:
+    """Return our model with these switches, ready to train."""
     args = shape.args()
     model = build(args, shape.device, shape.dtype, switches)
     optimizer = build_optimizer(model, switches, LEARNING_RATE)
@@ -154,21 +157,21 @@ def ours(shape: Shape, switches: frozenset[str]) -> Trainee:
 
 
 def random_tokens(shape: Shape, vocab_size: int, count: int) -> Tensor:
-    """[1, count], the same in every run."""
+    """Return token ids [1, count], the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocab_size, (1, count), generator=generator).to(shape.device)
 
 
 def indexer_losses(model: nn.Module) -> Iterator[Tensor]:
-    """What each layer's indexer was trained on since the last time, [1]."""
+    """Yield the indexer loss [1] of each layer, summed since the last call, and reset it."""
     return (pop_log(core.kl) for core in model.modules() if isinstance(core, Core))
 
 
-# ---- theirs
+# ---- transformers
 
 
 def transformers_model(shape: Shape) -> Trainee:
-    """The same shapes with scaled_dot_product_attention and grouped products; its indexer is not trained."""
+    """Return transformers' model of the same shape, with sdpa and grouped_mm; it does not train its indexer."""
     from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
     args = shape.args()

@@ -1,4 +1,4 @@
-"""What `whorl bench train` found, as text."""
+"""The result of `whorl bench train` as text."""
 
 from whorl.bench.columns import table
 from whorl.bench.provenance import Document, render_provenance
@@ -8,19 +8,22 @@ GIB = 2**30
 
 
 def render_header(header: Document) -> list[str]:
-    kind = header["dtype"]
+    """Return the header of a document as lines of text."""
+    dtype = header["dtype"]
     return [
         *render_provenance(header),
-        f"model     {header['model']}; first layer dense; weights, gradients and moments {kind}; one sequence a step",
-        f"steps     median of {header['steps']} after {header['warmup']}; no checkpointing unless a row says so",
+        f"model     {header['model']}; first layer dense; weights, gradients, moments {dtype}; one sequence per step",
+        f"steps     median of {header['steps']} after {header['warmup']}; checkpointing where the row says so",
     ]
 
 
 def one_line(row: Document) -> str:
+    """Return a row as one line, for showing it when it is measured."""
     return "  ".join(filter(None, _cells(row)))
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     head = [
         "row",
         "layers",
@@ -66,17 +69,21 @@ def _gib(num_bytes: float | None) -> str:
 
 
 def _ratios(rows: list[Document]) -> list[str]:
-    """Every row of ours over the peer and over our small operators, at the same layers and length."""
+    """Return the speed-up of every row over the peer and over our unfused operators, at the same size."""
     lines = []
     timed = [row for row in rows if "tok_s" in row]
     for base in (PEER, "small"):
-        for theirs in (row for row in timed if row["row"] == base):
-            same = [
-                r for r in timed if (r["layers"], r["seq"]) == (theirs["layers"], theirs["seq"]) and r is not theirs
+        for base_row in (row for row in timed if row["row"] == base):
+            comparable = [
+                r
+                for r in timed
+                if (r["layers"], r["seq"]) == (base_row["layers"], base_row["seq"]) and r is not base_row
             ]
-            parts = [f"{r['row']} {r['tok_s'] / theirs['tok_s']:.2f}x" + _memory_ratio(r, theirs) for r in same]
-            name = "+".join([base, *(["checkpoint"] if "checkpoint" in theirs["switches"] else [])])
-            lines.append(f"over {name}, {theirs['layers']} layers, {theirs['seq']} tokens: {', '.join(parts)}")
+            parts = [
+                f"{r['row']} {r['tok_s'] / base_row['tok_s']:.2f}x" + _memory_ratio(r, base_row) for r in comparable
+            ]
+            name = "+".join([base, *(["checkpoint"] if "checkpoint" in base_row["switches"] else [])])
+            lines.append(f"over {name}, {base_row['layers']} layers, {base_row['seq']} tokens: {', '.join(parts)}")
     return ["", *lines] if lines else []
 
 

@@ -1,4 +1,4 @@
-"""`whorl bench vision`: the tower, the first token behind pictures and decoding, next to text and to transformers."""
+"""`whorl bench vision`: times the vision tower, the first token after images, and decoding, next to text."""
 
 import json
 import time
@@ -21,12 +21,12 @@ from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
 from whorl.timing import matmul_rate
 
 TINY = "tiny"
-_PARTS = 6  # of a model, see `_parts`
+_PARTS = 6  # parts of the benchmark for each model, see `_parts`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionSettings:
-    """configs: by name. side, frame: in pixels, multiples of what becomes a token."""
+    """Validated settings of `whorl bench vision`. configs: by name; side, frame: pixels, in multiples of a token."""
 
     configs: dict[str, dict[str, Any]]
     device: str
@@ -44,44 +44,46 @@ class VisionSettings:
     out: Path | None
 
     @staticmethod
-    def resolve(asked: VisionOptions) -> "VisionSettings":
-        device = devices.require(asked.device or devices.default_device())
+    def resolve(options: VisionOptions) -> "VisionSettings":
+        """Return the settings with defaults for this machine; raises ValueError for values out of range."""
+        device = devices.require(options.device or devices.default_device())
         is_small = devices.accelerator(device) is None
-        names = (asked.random_config or (TINY if is_small else "Qwen3-VL-30B-A3B")).split(",")
-        if asked.peer not in (None, "transformers"):
-            raise ValueError(f"--peer {asked.peer}: expected transformers")
-        if asked.peer is not None and not devices.is_installed(asked.peer):
-            raise ValueError(f"--peer {asked.peer}: pip install {asked.peer}")
+        names = (options.random_config or (TINY if is_small else "Qwen3-VL-30B-A3B")).split(",")
+        if options.peer not in (None, "transformers"):
+            raise ValueError(f"--peer is {options.peer}, expected transformers")
+        if options.peer is not None and not devices.is_installed(options.peer):
+            raise ValueError(f"--peer {options.peer}: the package is not installed: pip install {options.peer}")
         configs = {name: Qwen3VL.tiny() if name == TINY else read_config(name) for name in names}
         for name, values in configs.items():
             if values.get("model_type") not in ("qwen3_vl", "qwen3_vl_moe"):
-                raise ValueError(f"--random-config {name}: model_type is {values.get('model_type')!r}: no vision model")
+                kind = values.get("model_type")
+                raise ValueError(f"--random-config {name}: model_type {kind!r} is not a vision model")
         settings = VisionSettings(
             configs=configs,
             device=device,
-            dtype=getattr(torch, asked.dtype or ("float32" if is_small else "bfloat16")),
-            pictures=asked.pictures,
-            side=asked.side or (32 if is_small else 1024),
-            frames=asked.frames,
-            frame=_size(asked.frame or ("32x16" if is_small else "640x480")),
-            batches=parse_batches(asked.batch),
-            num_tokens=asked.tokens,
-            repeats=asked.repeats,
-            peer=asked.peer,
-            processes=asked.processes,
-            time_limit=asked.time_limit,
-            out=asked.out,
+            dtype=getattr(torch, options.dtype or ("float32" if is_small else "bfloat16")),
+            pictures=options.pictures,
+            side=options.side or (32 if is_small else 1024),
+            frames=options.frames,
+            frame=_size(options.frame or ("32x16" if is_small else "640x480")),
+            batches=parse_batches(options.batch),
+            num_tokens=options.tokens,
+            repeats=options.repeats,
+            peer=options.peer,
+            processes=options.processes,
+            time_limit=options.time_limit,
+            out=options.out,
         )
         for values in configs.values():
-            settings.grids(TowerConfig.from_hf(values["vision_config"]))  # refuses sizes that make no tokens
+            settings.grids(TowerConfig.from_hf(values["vision_config"]))  # raises for sizes that are not whole tokens
         return settings
 
     def grids(self, config: TowerConfig) -> tuple[Grid, Grid]:
-        """Of a picture and of the video."""
+        """Return the grids of an image and of the video; raises ValueError for sizes that are not whole tokens."""
         unit = config.patch_size * config.spatial_merge_size
         for size in (self.side, *self.frame):
             if size % unit:
-                raise ValueError(f"--side {self.side}, --frame {self.frame}: expected multiples of {unit} pixels")
+                raise ValueError(f"--side is {self.side}, --frame is {self.frame}, expected multiples of {unit} pixels")
         width, height = (size // config.patch_size for size in self.frame)
         side = self.side // config.patch_size
         return (1, side, side), (-(-self.frames // config.temporal_patch_size), height, width)
@@ -90,13 +92,13 @@ class VisionSettings:
 def _size(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
     if not (width.isdigit() and height.isdigit() and int(width) and int(height)):
-        raise ValueError(f"--frame {text}: expected pixels such as 640x480")
+        raise ValueError(f"--frame is {text}, expected pixels such as 640x480")
     return int(width), int(height)
 
 
-def prepare(asked: VisionOptions) -> Callable[[], tuple[Document, str, bool]]:
-    """Refuse with ValueError what cannot be measured; the rest is the work."""
-    settings = VisionSettings.resolve(asked)
+def build_benchmark(options: VisionOptions) -> Callable[[], tuple[Document, str, bool]]:
+    """Return the benchmark, ready to run; raises ValueError for options that cannot be measured."""
+    settings = VisionSettings.resolve(options)
 
     def work() -> tuple[Document, str, bool]:
         document = run(settings)
@@ -106,21 +108,22 @@ def prepare(asked: VisionOptions) -> Callable[[], tuple[Document, str, bool]]:
 
 
 def is_good(document: Document) -> bool:
-    """Whether every part ran, and answers that were compared are right."""
+    """Return whether every part ran and the outputs that were compared are right."""
     parts = [part for model in document["models"] for part in model.values() if isinstance(part, dict)]
     return not any("note" in part or part.get("is_right") is False for part in parts)
 
 
 def run(settings: VisionSettings) -> Document:
+    """Run all parts for all models; returns {"header": ..., "models": [...]}."""
     until = time.monotonic() + settings.time_limit
     document: Document = {"header": _header(settings), "models": []}
     with Progress(_PARTS * len(settings.configs)) as progress:
         for name, values in settings.configs.items():
-            found: Document = {"model": name}
-            document["models"].append(found)
+            model: Document = {"model": name}
+            document["models"].append(model)
             for part, work in _parts(settings, values, document["header"]["matmul_tflop_s"] * 1e12):
                 with progress(f"{name}: {part}"):
-                    found[part] = _guarded(work, until)
+                    model[part] = _run_part(work, until)
                 if settings.out is not None:
                     settings.out.write_text(json.dumps(document, indent=2), encoding="utf-8")
     return document
@@ -139,14 +142,14 @@ def _header(settings: VisionSettings) -> Document:
     }
 
 
-def _guarded(work: Callable[[], Document], until: float) -> Document:
-    """A part that fails or comes too late says so, and does not end the run."""
+def _run_part(work: Callable[[], Document], until: float) -> Document:
+    """Run one part; a failure or the time limit becomes its note, and the other parts still run."""
     if time.monotonic() > until:
-        return {"note": "not begun: --time-limit is over"}
+        return {"note": "skipped: --time-limit is over"}
     started = time.monotonic()
     try:
         return work() | {"took_s": time.monotonic() - started}
-    except Exception as error:  # memory, a peer's own errors, a library that is not there
+    except Exception as error:  # out of memory, an error of a peer, a missing library
         text = str(error).splitlines()
         return {"note": f"did not run: {type(error).__name__}: {text[0] if text else ''}"}
 
@@ -154,29 +157,29 @@ def _guarded(work: Callable[[], Document], until: float) -> Document:
 def _parts(
     settings: VisionSettings, values: dict[str, Any], matmul: float
 ) -> Iterator[tuple[str, Callable[[], Document]]]:
-    """What is measured of a model, in turn; weights are made before the first and dropped before the last."""
+    """Yield the parts of the benchmark of one model. The first creates the weights; they are freed before the last."""
     from whorl.engine.weights import random_model
 
     free(settings.device)
-    held: list[Any] = []
+    models: list[Any] = []
 
     def build() -> Document:
         with torch.inference_mode():
-            held.append(random_model(values, device=settings.device, dtype=settings.dtype))
+            models.append(random_model(values, device=settings.device, dtype=settings.dtype))
         return {}
 
     yield "weights", build
-    if not held:
+    if not models:
         return
-    yield "tower", lambda: _tower(settings, held[0], matmul)
+    yield "tower", lambda: _tower(settings, models[0], matmul)
     if settings.peer is not None:
-        yield "peer", lambda: _peer(settings, held[0], values, matmul)
+        yield "peer", lambda: _peer(settings, models[0], values, matmul)
         free(settings.device)
     files = {"count": settings.pictures, "side": settings.side, "processes": settings.processes}
-    yield "preprocessing", lambda: vision_engine.overlapped(held[0].tower, device=settings.device, **files)
+    yield "preprocessing", lambda: vision_engine.overlapped(models[0].tower, device=settings.device, **files)
     rows: list[Document] = []
-    yield "engine", lambda: _engine(settings, held[0], rows)
-    held.clear()
+    yield "engine", lambda: _engine(settings, models[0], rows)
+    models.clear()
     free(settings.device)
     if rows:
         yield "text_model", lambda: _text_model(settings, values, rows)
@@ -205,7 +208,7 @@ def _peer(settings: VisionSettings, model: Any, values: dict[str, Any], matmul: 
 
 
 def _engine(settings: VisionSettings, model: Any, rows: list[Document]) -> Document:
-    """The first token behind one picture and behind all; decoding behind a picture and behind as much text."""
+    """Time the first token after one image and after all, and decoding after an image and after as much text."""
     item = vision_engine.picture(model.tower.config, settings.grids(model.tower.config)[0])
     counts = sorted({1, settings.pictures})
     longest, length = (
@@ -224,24 +227,24 @@ def _engine(settings: VisionSettings, model: Any, rows: list[Document]) -> Docum
 
 
 def _text_model(settings: VisionSettings, values: dict[str, Any], rows: list[Document]) -> Document:
-    """The same decoding by the model of text alone, which has no tower and positions of one axis."""
+    """Time the same decoding with the text model alone, which has no tower and one-dimensional positions."""
     from whorl.engine.weights import random_model
 
     with torch.inference_mode():
         model = random_model(text_config(values), device=settings.device, dtype=settings.dtype)
     length = rows[0]["keys"]
     llm = vision_engine.engine(model, 1, max(settings.batches), length, settings.device, 1)
-    found = []
+    decoded = []
     for row in rows:
         seconds = vision_engine.decode_row(llm, None, row["batch"], length - settings.num_tokens - 2, settings)
-        found.append(
+        decoded.append(
             {"batch": row["batch"], "ms_per_step": seconds * 1e3, "ratio": row["ms_per_step"] / (seconds * 1e3)}
         )
-    return {"decode": found}
+    return {"decode": decoded}
 
 
 def text_config(values: dict[str, Any]) -> dict[str, Any]:
-    """Of the text part by itself: Qwen3."""
+    """Return the config of the text model alone, which is a Qwen3."""
     text = dict(values["text_config"])
     is_sparse = values["model_type"] == "qwen3_vl_moe"
     rope = {**text.get("rope_parameters", {}), **(text.pop("rope_scaling", None) or {})}

@@ -1,4 +1,4 @@
-"""Prompts with pictures through a whole engine: preprocessing beside the tower, the first token, decoding."""
+"""Prompts with images in a whole engine: preprocessing next to the tower, the first token, and decoding."""
 
 import dataclasses
 import io
@@ -21,47 +21,47 @@ from whorl.media import MediaItem, Processor
 from whorl.media.options import ImageOptions, Options
 from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
 
-BESIDE = 16  # tokens of text before and behind the pictures of a prompt
-_STEP = 8192  # tokens of a step
+TEXT_TOKENS = 16  # tokens of text before and after the images of a prompt
+_STEP = 8192  # most tokens of a step
 _digests = itertools.count()
 
-Request = tuple[list[int], list[MediaItem]]  # token ids, and what stands behind their placeholders
+Request = tuple[list[int], list[MediaItem]]  # token ids, and the images of their placeholders
 
 
 # ---- preprocessing
 
 
 def overlapped(tower: Any, count: int, side: int, processes: int, device: str) -> Document:
-    """Encoded pictures to features: decoding them alone, the tower alone, and the tower on each as it is ready."""
+    """Time JPEG files to features: preprocessing alone, the tower alone, and the tower on each image as it is ready."""
     from whorl.engine.features import as_tensor
 
-    files = _drawn(count, side)
+    files = _jpeg_files(count, side)
     processor = Processor(_options(tower.config, side), num_processes=processes)
     try:
         with ThreadPoolExecutor(processes) as pool:
 
-            def made() -> Any:
+            def preprocess() -> Any:
                 return pool.map(lambda data: processor.image(data).item(), files)
 
             def encode(items: Any) -> None:
                 for item in items:
-                    there = devices.lasting(as_tensor(item.patches), device).to(device, non_blocking=True)
-                    tower.encode(there, item.grid)
+                    patches = devices.lasting(as_tensor(item.patches), device).to(device, non_blocking=True)
+                    tower.encode(patches, item.grid)
 
-            ready = list(made())  # its processes have started now
+            ready = list(preprocess())  # this also starts the processes
             encode(ready)
-            found = {
-                "preprocessing_s": timed(device, lambda: list(made())),
+            seconds = {
+                "preprocessing_s": timed(device, lambda: list(preprocess())),
                 "tower_s": timed(device, lambda: encode(ready)),
-                "both_s": timed(device, lambda: encode(made())),
+                "both_s": timed(device, lambda: encode(preprocess())),
             }
     finally:
         processor.close()
-    return {"pictures": count, "side": side, "processes": processes, **found}
+    return {"pictures": count, "side": side, "processes": processes, **seconds}
 
 
-def _drawn(count: int, side: int) -> list[bytes]:
-    """JPEG files of smooth colours, all different."""
+def _jpeg_files(count: int, side: int) -> list[bytes]:
+    """Return JPEG files of smooth colours, all different."""
     from PIL import Image
 
     down, across = np.meshgrid(*[np.linspace(0, 255, side)] * 2, indexing="ij")
@@ -92,28 +92,29 @@ def _options(config: TowerConfig, side: int) -> Options:
 
 
 def picture(config: TowerConfig, grid: Grid) -> MediaItem:
+    """Return an image of random patches."""
     values = np.random.default_rng(0).standard_normal((math.prod(grid), config.patch_values), dtype=np.float32)
     return MediaItem(kind="image", patches=values, grid=grid, digest=b"")
 
 
 def with_pictures(model: Any, item: MediaItem, count: int, salt: int = 0) -> Request:
-    """Text, pictures and text; each picture under a name of its own, so that none is found in the cache."""
+    """Return a prompt of text, images and text; each image has a new digest, so that none is in the encoder cache."""
     tokens = model.config.vision.num_tokens(item.grid)
-    text = _text(model, 2 * BESIDE, salt)
-    ids = [*text[:BESIDE], *([model.config.image_token_id] * tokens + text[:1]) * count, *text[BESIDE:]]
+    text = _text(model, 2 * TEXT_TOKENS, salt)
+    ids = [*text[:TEXT_TOKENS], *([model.config.image_token_id] * tokens + text[:1]) * count, *text[TEXT_TOKENS:]]
     return ids, [dataclasses.replace(item, digest=next(_digests).to_bytes(32, "big")) for _ in range(count)]
 
 
 def _text(model: Any, length: int, salt: int = 0) -> list[int]:
-    """Tokens that stand for no picture."""
+    """Return text tokens without placeholders of images."""
     config = model.config
     placeholders = {getattr(config, name, -1) for name in ("image_token_id", "video_token_id")}
-    (found,) = prompts(1, length + salt, min(model.vocab_size, 100_000))
-    return [next(i for i in range(token, token + 3) if i not in placeholders) for token in found[salt:]]
+    (token_ids,) = prompts(1, length + salt, min(model.vocab_size, 100_000))
+    return [next(i for i in range(token, token + 3) if i not in placeholders) for token in token_ids[salt:]]
 
 
 def engine(model: Any, longest: int, batch: int, length: int, device: str, pictures: int) -> LLM:
-    """For a prompt of `longest` tokens, or for `batch` sequences of `length`; `pictures`: tokens of theirs."""
+    """Return an engine for a prompt of `longest` tokens or `batch` sequences of `length`; pictures: image tokens."""
     size = block_size(model.cache_specs(), device, None)
     return LLM(
         model=model,
@@ -129,7 +130,7 @@ def engine(model: Any, longest: int, batch: int, length: int, device: str, pictu
 
 
 def first_token(llm: LLM, item: MediaItem, count: int, device: str, repeats: int) -> Document:
-    """Seconds from a prompt of `count` pictures, its patches in host memory, to its first token; beside it text."""
+    """Time the first token of a prompt with `count` images, whose patches are in host memory, and of as much text."""
     model: Any = llm.model
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     length = len(with_pictures(model, item, count)[0])
@@ -141,34 +142,36 @@ def first_token(llm: LLM, item: MediaItem, count: int, device: str, repeats: int
     def text() -> None:
         llm.generate([_text(model, length)], params, progress=False)
 
-    seen, read = (statistics.median([timed(device, run) for _ in range(repeats + 1)][1:]) for run in (pictures, text))
-    return {"pictures": count, "prompt_tokens": length, "seconds": seen, "text_seconds": read}
+    image_seconds, text_seconds = (
+        statistics.median([timed(device, run) for _ in range(repeats + 1)][1:]) for run in (pictures, text)
+    )
+    return {"pictures": count, "prompt_tokens": length, "seconds": image_seconds, "text_seconds": text_seconds}
 
 
 def decode(llm: LLM, requests: Sequence[Request], num_tokens: int, device: str) -> float:
-    """Seconds of a step in which all of them decode."""
+    """Return the seconds of a step in which all requests decode."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens + 1, ignore_eos=True)
     sequences = [llm.add(ids, params, media=items)[0] for ids, items in requests]
     while not all(seq.num_outputs for seq in sequences):
         llm.step()
-    made = sum(seq.num_outputs for seq in sequences)
+    before = sum(seq.num_outputs for seq in sequences)
 
     def run() -> None:
         while llm.has_work:
             llm.step()
 
     seconds = timed(device, run)
-    return seconds * len(sequences) / (sum(seq.num_outputs for seq in sequences) - made)
+    return seconds * len(sequences) / (sum(seq.num_outputs for seq in sequences) - before)
 
 
 def decode_row(llm: LLM, item: MediaItem | None, batch: int, length: int, settings: Any) -> float:
-    """Median over runs; item: None: text of `length` tokens."""
+    """Return the median seconds of a decode step after an image; item None: after text of `length` tokens."""
     model: Any = llm.model
-    found = []
+    seconds = []
     for _ in range(settings.repeats + 1):
         requests: list[Request] = [
             (_text(model, length, salt), []) if item is None else with_pictures(model, item, 1, salt)
             for salt in range(batch)
         ]
-        found.append(decode(llm, requests, settings.num_tokens, settings.device))
-    return statistics.median(found[1:])
+        seconds.append(decode(llm, requests, settings.num_tokens, settings.device))
+    return statistics.median(seconds[1:])

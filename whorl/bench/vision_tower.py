@@ -1,4 +1,4 @@
-"""The tower of a vision model, timed on pictures and on a video, next to transformers' on the same weights."""
+"""Times the tower of a vision model on images and on a video, next to that of transformers on the same weights."""
 
 import copy
 import math
@@ -16,12 +16,12 @@ from whorl.bench.provenance import Document
 from whorl.engine.features import MOST_PATCHES, runs_several
 from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
 
-_TRIED = (1, 16, 12)  # patches on which answers are compared
-_SAME = 1e-6  # of the size of features: as good as equal, where a peer is exact
+_TRIED = (1, 16, 12)  # grid of patches on which outputs are compared
+_SAME = 1e-6  # relative error that is as good as equal, where a peer is exact
 
 
 def flops(config: TowerConfig, grids: Sequence[Grid]) -> int:
-    """Of all products: heads count as many channels as they have, whatever a kernel pads them to."""
+    """Return the FLOPs of all matrix products; heads count with their channels, whatever a kernel pads them to."""
     width, inner, merged = (
         config.hidden_size,
         config.intermediate_size,
@@ -37,7 +37,7 @@ def flops(config: TowerConfig, grids: Sequence[Grid]) -> int:
 
 
 def padded(config: TowerConfig, dtype: torch.dtype, device: str) -> str:
-    """What attention multiplies for each head, in words."""
+    """Return as text how many channels of a head the attention kernel multiplies after padding."""
     if devices.accelerator(device) is None:
         return "the torch reference pads none"
     from whorl.ops.attention.bidirectional_triton import hopper_reason
@@ -49,11 +49,13 @@ def padded(config: TowerConfig, dtype: torch.dtype, device: str) -> str:
 
 
 def patches(config: TowerConfig, grid: Grid, device: str) -> Tensor:
+    """Return random patches of a grid, the same in every run."""
     generator = torch.Generator().manual_seed(grid[0])
     return torch.randn(math.prod(grid), config.patch_values, generator=generator).to(device)
 
 
 def row(label: str, seconds: float, count: int, work: int, matmul: float) -> Document:
+    """Return a row: count patches and `work` FLOPs in `seconds`, next to the rate of a matmul."""
     return {
         "label": label,
         "seconds": seconds,
@@ -64,19 +66,19 @@ def row(label: str, seconds: float, count: int, work: int, matmul: float) -> Doc
 
 
 def ours(tower: Any, grids: Sequence[Grid], device: str, repeats: int, matmul: float) -> Document:
-    """As the engine runs them: several at a time, where that leaves their bits."""
-    given = {grid: patches(tower.config, grid, device) for grid in set(grids)}
+    """Time our tower as the engine runs it: several images at once, where that does not change their bits."""
+    inputs = {grid: patches(tower.config, grid, device) for grid in set(grids)}
     count = max(1, MOST_PATCHES // max(math.prod(grid) for grid in grids)) if runs_several(device) else 1
 
     def run() -> None:
         for first in range(0, len(grids), count):
-            tower.encode_all([(given[grid], grid) for grid in grids[first : first + count]])
+            tower.encode_all([(inputs[grid], grid) for grid in grids[first : first + count]])
 
     return row("whorl", _median(run, device, repeats), _count(grids), flops(tower.config, grids), matmul)
 
 
 class Peer:
-    """transformers' tower with scaled_dot_product_attention, which holds a copy of our weights."""
+    """transformers' tower with scaled_dot_product_attention and a copy of our weights."""
 
     def __init__(self, model: Any, values: dict[str, Any], device: str) -> None:
         from transformers import AutoConfig
@@ -87,34 +89,34 @@ class Peer:
         vision = {name: value for name, value in values["vision_config"].items() if name != "model_type"}
         config = AutoConfig.for_model(kind, vision_config=vision).vision_config
         config._attn_implementation = "sdpa"
-        made = sparse.Qwen3VLMoeVisionModel if kind == "qwen3_vl_moe" else dense.Qwen3VLVisionModel
+        tower_class = sparse.Qwen3VLMoeVisionModel if kind == "qwen3_vl_moe" else dense.Qwen3VLVisionModel
         with torch.device(device):
-            self.model = made._from_config(config, dtype=model.dtype).eval()
+            self.model = tower_class._from_config(config, dtype=model.dtype).eval()
         prefix = "model.visual."
         weights = {n.removeprefix(prefix): slot.into for n, slot in nn.slots(model).items() if n.startswith(prefix)}
         self.model.load_state_dict(weights)
         self.device = device
 
-    def features(self, given: Tensor, grids: Sequence[Grid], model: Any = None) -> Tensor:
+    def features(self, inputs: Tensor, grids: Sequence[Grid], model: Any = None) -> Tensor:
         model = model or self.model
         dtype = next(model.parameters()).dtype
         with torch.inference_mode():
-            found = model(given.to(dtype), torch.tensor(grids, device=self.device))
-        return torch.stack([found.pooler_output, *found.deepstack_features])
+            outputs = model(inputs.to(dtype), torch.tensor(grids, device=self.device))
+        return torch.stack([outputs.pooler_output, *outputs.deepstack_features])
 
     def time(self, config: TowerConfig, grids: Sequence[Grid], repeats: int, matmul: float) -> Document:
-        """All pictures in one call, which is how it takes them."""
-        given = torch.cat([patches(config, grid, self.device) for grid in grids])
-        seconds = _median(lambda: self.features(given, grids), self.device, repeats)
+        """Time the tower on all images in one call, as transformers runs it."""
+        inputs = torch.cat([patches(config, grid, self.device) for grid in grids])
+        seconds = _median(lambda: self.features(inputs, grids), self.device, repeats)
         return row("transformers, sdpa", seconds, _count(grids), flops(config, grids), matmul)
 
     def compare(self, tower: Any) -> Document:
-        """Errors of both against the same weights in fp64; ours may be twice as large."""
-        given = patches(tower.config, _TRIED, self.device)
-        exact = self.features(given, [_TRIED], copy.deepcopy(self.model).double())
+        """Return the errors of both towers against fp64 with the same weights; ours may be twice as large."""
+        inputs = patches(tower.config, _TRIED, self.device)
+        exact = self.features(inputs, [_TRIED], copy.deepcopy(self.model).double())
         our, their = (
-            float((found.double() - exact).norm() / exact.norm())
-            for found in (tower.encode(given, _TRIED), self.features(given, [_TRIED]))
+            float((features.double() - exact).norm() / exact.norm())
+            for features in (tower.encode(inputs, _TRIED), self.features(inputs, [_TRIED]))
         )
         return {"our_error": our, "their_error": their, "is_right": our <= 2 * their + _SAME}
 

@@ -1,7 +1,7 @@
-"""What a load generator sends, and when: all of it is drawn before the clock starts, by the seed alone.
+"""The requests of a load and their arrival times, all drawn from the seed before the clock starts.
 
-Lengths and moments do not depend on the point of a sweep, the tokens do: a server that keeps prefixes would know the
-prompts of the point before.
+Lengths and times are the same at every point of a sweep. Tokens differ, else a server with a prefix cache would have
+the prompts of the previous point.
 """
 
 import json
@@ -14,16 +14,16 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-Places = npt.NDArray[np.int32]  # in a vocabulary, whatever that is
-_INPUTS, _OUTPUTS, _TOKENS, _MOMENTS, _CHOICE, _PREFIXES, _BLOCKS = range(7)  # streams of random numbers
-_HASHED = 512  # tokens of a block that a trace's hash_ids name
-_MOST = 20000  # requests drawn where only the seconds are known
+Places = npt.NDArray[np.int32]  # indices into a vocabulary of token ids or words
+_INPUTS, _OUTPUTS, _TOKENS, _TIMES, _CHOICE, _PREFIXES, _BLOCKS = range(7)  # independent streams of random numbers
+_BLOCK_TOKENS = 512  # tokens of a block in a trace's hash_ids
+_MOST = 20000  # most requests to draw when only --seconds is given
 DEFAULT_REQUESTS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """A distribution of token counts. median and sigma: of a lognormal one, cut to low..high; else uniform."""
+    """A distribution of token counts: uniform in low..high, or lognormal (median, sigma) clipped to low..high."""
 
     low: int
     high: int
@@ -32,25 +32,27 @@ class Lengths:
 
     @staticmethod
     def parse(text: str, option: str) -> "Lengths":
+        """Return the distribution that an option gives as text; raises ValueError for anything else."""
         kind, _, numbers = text.rpartition(":")
         try:
             if kind == "lognormal":
                 median, sigma, *most = numbers.split(",")
                 (high,) = [int(number) for number in most] or [2**31 - 1]
-                made = Lengths(low=1, high=high, median=float(median), sigma=float(sigma))
+                lengths = Lengths(low=1, high=high, median=float(median), sigma=float(sigma))
             else:
-                made = Lengths(low=int(kind or numbers), high=int(numbers))
+                lengths = Lengths(low=int(kind or numbers), high=int(numbers))
         except ValueError:
-            made = Lengths(low=0, high=0)
-        is_shaped = made.median is None or (made.median >= 1 and 0 <= made.sigma < math.inf)
-        if not 1 <= made.low <= made.high or not is_shaped:
+            lengths = Lengths(low=0, high=0)
+        is_shaped = lengths.median is None or (lengths.median >= 1 and 0 <= lengths.sigma < math.inf)
+        if not 1 <= lengths.low <= lengths.high or not is_shaped:
             raise ValueError(
-                f"{option} {text}: expected tokens, from 1: 512, 512:1536, or lognormal:512,0.8 (median, sigma) "
-                "with the most, if there is one, as a third number"
+                f"{option} is {text}, expected tokens from 1: 512, 512:1536, or lognormal:512,0.8 (median, sigma) "
+                "with an optional maximum as third number"
             )
-        return made
+        return lengths
 
     def draw(self, rng: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
+        """Return `count` random lengths."""
         if self.median is None:
             return rng.integers(self.low, self.high, count, endpoint=True)
         drawn = np.rint(rng.lognormal(math.log(self.median), self.sigma, count))
@@ -59,7 +61,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """How requests arrive: at a rate, so many at once, or when a trace says."""
+    """How requests arrive: at a rate per second, with a number in flight, or at the times of a trace."""
 
     kind: Literal["rate", "concurrency", "trace"]
     value: float = math.inf
@@ -70,13 +72,13 @@ class Load:
 
     def __str__(self) -> str:
         if self.kind == "trace":
-            return "as traced"
+            return "times of the trace"
         return f"{self.value:g} at once" if self.kind == "concurrency" else f"{self.value:g} requests/s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """at: seconds after the start; None: when there is room for it. Warm-up requests have numbers below 0."""
+    """A request to send. at: seconds after the start; None: when another ends. index: negative in the warm-up."""
 
     index: int
     prompt: Places
@@ -86,7 +88,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """Of a trace."""
+    """A line of a trace. at: seconds; blocks: hash_ids of its prompt."""
 
     num_input: int
     num_output: int
@@ -96,7 +98,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What to draw. count: None: what `seconds` takes. trace: lengths and moments that are given."""
+    """What to draw. count: number of requests; None: as many as fit `seconds`. trace: fixed lengths and times."""
 
     input: Lengths
     output: Lengths
@@ -108,9 +110,9 @@ class Workload:
     trace: tuple[Line, ...] = ()
 
     def requests(self, load: Load, vocab_size: int, *, point: int = 0) -> list[Request]:
-        """In the order they are sent. vocab_size: prompts are made of numbers below it."""
-        moments = self._moments(load)
-        count = self._count(load) if moments is None else len(moments)
+        """Return the requests in the order of sending. vocab_size: prompts are made of numbers below it."""
+        times = self._times(load)
+        count = self._count(load) if times is None else len(times)
         lines = self.trace[:count] or self._lines(count)
         chosen = self._rng(_CHOICE).integers(self.num_prefixes, size=count)
         tokens = _Tokens(self, vocab_size, point)
@@ -119,23 +121,23 @@ class Workload:
                 index=index,
                 prompt=tokens.prompt(line, int(prefix)),
                 num_output=line.num_output,
-                at=None if moments is None else moments[index],
+                at=None if times is None else times[index],
             )
             for index, (line, prefix) in enumerate(zip(lines, chosen, strict=True))
         ]
 
     def warmup(self, count: int, vocab_size: int, *, point: int = 0) -> list[Request]:
-        """Others of the same lengths; nothing of their prompts comes again."""
+        """Return warm-up requests of the same lengths, whose prompts do not occur in the load."""
         if count == 0:
             return []
         count = min(count, len(self.trace) or count)
         other = replace(self, count=count, seconds=None)
-        made = other.requests(Load(kind="concurrency", value=1), vocab_size, point=-1 - point)
-        return [replace(request, index=-1 - request.index) for request in made]
+        requests = other.requests(Load(kind="concurrency", value=1), vocab_size, point=-1 - point)
+        return [replace(request, index=-1 - request.index) for request in requests]
 
     @property
     def longest(self) -> int:
-        """Tokens of prompt and answer that may come together; lognormal lengths without a most have no such number."""
+        """The most tokens of a prompt and its output; practically unbounded for lognormal lengths without a maximum."""
         if self.trace:
             return max(line.num_input + line.num_output for line in self.trace)
         return self.shared_prefix + self.input.high + self.output.high
@@ -144,7 +146,7 @@ class Workload:
         return np.random.default_rng([self.seed, *stream])
 
     def _lines(self, count: int) -> list[Line]:
-        # From streams of their own: the first lengths are the same, however many there are.
+        # Separate streams, so that the first lengths are the same however many are drawn.
         inputs, outputs = self.input.draw(self._rng(_INPUTS), count), self.output.draw(self._rng(_OUTPUTS), count)
         return [Line(num_input=int(i), num_output=int(o)) for i, o in zip(inputs, outputs, strict=True)]
 
@@ -156,28 +158,29 @@ class Workload:
         if self.seconds is None:
             return DEFAULT_REQUESTS
         if load.kind == "concurrency":
-            return min(_MOST, math.ceil(self.seconds * 4) * int(load.value))  # a quarter of a second each, or slower
+            # Enough when a request takes a quarter of a second or more.
+            return min(_MOST, math.ceil(self.seconds * 4) * int(load.value))
         mean = self.seconds * load.value
         if mean > _MOST:
-            raise ValueError(f"{load} for {self.seconds:g} seconds: up to {_MOST} requests are made: say --requests N")
-        return math.ceil(mean + 8 * math.sqrt(mean) + 8)  # as many as surely come
+            raise ValueError(f"{load} for {self.seconds:g} seconds is more than {_MOST} requests; give --requests N")
+        return math.ceil(mean + 8 * math.sqrt(mean) + 8)  # more than will arrive, by eight standard deviations
 
-    def _moments(self, load: Load) -> list[float] | None:
+    def _times(self, load: Load) -> list[float] | None:
         if load.kind == "concurrency":
             return None
         if load.kind == "trace":
-            given = [line.at or 0.0 for line in self.trace]
-            return [at for at in given if self.seconds is None or at < self.seconds][: self.count]
+            times = [line.at or 0.0 for line in self.trace]
+            return [at for at in times if self.seconds is None or at < self.seconds][: self.count]
         count = self._count(load)
-        at = np.cumsum(self._rng(_MOMENTS).exponential(size=count)) / load.value
-        return [float(moment) for moment in at if self.seconds is None or moment < self.seconds]
+        at = np.cumsum(self._rng(_TIMES).exponential(size=count)) / load.value
+        return [float(time) for time in at if self.seconds is None or time < self.seconds]
 
 
 class _Tokens:
-    """Prompts of one point of a sweep."""
+    """Draws the prompts of one point of a sweep."""
 
     def __init__(self, workload: Workload, vocab_size: int, point: int) -> None:
-        sign = int(point < 0)  # seeds are numbers from 0
+        sign = int(point < 0)  # seeds must not be negative
         self._stream = (sign, abs(point))
         self._workload, self._vocab_size = workload, vocab_size
         self._rng = workload._rng(_TOKENS, *self._stream)
@@ -194,7 +197,7 @@ class _Tokens:
     def _block(self, number: int) -> Places:
         if number not in self._blocks:
             rng = self._workload._rng(_BLOCKS, *self._stream, number)
-            self._blocks[number] = self._draw(rng, (_HASHED,))
+            self._blocks[number] = self._draw(rng, (_BLOCK_TOKENS,))
         return self._blocks[number]
 
     def _draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Places:
@@ -202,16 +205,19 @@ class _Tokens:
 
 
 def read_trace(path: Path) -> tuple[Line, ...]:
-    """JSON lines with the names of Mooncake's published traces; fields that say nothing of lengths are passed over."""
+    """Return the lines of a trace: JSON lines with the fields of Mooncake's published traces; other fields are ignored.
+
+    Raises ValueError when the file cannot be read or a line is malformed.
+    """
     try:
         rows = [(number, row) for number, row in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if row]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--trace {path}: {error}") from error
     if not rows:
-        raise ValueError(f"--trace {path}: there is no line in it")
+        raise ValueError(f"--trace {path}: the file is empty")
     lines = [_line(f"--trace {path}, line {number}", row) for number, row in rows]
     if len({line.at is None for line in lines}) > 1:
-        raise ValueError(f"--trace {path}: some lines have a timestamp, others none")
+        raise ValueError(f"--trace {path}: some lines have a timestamp and some do not")
     return tuple(sorted(lines, key=lambda line: line.at or 0.0))
 
 
@@ -226,14 +232,17 @@ def _line(where: str, text: str) -> Line:
         raise ValueError(f"{where}: {text[:80]}: expected an object such as {expected}: {error!r}") from error
     counts: Sequence[Any] = (num_input, num_output, *blocks)
     is_whole = all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts)
-    is_moment = at is None or (isinstance(at, int | float) and at >= 0)
-    if not is_whole or min(num_input, num_output) < 1 or not is_moment:
-        raise ValueError(f"{where}: {text[:80]}: lengths are whole numbers from 1, a timestamp is milliseconds from 0")
+    is_time = at is None or (isinstance(at, int | float) and at >= 0)
+    if not is_whole or min(num_input, num_output) < 1 or not is_time:
+        raise ValueError(f"{where}: {text[:80]}: expected lengths of at least 1 and a timestamp in ms of at least 0")
     return Line(num_input=num_input, num_output=num_output, at=None if at is None else at / 1e3, blocks=blocks)
 
 
 def parse_sweep(text: str) -> list[Load]:
-    """concurrency=1,2,4 or rate=0.5,1; numbers alone are of concurrency."""
+    """Return the loads of a text such as concurrency=1,2,4 or rate=0.5,1; numbers alone are concurrency.
+
+    Raises ValueError for anything else.
+    """
     name, _, numbers = text.rpartition("=")
     name = name or "concurrency"
     try:
@@ -244,6 +253,6 @@ def parse_sweep(text: str) -> list[Load]:
     if name == "concurrency":
         is_good = is_good and all(value.is_integer() for value in values)
     if name not in ("concurrency", "rate") or not is_good:
-        raise ValueError(f"--sweep {text}: expected concurrency=1,2,4,8 or rate=0.5,1,2")
+        raise ValueError(f"--sweep is {text}, expected concurrency=1,2,4,8 or rate=0.5,1,2")
     kind: Literal["rate", "concurrency"] = "rate" if name == "rate" else "concurrency"
     return [Load(kind=kind, value=value) for value in values]

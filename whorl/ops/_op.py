@@ -191,7 +191,7 @@ class Op:
         for name, impl in self.impls.items():
             if requested and requested != name:
                 continue
-            reason = unavailable(name, device, asked=bool(requested)) or impl.accepts(**values)
+            reason = unavailable(name, device, by_name=bool(requested)) or impl.accepts(**values)
             if reason is None and not requested and (reason := impl.slower(**values)) is not None:
                 slower.append(impl)
             if reason is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from whorl.device import Reached, host_buffer
+from whorl.device import FinishedEvent, host_buffer
 from whorl.titan.moments import BLOCK, Format
 
 Formats = tuple[Format, Format]  # the formats of the first and of the second moment
@@ -42,8 +42,8 @@ class DeviceBuffer:
     """Device memory for one bucket: for each moment the parts of its format."""
 
     memory: list[list[Tensor]]
-    loaded: Any = field(default_factory=Reached)
-    stored: Any = field(default_factory=Reached)
+    loaded: Any = field(default_factory=FinishedEvent)
+    stored: Any = field(default_factory=FinishedEvent)
 
 
 @dataclass(slots=True)
