@@ -65,7 +65,8 @@ def serve(port: int, replicas: int, routing: Any) -> int:
 
     options = ClusterOptions(on="ray", replicas=replicas, routing=routing)
     # A partial, since Ray must pickle the function by value: by name it would look for it in the worker's __main__.
-    return build_server("random", EngineSettings(device="cpu"), options, port=port, make=functools.partial(create_replica))()
+    make = functools.partial(create_replica)
+    return build_server("random", EngineSettings(device="cpu"), options, port=port, make=make)()
 
 
 def measure(replicas: int, routing: str, requests: int, concurrency: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from whorl.device import HOST, Stream, FinishedEvent
+from whorl.device import HOST, FinishedEvent, Stream
 from whorl.titan.moments import FORMATS, Format
 from whorl.titan.swap_memory import (
     ALIGNMENT,
@@ -105,7 +105,11 @@ class SwapAdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = False  # GradScaler then unscales gradients and skips steps itself
         trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         device_type = (trainable or self.param_groups[0]["params"])[0].device.type
-        self._load, self._compute, self._store = Stream(device_type), Stream(device_type, beside=False), Stream(device_type)
+        self._load, self._compute, self._store = (
+            Stream(device_type),
+            Stream(device_type, beside=False),
+            Stream(device_type),
+        )
         prefetch = cast(float | None, self._settings["prefetch"])
         if prefetch is not None and trainable:
             weak_self = weakref.ref(self)
