@@ -8,6 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 REFUSED = {"found", "given", "asked", "wanted"}
+# `found` is a key of what the doctor prints with --json.
+DOCTOR_FIELDS = {f"whorl/doctor/{name}.py" for name in ("report", "rules", "ten_cases")}
 FILES = sorted([*(ROOT / "whorl").rglob("*.py"), *(ROOT / "docs" / "source").glob("*.py")])
 
 
@@ -26,7 +28,9 @@ def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_say_what_a_thing_is(path: Path) -> None:
-    refused = [f"line {line}: {name}" for name, line in names(ast.parse(path.read_text())) if name in REFUSED]
+    allowed = {"found"} if str(path.relative_to(ROOT)) in DOCTOR_FIELDS else set()
+    seen = names(ast.parse(path.read_text()))
+    refused = [f"line {line}: {name}" for name, line in seen if name in REFUSED - allowed]
     assert not refused, f"{path.name}: {', '.join(refused)}: name what it is, see CONTRIBUTING.md, Words"
 
 

@@ -86,7 +86,7 @@ def _settings(
     model: str | None, options: DecodeOptions, engine: EngineSettings, drafting: DraftOptions
 ) -> DecodeSettings:
     mode = options.mode
-    if (draft_options := drafting.given()) and mode not in ("classify", "sweep"):
+    if (draft_options := drafting.option_names()) and mode not in ("classify", "sweep"):
         raise ValueError(f"{draft_options[0]} is an option of drafting; add --classify or --sweep")
     if options.random_config is not None and mode in ("classify", "sweep"):
         raise ValueError(f"--{mode} needs a trained MODEL; random weights generate no text to classify")
@@ -114,7 +114,7 @@ def _proposer_factory(drafting: DraftOptions, device: str | None, model: str | N
     drafting.check_methods(pld=False)
     if drafting.draft_model is None and drafting.speculate in (None, "lookup"):
         return drafting.lookup
-    if any(name.startswith("--pld-") for name in drafting.given()):
+    if any(name.startswith("--pld-") for name in drafting.option_names()):
         method = "--speculate" if drafting.draft_model is None else "--draft-model"
         raise ValueError(f"give only one of {method} and the --pld options")
 

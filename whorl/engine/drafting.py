@@ -49,7 +49,7 @@ class DraftOptions:
         False, "Always draft the full length. Default: as many tokens as pay off, by measurement.", panel=DRAFT
     )
 
-    def given(self) -> list[str]:
+    def option_names(self) -> list[str]:
         """Return the options about drafting that are set, as a command line spells them."""
         optional = (*_LOOKUP_OPTIONS, "speculate", "draft_model", "draft_k")
         names = [name for name in optional if getattr(self, name) is not None]
@@ -59,7 +59,7 @@ class DraftOptions:
     def check(self) -> None:
         """Raise ValueError if options contradict each other."""
         self.check_methods(self.pld)
-        if (lookup := [name for name in self.given() if name.startswith("--pld-")]) and not self.looks_up:
+        if (lookup := [name for name in self.option_names() if name.startswith("--pld-")]) and not self.looks_up:
             raise ValueError(f"{lookup[0]} needs --pld")
         if self.pld_no_guard and (self.pld_guard_distinct is not None or self.pld_guard_tail is not None):
             raise ValueError("--pld-no-guard switches off what --pld-guard-distinct and --pld-guard-tail set")
