@@ -1,5 +1,7 @@
 """Every command and option there is: a new one is a promise, and is made here on purpose."""
 
+import subprocess
+import sys
 from typing import Any
 
 import typer
@@ -125,3 +127,27 @@ def surface(command: Any, name: str) -> dict[str, list[str]]:
 def test_command_line() -> None:
     """A new command or option is a promise: it is made here, on purpose."""
     assert surface(typer.main.get_command(app), "whorl") == SURFACE
+
+
+WITHOUT_EXTRA = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.split(".")[0] not in ("fastapi", "starlette", "uvicorn", "prometheus_client", "llguidance"):
+            return PathFinder.find_spec(name, path, target)
+
+sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+sys.argv = ["whorl", "serve"]
+from whorl.cli import main
+main()
+"""
+
+
+def test_a_server_without_its_extra_says_what_to_install() -> None:
+    result = subprocess.run([sys.executable, "-c", WITHOUT_EXTRA], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert "pip install 'whorl[serve]'" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -14,7 +14,8 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
 from whorl.serve import openai
-from whorl.serve.gate import ApiError, Gate
+from whorl.serve.api_error import ApiError
+from whorl.serve.gate import Gate
 from whorl.serve.key_limits import ApiKey, KeyUse, read_keys
 from whorl.serve.request_log import RequestIdFilter
 from whorl.serve.running import Running

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from whorl.serve.api_error import ApiError
 from whorl.serve.dialects import REQUEST_ID
 from whorl.serve.engine_thread import EngineError
-from whorl.serve.gate import KEY_INDEX, ApiError, Cors, Gate
+from whorl.serve.gate import KEY_INDEX, Cors, Gate
 from whorl.serve.key_limits import KeyUse
 from whorl.serve.openai import WITH_MEDIA
 from whorl.serve.running import Running

@@ -15,8 +15,8 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from .api_error import ApiError
 from .dialects import error_response
-from .gate import ApiError
 
 _LOG = logging.getLogger("whorl.serve")
 _MOST = 4096

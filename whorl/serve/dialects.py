@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 if TYPE_CHECKING:
-    from .gate import ApiError
+    from .api_error import ApiError
 
 REQUEST_ID = "whorl.request_number"  # in a request's scope: its id, which the response's headers carry too
 

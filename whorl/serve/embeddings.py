@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .gate import ApiError
+from .api_error import ApiError
 from .prepare import Prepared
 from .replies import Reply, Run
 from .schema_parts import Ids, Strict, at_most

@@ -1,26 +1,22 @@
-"""Middleware that every request passes first: request id, host, origin, API key, body size; and the API's errors."""
+"""Middleware that every request passes first: request id, host, origin, API key, body size."""
 
 import asyncio
 import hmac
 import logging
-import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from whorl.engine.sequence import AllowError
-
+from .api_error import ApiError
 from .dialects import REQUEST_ID, dialect_for, error_response
-from .engine_thread import EngineError, QueueFull
 from .hosts import refused_host, refused_origin
-from .readiness import WarmingUp
 from .request_log import CURRENT_ID, log_request
 from .running import Running
 
@@ -34,59 +30,6 @@ _OPEN = ("/health", "/metrics", "/")
 # Rust library included, which is a BaseException but not an Exception.
 STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 KEY_INDEX = "whorl.key_number"  # in a request's scope: the index of its API key among the server's keys
-_LONGEST_WAIT = 30  # seconds: the largest Retry-After during the warm-up
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_TYPES |= {429: "rate_limit_error", 503: "server_error"}
-
-
-class ApiError(Exception):
-    """An error that is answered with an HTTP status and OpenAI's error object.
-
-    param: the field of the request that is at fault; code: a machine-readable reason; headers: of the response.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
-
-    @classmethod
-    def from_exception(cls, error: BaseException) -> "ApiError":
-        """Translate an exception of the engine or of a check into the error that the client receives."""
-        if isinstance(error, cls):
-            return error
-        if isinstance(error, QueueFull):
-            return cls(429, f"{error}. Try again later.", code="queue_full", headers={"Retry-After": "1"})
-        if isinstance(error, WarmingUp):
-            wait = str(max(1, min(_LONGEST_WAIT, math.ceil(error.seconds))))
-            return cls(503, f"{error}. Try again later.", code="warming_up", headers={"Retry-After": wait})
-        if isinstance(error, EngineError):
-            return cls(503, str(error), code="engine_unavailable", headers={"Retry-After": "5"})
-        if isinstance(error, TimeoutError):
-            return cls(503, str(error) or "the request took too long", code="timeout")
-        if isinstance(error, AllowError):
-            return cls(400, str(error), code="schema_limit")
-        if isinstance(error, UnicodeError):
-            return cls(400, "the text is not valid Unicode")
-        if isinstance(error, ValueError | RecursionError):
-            return cls(400, str(error))
-        _LOG.error("a request failed", exc_info=error)
-        return cls(500, f"{type(error).__name__}: see the server's log", code="internal_error")
-
-    def body(self) -> dict[str, Any]:
-        """Return OpenAI's error object."""
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        # JSON input may contain half a surrogate pair, which cannot be encoded in the response.
-        message = self.message.encode("utf-8", "replace").decode()
-        param = self.param and self.param.encode("utf-8", "replace").decode()
-        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
 class Gate:

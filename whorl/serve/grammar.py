@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from whorl.engine.grammar_masks import Allow, compiled, native_tokenizer, schema_grammar
 
-from .gate import ApiError
+from .api_error import ApiError
 from .structured import Constraint
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ browser withholds the answer, but only after the work is done. Such requests sho
 
 import ipaddress
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
-from starlette.types import Scope
+if TYPE_CHECKING:  # settings import this module, and must do so without the server's libraries
+    from starlette.types import Scope
 
 ANY = "*"
 
@@ -33,10 +34,12 @@ def hosts_for(host: str, names: Sequence[str]) -> tuple[str, ...]:
     return (*dict.fromkeys(name.lower().rstrip(".") for name in ("localhost", "127.0.0.1", "::1", host, *names)),)
 
 
-def refused_host(scope: Scope, allowed: Sequence[str]) -> str | None:
+def refused_host(scope: "Scope", allowed: Sequence[str]) -> str | None:
     """Return why the header Host of a request is refused; None when it is accepted."""
     if not allowed or ANY in allowed:
         return None
+    from starlette.datastructures import Headers
+
     host = Headers(scope=scope).get("host", "")
     name = host.partition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]
     if name.lower().rstrip(".") in allowed:
@@ -53,11 +56,13 @@ def check_origin(origin: str) -> None:
         raise ValueError(f"serve: --allow-origin is {origin!r}, expected one such as http://localhost:3000, or *")
 
 
-def refused_origin(scope: Scope, allowed: Sequence[str]) -> str | None:
+def refused_origin(scope: "Scope", allowed: Sequence[str]) -> str | None:
     """Return why a request from a web page is refused; None when it is accepted. Only browsers send these headers.
 
     The server's own page is the one whose origin equals Host, which `refused_host` has checked.
     """
+    from starlette.datastructures import Headers
+
     headers = Headers(scope=scope)
     origin = headers.get("origin")
     if origin is None:

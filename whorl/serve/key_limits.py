@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .gate import ApiError
+from .api_error import ApiError
 
 _LIMITS = ("max_running", "requests_per_minute", "tokens_per_minute")
 _MINUTE = 60.0

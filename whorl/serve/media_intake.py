@@ -11,8 +11,8 @@ from whorl.media import MediaError, MediaItem, Processor
 from whorl.media.pixels import Pixels
 from whorl.media.sources import Sources
 
+from .api_error import ApiError
 from .engine_thread import EngineError, QueueFull
-from .gate import ApiError
 from .schema_parts import ChatMessage, ImagePart, VideoPart
 from .settings import ServerSettings
 

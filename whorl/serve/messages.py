@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from .api_error import ApiError
 from .conversation import Content, Conversation, function_tool, image_part, named_function, text_part
-from .gate import ApiError
 from .message_schemas import (
     Base64Source,
     Block,

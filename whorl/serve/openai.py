@@ -58,8 +58,9 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
 
     from whorl import __version__
 
+    from .api_error import ApiError
     from .dialects import error_response
-    from .gate import ApiError, Cors, Gate
+    from .gate import Cors, Gate
     from .page import add_page
     from .routes import add_routes
     from .service import Service

@@ -19,7 +19,7 @@ from whorl import __version__
 from whorl.engine.reply_parser import END_THINK
 from whorl.engine.roofline import decode_limit
 
-from .gate import ApiError
+from .api_error import ApiError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -10,7 +10,7 @@ from whorl.engine.sequence import SamplingParams
 from whorl.media import MediaItem, Place
 from whorl.media.places import PADS
 
-from .gate import ApiError
+from .api_error import ApiError
 from .grammar import Grammar, Grammars
 from .media_intake import MediaIntake, media_parts
 from .parsers import AUTO, choose_form, separates_thinking

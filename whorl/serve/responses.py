@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from .api_error import ApiError
 from .conversation import Content, Conversation, function_tool, image_part, named_function, text_part
 from .dialects import error_event
-from .gate import STEERING, ApiError
+from .gate import STEERING
 from .replies import Run
 from .response_schemas import (
     CallItem,

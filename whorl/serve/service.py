@@ -13,9 +13,10 @@ from whorl import __version__
 from whorl.engine.reply_parser import END_THINK
 from whorl.engine.warmup import Kind, WarmUp, kind_for, shown
 
+from .api_error import ApiError
 from .dialects import REQUEST_ID
 from .engine_thread import EngineThread
-from .gate import KEY_INDEX, ApiError
+from .gate import KEY_INDEX
 from .key_limits import KeyUse
 from .logprobs import TokenTexts
 from .media_intake import MediaIntake

@@ -8,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from .api_error import ApiError
 from .dialects import REQUEST_ID, dialect_for
-from .gate import STEERING, ApiError
+from .gate import STEERING
 
 # Proxies must neither cache an answer nor buffer it before passing it on.
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from .gate import ApiError
+from .api_error import ApiError
 from .schema_parts import ChatMessage, Part, TextPart
 
 

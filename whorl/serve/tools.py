@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from whorl.engine.call_forms import CallReader, JsonCalls, TaggedCalls
 from whorl.engine.json_layout import json_layout
 
-from .gate import ApiError
+from .api_error import ApiError
 from .schema_parts import NamedTool, Tool
 
 if TYPE_CHECKING:

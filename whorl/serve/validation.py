@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from .gate import ApiError
+from .api_error import ApiError
 
 
 def validation_error(errors: Any, body: Any) -> ApiError:

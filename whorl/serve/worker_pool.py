@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .api_error import ApiError
 from .engine_thread import EngineError, QueueFull
-from .gate import ApiError
 from .worker import OVER_MEMORY, read, write
 
 _T = TypeVar("_T")
