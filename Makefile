@@ -14,7 +14,7 @@ STAMP := .venv/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d '
 # One thread a process: tests are small and run side by side.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
-.PHONY: help venv run test kernels test-all lint format docs wheel bench
+.PHONY: help venv run test kernels test-all lint format docs wheel commit bench
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make lint      ruff and mypy;  make format: apply ruff's formatting"
 	@echo "make docs      write drawings, charts, tables of figures and the API page again"
 	@echo "make wheel     build a wheel into dist/"
+	@echo "make commit    note the commit in .commit, before files are copied to a machine without the history"
 	@echo "make bench     every operator next to its peers on this machine"
 	@echo "make venv      only make the virtual environment (PYTHON=python3.12 chooses the interpreter)"
 
@@ -81,6 +82,11 @@ docs: venv
 
 wheel: venv
 	@$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --wheel-dir dist .
+
+commit: venv
+	@rm -f .commit
+	@$(BIN)/python -c 'from whorl.bench.provenance import commit; print(commit())' > .commit
+	@cat .commit
 
 bench: venv
 	@$(BIN)/whorl bench ops

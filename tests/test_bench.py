@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from whorl import device as devices
 from whorl import judge, selftest, timing
 from whorl.bench import ops as bench
-from whorl.bench import peers
+from whorl.bench import peers, provenance
 from whorl.bench.groups import GROUPS
 from whorl.cases import shrink
 from whorl.cli import app
@@ -348,3 +348,15 @@ def test_buffers_together_never_fit_the_cache(monkeypatch):
     for num_bytes in (timing.SHORT_BYTES - 1, timing.SHORT_BYTES, 117_000_000, 311_000_000):
         assert timing.num_buffers(num_bytes, "paper") * num_bytes >= 2 * timing.FLUSH_BYTES - timing.FLUSH_BYTES // 8
     assert timing.num_buffers(10**9, "paper") == 1
+
+
+def test_a_copy_without_history_knows_its_commit(tmp_path, monkeypatch):
+    monkeypatch.delenv("WHORL_COMMIT", raising=False)
+    (tmp_path / "whorl" / "bench").mkdir(parents=True)
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "whorl" / "bench" / "provenance.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance.commit() == "unknown"
+    (tmp_path / ".commit").write_text("abc1234 with changes\n")
+    assert provenance.commit() == "abc1234 with changes"
+    monkeypatch.setenv("WHORL_COMMIT", "f00")
+    assert provenance.commit() == "f00"

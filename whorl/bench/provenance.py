@@ -36,13 +36,19 @@ def render_provenance(header: Mapping[str, Any]) -> list[str]:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, or WHORL_COMMIT, which is set where files were copied from a checkout."""
+    """Return the commit of this checkout, with " with changes" when files differ from it.
+
+    In a copy without history it is the first line of the file `.commit`, which `make commit` writes before the copy is
+    made, or else "unknown". WHORL_COMMIT takes precedence.
+    """
     if named := os.environ.get("WHORL_COMMIT"):
         return named
-    git = ["git", "-C", str(Path(__file__).parent)]
+    root = Path(__file__).parents[2]
+    git = ["git", "-C", str(root)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        written = root / ".commit"
+        return written.read_text().split("\n")[0] if written.exists() else "unknown"
     return head.stdout.strip() + (" with changes" if changed.stdout else "")
