@@ -329,9 +329,7 @@ def _real_tokens(
             raise ValueError("multimodal_positions: with cu_seqlens expected input_ids [T] and no attention_mask")
         return None, _token_bounds("multimodal_positions", ids.size, cu_seqlens)
     if ids.ndim != 2:
-        raise ValueError(
-            f"multimodal_positions: input_ids is {ids.shape}, expected [B, S], or [T] with cu_seqlens"
-        )
+        raise ValueError(f"multimodal_positions: input_ids is {ids.shape}, expected [B, S], or [T] with cu_seqlens")
     if attention_mask is None:
         return None, np.arange(ids.shape[0] + 1) * ids.shape[1]
     is_real = _array(attention_mask, "attention_mask") != 0
