@@ -144,25 +144,25 @@ def _norm_rotate_heads(
         total += _head_sum(tail * tail, BLOCK_REST)
     inverse = inverse_rms(total, D, eps)
     first, second = first * inverse * w_first, second * inverse * w_second
-    turned_first, turned_second = rotated(first, second, cos, sin)
+    rotated_first, rotated_second = rotated(first, second, cos, sin)
     if D > 2 * HALF:
         tail = tail * inverse * w_tail
     if scale_ptr is not None:
         dtype = x_ptr.dtype.element_ty
-        turned_first = turned_first.to(dtype).to(tl.float32)
-        turned_second = turned_second.to(dtype).to(tl.float32)
-        largest = tl.max(tl.maximum(magnitude_bits(turned_first), magnitude_bits(turned_second)), 2)
+        rotated_first = rotated_first.to(dtype).to(tl.float32)
+        rotated_second = rotated_second.to(dtype).to(tl.float32)
+        largest = tl.max(tl.maximum(magnitude_bits(rotated_first), magnitude_bits(rotated_second)), 2)
         if D > 2 * HALF:
             tail = tail.to(dtype).to(tl.float32)
             largest = tl.maximum(largest, tl.max(magnitude_bits(tail), 2))
         scale = row_scale(largest, LARGEST)
         tl.store(scale_ptr + scale_at, scale, mask=mask)
         scale = scale[:, :, None]
-        turned_first = to_codes(turned_first, scale, LARGEST, IS_INTEGER)
-        turned_second = to_codes(turned_second, scale, LARGEST, IS_INTEGER)
+        rotated_first = to_codes(rotated_first, scale, LARGEST, IS_INTEGER)
+        rotated_second = to_codes(rotated_second, scale, LARGEST, IS_INTEGER)
         if D > 2 * HALF:
             tail = to_codes(tail, scale, LARGEST, IS_INTEGER)
-    store_pair(y_ptr, y_at, mask, turned_first, turned_second, HALF, BLOCK_C, PAIRS)
+    store_pair(y_ptr, y_at, mask, rotated_first, rotated_second, HALF, BLOCK_C, PAIRS)
     if D > 2 * HALF:
         store_tail(y_ptr, y_at, mask, tail, 2 * HALF, D - 2 * HALF, BLOCK_REST)
 
