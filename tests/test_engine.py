@@ -187,7 +187,7 @@ def test_impossible_parameters_are_refused(wrong: dict) -> None:
 def test_impossible_engines_are_refused() -> None:
     with pytest.raises(ValueError, match="max_model_len is 65, expected 2 to 64, the tokens that the cache holds"):
         engine(num_blocks=16, max_model_len=65)
-    with pytest.raises(ValueError, match="max_model_len is 600, expected 2 to 512, .* the model's context holds"):
+    with pytest.raises(ValueError, match=r"max_model_len is 600, expected 2 to 512, .* the model's context holds"):
         engine(num_blocks=1000, max_model_len=600)
     with pytest.raises(TypeError, match="max_num_sequences"):
         engine(max_num_sequences=3)

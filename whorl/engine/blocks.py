@@ -12,7 +12,7 @@ from collections import OrderedDict
 from .sequence import Sequence
 
 _ROOT = 0
-# Content that placeholder tokens of a block stand for: first token in the block, offset in the content, token count, digest.
+# Content of placeholder tokens of a block: first token in the block, offset in the content, token count, digest.
 _Part = tuple[int, int, int, bytes]
 # Name of the prefix before the block, or the salt for the first block; the block's tokens; the contents among them.
 # Keys are compared, not only hashed, so a hash collision cannot mix two prefixes. A name is a number that is never used

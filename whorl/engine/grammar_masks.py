@@ -138,7 +138,7 @@ class _Clock:
     """The CPU time that the masks of one request have taken, over all its sequences."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._spent, self._longest = what, 0.0, 0
+        self._name, self._spent, self._longest = name, 0.0, 0
 
     def spend(self, seconds: float, num_tokens: int) -> None:
         """Add to the time; AllowError if it exceeds the limit for an output of this length."""
