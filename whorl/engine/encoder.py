@@ -54,7 +54,8 @@ class Entry:
 
 
 class Encoder:
-    """depth: layers of the tower. most: tokens whose features are kept; the least recently used are dropped first."""
+    """Plans the tower's work. depth: layers of the tower. most: tokens whose features are kept; the least recently used
+    are dropped first."""
 
     def __init__(self, depth: int, most: int) -> None:
         self.depth, self.most = depth, most

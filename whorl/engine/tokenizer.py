@@ -99,7 +99,7 @@ class Tokenizer:
         raise ValueError(f"tokenizer: {path} has no tokenizer.json and is not a .gguf file")
 
     def __len__(self) -> int:
-        """Size of the vocabulary: larger ids are padding of the model's embedding and must not be sampled."""
+        """Size of the vocabulary: ids from it on are padding of the model's embedding and must not be sampled."""
         return self._size
 
     def token_id(self, token: str) -> int | None:
