@@ -24,7 +24,7 @@ _NUM_CACHED = 1024
 
 
 class Adjuster:
-    """Applies them to logits. vocab_size: larger ids are padding of the model's vocabulary and never sampled."""
+    """Applies these changes. Ids >= vocab_size pad the model's vocabulary and are never sampled."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -86,7 +86,7 @@ class Insert(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where a chunk's tokens begin in a call, and the lane and block table that its sequence had at that time."""
+    """A chunk in a call: where its tokens begin, and the lane and block table that its sequence had at that time."""
 
     chunk: Chunk
     row: int

@@ -12,9 +12,9 @@ from collections import OrderedDict
 from .sequence import Sequence
 
 _ROOT = 0
-# Content behind placeholder tokens of a block: first token in the block, offset in the content, token count, digest.
+# Content of placeholder tokens of a block: first token in the block, offset in the content, token count, digest.
 _Part = tuple[int, int, int, bytes]
-# Name of the prefix before the block, or the salt for the first block; the block's tokens; the contents behind them.
+# Name of the prefix before the block, or the salt for the first block; the block's tokens; the contents among them.
 # Keys are compared, not only hashed, so a hash collision cannot mix two prefixes. A name is a number that is never used
 # twice, so an equal key also means that all blocks before it, and the salt, are equal.
 _Key = tuple[int | str, tuple[int, ...], tuple[_Part, ...]]

@@ -24,7 +24,7 @@ _Key = tuple[str | None, str, tuple[int, int, int], bytes]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """How many layers of the tower a step runs for one image. item: the image, if these are the first; else None."""
+    """The tower's work for one image in a step: `layers` to run. item: the image, if these are the first; else None."""
 
     number: int
     layers: int
@@ -54,7 +54,8 @@ class Entry:
 
 
 class Encoder:
-    """depth: layers of the tower. most: tokens whose features are kept; the least recently used are dropped first."""
+    """Plans the tower's work. depth: layers of the tower. most: tokens whose features are kept; the least recently used
+    are dropped first."""
 
     def __init__(self, depth: int, most: int) -> None:
         self.depth, self.most = depth, most

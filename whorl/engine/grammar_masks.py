@@ -27,6 +27,7 @@ def schema_grammar(schema: dict[str, Any]) -> str:
 
 
 def native_tokenizer(tokenizer: "Tokenizer", vocab_size: int) -> "LLTokenizer":
+    """Return the tokenizer in llguidance's form."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(tokenizer.eos_ids))
@@ -140,6 +141,7 @@ class _Clock:
         self._name, self._spent, self._longest = name, 0.0, 0
 
     def spend(self, seconds: float, num_tokens: int) -> None:
+        """Add to the time; AllowError if it exceeds the limit for an output of this length."""
         self._spent += seconds
         self._longest = max(self._longest, num_tokens)
         if self._spent > _FREE_SECONDS + _TOKEN_SECONDS * self._longest:

@@ -109,6 +109,7 @@ class Rank:
         use_device(device, place.local_rank)
 
     def put(self, key: str, value: Any) -> None:
+        """Store a JSON value under a key that all ranks can read."""
         self._store.set(key, json.dumps(value))
 
     def get(self, key: str) -> Any:
@@ -139,6 +140,7 @@ class Rank:
         sys.excepthook = hook  # torch installs one that puts "[rank0]:" before every line
 
     def leave(self) -> None:
+        """Destroy the process groups."""
         self.control = None
         if self._has_joined and distributed.is_initialized():
             distributed.destroy_process_group()

@@ -273,6 +273,7 @@ class LLM:
 
     @property
     def has_work(self) -> bool:
+        """Whether any sequence is waiting or running."""
         return self.scheduler.has_work
 
     def generate(

@@ -26,4 +26,4 @@ def memory_left(share: float, device: str) -> int:
             f"gpu_memory_utilization is {share}, {share * total / 1e9:.1f} of {device}'s {total / 1e9:.1f} GB, "
             f"and weights and other programs use {used / 1e9:.1f} GB; raise it, or shard the model (tp)"
         )
-    return min(left, cache_memory(device))  # activations need room, too
+    return min(left, cache_memory(device))  # activations need memory as well

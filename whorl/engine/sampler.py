@@ -41,7 +41,7 @@ class Token(NamedTuple):
 
 
 class Sampler:
-    """Samples the outputs of calls. vocab_size: larger ids are padding of the model's vocabulary and never sampled."""
+    """Samples the outputs of calls. Ids >= vocab_size pad the model's vocabulary and are never sampled."""
 
     def __init__(self, model: Model, vocab_size: int) -> None:
         self.model, self.vocab_size = model, vocab_size

@@ -68,6 +68,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
+        """Queue a sequence."""
         self.waiting.append(seq)
 
     def schedule(self, *, lookahead: int = 0, max_prompt_tokens: int | None = None) -> list[Chunk]:

@@ -146,6 +146,7 @@ class Text:
         return True
 
     def finish(self) -> None:
+        """Append what the detokenizer holds back."""
         if self._detokenizer is not None and self.match is None:
             self.value += self._detokenizer.finish()
 
@@ -167,6 +168,7 @@ class Timings:
 
     @property
     def time_to_first_token(self) -> float | None:
+        """Seconds from adding the sequence to its first token; None before that."""
         return None if self.first_token is None else self.first_token - self.added
 
     @property

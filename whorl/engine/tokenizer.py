@@ -99,10 +99,11 @@ class Tokenizer:
         raise ValueError(f"tokenizer: {path} has no tokenizer.json and is not a .gguf file")
 
     def __len__(self) -> int:
-        """Size of the vocabulary: larger ids are padding of the model's embedding and must not be sampled."""
+        """Size of the vocabulary: ids from it on are padding of the model's embedding and must not be sampled."""
         return self._size
 
     def token_id(self, token: str) -> int | None:
+        """Return the id of a token; None if it is not in the vocabulary."""
         return self._backend.token_to_id(token)
 
     def token(self, token_id: int) -> str:
@@ -147,6 +148,7 @@ class Tokenizer:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Tokenizer":
+        """Rebuild a tokenizer from what `state` returned."""
         return cls(Backend.from_str(state["backend"]), **{k: v for k, v in state.items() if k != "backend"})
 
     def with_template(self, source: str) -> "Tokenizer":

@@ -199,7 +199,7 @@ class WarmUp:
     # ---- running dummy sequences
 
     def _fill(self, description: str, prompts: List[tuple[int, int]]) -> Task:
-        """prompts: of each, the number of cached tokens and of new ones."""
+        """Return a task that computes prompts. prompts: of each, the number of cached tokens and of new ones."""
         return Task("compile", description, partial(self._prompt, prompts))
 
     def _prompt(self, prompts: List[tuple[int, int]]) -> None:

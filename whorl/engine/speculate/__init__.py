@@ -132,6 +132,7 @@ class DraftLength:
 
     @property
     def acceptance(self) -> float:
+        """The present estimate of the share of drafted tokens that are accepted."""
         return self._accepted / self._tried
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:

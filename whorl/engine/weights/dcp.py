@@ -112,8 +112,11 @@ class _Pieces:
 
 
 def open_dcp(folder: Path, names: Mapping[str, str] | None, rename: Callable[[str], str] = str) -> dict[str, Source]:
-    """names: those of training by Hugging Face's, {} standing for a layer, then for an expert; None: this model is not
-    trained here. rename: from a tensor's name in the files to one that `names` knows."""
+    """Open a trainer's checkpoint; return its tensors under Hugging Face's names.
+
+    names: the trainer's name by Hugging Face's name, where {} stands for a layer, then for an expert; None: whorl does
+    not train this model. rename: maps a tensor's name in the files to one in `names`.
+    """
     if names is None:
         raise ValueError(f"{folder}: a trainer's checkpoint of a model that is not trained here; export it first")
     metadata = _read_metadata(folder)
