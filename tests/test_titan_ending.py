@@ -179,7 +179,7 @@ def test_a_rank_locks_what_it_writes(tmp_path: Path) -> None:
     pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")
     flags = ["--job.dump_folder", str(tmp_path / "one"), "--checkpoint.folder", str(tmp_path / "shared")]
     lock = FolderLock(tmp_path / "shared")
-    assert f"Held: another run writes into {tmp_path}/shared" in titan_job.refusal(flags)
+    assert f"FolderLocked: another run writes into {tmp_path}/shared" in titan_job.refusal(flags)
     lock.release()
     first = titan_job.Job(titan_job.train, [*flags, "--training.steps", "100000"])
     for event in first.events():

@@ -299,8 +299,8 @@ def test_update_from_config(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Whorl(stage="warmup", indexer_loss_coeff=0.25, attention="absorbed", bootstrap_indexer=True)
     args.update_from_config(SimpleNamespace(**more, whorl=ours))
     assert args.global_tokens == 64 * 32
-    assert AttentionSettings.of(args) == dataclasses.replace(
-        AttentionSettings.of(tiny()), stage="warmup", coefficient=0.25, path="absorbed", global_tokens=64 * 32
+    assert AttentionSettings.from_args(args) == dataclasses.replace(
+        AttentionSettings.from_args(tiny()), stage="warmup", coefficient=0.25, path="absorbed", global_tokens=64 * 32
     )
     assert args.bootstrap_indexer
 

@@ -192,7 +192,7 @@ def test_recall_and_ties_by_brute_force(path: str) -> None:
     assert found[1].recall.item() == pytest.approx(recall, rel=1e-4)
     assert found[1].ties.item() == ties
     gradients(model)
-    assert len(eyes.found) == 3  # closed: it looks no more
+    assert len(eyes.stats) == 3  # closed: it looks no more
 
 
 def test_compiled_attention_is_watched_too() -> None:

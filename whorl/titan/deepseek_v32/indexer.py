@@ -22,7 +22,7 @@ class Indexer(nn.Module):
         self.rotary = Rotary("half")
 
     def forward(self, x: Tensor, q_low: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, S, C], normalised q_low [B, S, rank] -> q [B, S, HI, D], k [B, S, D], weights [B, S, HI], >= fp32.
+        """x [B, S, C], q_low [B, S, rank] (normalised) -> q [B, S, HI, D], k [B, S, D], weights [B, S, HI] (>= fp32).
 
         Both inputs are detached: the indexer is trained by its own loss and trains nothing else. rows: [B, S, R] of the
         rotary table.
