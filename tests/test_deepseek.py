@@ -309,7 +309,7 @@ def test_calls_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_training_is_somebody_elses() -> None:
-    with pytest.raises(ValueError, match="trained by `whorl train`"):
+    with pytest.raises(ValueError, match="train it with `whorl train`"):
         tiny().logprobs(None)
 
 
