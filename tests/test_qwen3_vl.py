@@ -198,7 +198,7 @@ WRONG = {
     ),
     "hidden_act is 'relu'": lambda c: c["vision_config"].update(hidden_act="relu"),
     "deepstack_visual_indexes is": lambda c: c["vision_config"].update(deepstack_visual_indexes=[0, 9]),
-    "names 4 layers": lambda c: c["vision_config"].update(deepstack_visual_indexes=[0, 1, 2, 3]),
+    "has 4 layers": lambda c: c["vision_config"].update(deepstack_visual_indexes=[0, 1, 2, 3]),
     "3 heads of 32 channels": lambda c: c["vision_config"].update(num_heads=3),
     "expected a square": lambda c: c["vision_config"].update(num_position_embeddings=37),
 }
