@@ -105,7 +105,7 @@ def test_layers_of_multi_token_prediction_are_left_aside(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_group": 3}, "8 experts in 3 groups"),
+        ({"n_group": 3}, "n_routed_experts is 8, n_group 3"),
         ({"q_lora_rank": None}, "q_lora_rank"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ({"rope_interleave": False}, "rope_interleave is False"),
