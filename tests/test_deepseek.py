@@ -293,7 +293,7 @@ def test_what_a_step_reads_and_a_token_keeps() -> None:
     cache = coded.empty(3, 64, "cpu")
     assert cache.index is not None
     assert cache.latent[0].nbytes + cache.index[0].nbytes == 64 * (656 + 132)
-    with pytest.raises(ValueError, match="not in int8"):
+    with pytest.raises(ValueError, match="kv_cache_dtype is int8"):
         spec.quantised("int8")
     model = tiny(index_topk=8, num_hidden_layers=1, first_k_dense_replace=1)
     read = roofline.step_bytes(model, context=50) - roofline.step_bytes(model, context=8)
