@@ -105,7 +105,7 @@ def test_layers_of_multi_token_prediction_are_left_aside(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_group": 3}, "8 experts in 3 groups"),
+        ({"n_group": 3}, "n_routed_experts is 8, n_group 3"),
         ({"q_lora_rank": None}, "q_lora_rank"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ({"rope_interleave": False}, "rope_interleave is False"),
@@ -293,7 +293,7 @@ def test_what_a_step_reads_and_a_token_keeps() -> None:
     cache = coded.empty(3, 64, "cpu")
     assert cache.index is not None
     assert cache.latent[0].nbytes + cache.index[0].nbytes == 64 * (656 + 132)
-    with pytest.raises(ValueError, match="not in int8"):
+    with pytest.raises(ValueError, match="kv_cache_dtype is int8"):
         spec.quantised("int8")
     model = tiny(index_topk=8, num_hidden_layers=1, first_k_dense_replace=1)
     read = roofline.step_bytes(model, context=50) - roofline.step_bytes(model, context=8)
@@ -309,7 +309,7 @@ def test_calls_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_training_is_somebody_elses() -> None:
-    with pytest.raises(ValueError, match="trained by `whorl train`"):
+    with pytest.raises(ValueError, match="train it with `whorl train`"):
         tiny().logprobs(None)
 
 

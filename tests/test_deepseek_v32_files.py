@@ -57,8 +57,8 @@ def test_the_older_spelling_of_a_rotation() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kv_lora_rank": None}, "kv_lora_rank missing"),
-        ({"q_lora_rank": None}, "q_lora_rank missing"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        ({"q_lora_rank": None}, "q_lora_rank is missing"),
         ({"hidden_size": "7168"}, "hidden_size is '7168', expected a whole number"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1, expected a whole number, 0 or more"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes', expected true or false"),

@@ -193,12 +193,12 @@ def test_stacked_experts_are_read_either_way(tmp_path: Path, is_transposed: bool
 WRONG = {
     "vision_config is None": lambda c: c.pop("vision_config"),
     "text_config is 3": lambda c: c.update(text_config=3),
-    "out_hidden_size is 48, and the text has a hidden_size of 32": lambda c: c["vision_config"].update(
+    "out_hidden_size is 48, expected the text's hidden_size, 32": lambda c: c["vision_config"].update(
         out_hidden_size=48
     ),
     "hidden_act is 'relu'": lambda c: c["vision_config"].update(hidden_act="relu"),
     "deepstack_visual_indexes is": lambda c: c["vision_config"].update(deepstack_visual_indexes=[0, 9]),
-    "names 4 layers": lambda c: c["vision_config"].update(deepstack_visual_indexes=[0, 1, 2, 3]),
+    "has 4 layers": lambda c: c["vision_config"].update(deepstack_visual_indexes=[0, 1, 2, 3]),
     "3 heads of 32 channels": lambda c: c["vision_config"].update(num_heads=3),
     "expected a square": lambda c: c["vision_config"].update(num_position_embeddings=37),
 }
