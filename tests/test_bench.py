@@ -28,7 +28,9 @@ def planted(monkeypatch):
     """Give an operator a backend that runs here and is wrong."""
 
     def plant(op, function, backend="triton"):
-        monkeypatch.setattr(devices, "unavailable", lambda name, device, by_name=False: None if name == backend else "no")
+        monkeypatch.setattr(
+            devices, "unavailable", lambda name, device, by_name=False: None if name == backend else "no"
+        )
         monkeypatch.setattr("whorl.ops._op.unavailable", devices.unavailable)
         monkeypatch.setitem(op.impls, backend, Impl(backend, function, lambda **_: None))
 
@@ -211,9 +213,7 @@ class TestBench:
         settings = bench.OpsSettings.resolve(names=["indexer", "top_k", "rope"], device="cpu")
         assert settings.names == (*GROUPS["indexer"], "rope")
         assert all(name in OPS for names in GROUPS.values() for name in names)
-        with pytest.raises(
-            ValueError, match=r"no operator nonsense; expected .*, or the groups sparse_attention, ind"
-        ):
+        with pytest.raises(ValueError, match=r"no operator nonsense; expected .*, or the groups sparse_attention, ind"):
             bench.OpsSettings.resolve(names=["nonsense"], device="cpu")
 
     @pytest.mark.parametrize("name", ["sparse_attention", "masked_attention", "masked_attention_backward", "top_k"])

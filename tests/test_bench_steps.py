@@ -80,7 +80,7 @@ def test_without_a_context_prompts_are_computed(shape: str) -> None:
     ("arguments", "message"),
     [
         ("--context 0", "--context is 0, expected numbers such as"),
-        ("--context 250 --tokens 8", "exceeds the 256 positions"),
+        ("--context 250 --tokens 8", "exceeds the model's 256 positions"),
         ("--context 20 --verify", "--context 20 does not apply to --verify"),
         ("--profile --first", "give only one of --profile and --first"),
         ("--warmup full", "--warmup full needs --first"),

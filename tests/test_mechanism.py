@@ -96,7 +96,9 @@ def test_choice_says_why_others_were_passed_over(device: str) -> None:
     assert twice.choose(torch.ones(4, device=device), backend="triton").backend == "triton"
     choice = twice.choose(torch.ones(3, device=device))
     assert (choice.backend, choice.function) == ("torch", twice.reference)
-    expected = "odd sizes are not taken" if device == "cuda" else "interpreted Triton runs only when the backend is named"
+    expected = (
+        "odd sizes are not taken" if device == "cuda" else "interpreted Triton runs only when the backend is named"
+    )
     assert choice.reasons == {"triton": expected}
 
 

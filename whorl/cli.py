@@ -17,7 +17,18 @@ from whorl.chat.options import AT_ONCE, AnswerOptions, ChatOptions, MediaOptions
 from whorl.cluster.options import ClusterOptions
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import MODEL, RANKS, EngineSettings
-from whorl.options import Device, Overrides, Json, Model, exit_on_bad_usage, need_engine, need_torch, print_json, expand_options, stop
+from whorl.options import (
+    Device,
+    Overrides,
+    Json,
+    Model,
+    exit_on_bad_usage,
+    need_engine,
+    need_torch,
+    print_json,
+    expand_options,
+    stop,
+)
 from whorl.pasted import PASTED, PastedCommand
 from whorl.plan.options import PlanOptions
 from whorl.serve.options import ServeOptions
@@ -124,7 +135,9 @@ def generate(
     model: Model = None,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="The text to continue. Default: standard input, when it is a pipe."),
+        typer.Option(
+            "--prompt", "-p", metavar="TEXT", help="The text to continue. Default: standard input, when it is a pipe."
+        ),
     ] = None,
     prompt_file: Annotated[
         str | None,
@@ -170,7 +183,10 @@ def chat(
         ChatOptions,
         Overrides(
             defaults={"chat": True, "interactive": True},
-            without={"chat": "whorl chat always uses it: leave it out", "interactive": "whorl chat always is: leave it out"},
+            without={
+                "chat": "whorl chat always uses it: leave it out",
+                "interactive": "whorl chat always is: leave it out",
+            },
         ),
     ],
     model_dir: ModelDir = None,
@@ -189,7 +205,9 @@ def quantize(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist yet.")],
     format: Annotated[
         Scheme,
-        typer.Option("--format", help="w4a16: 4-bit groups; w8a8: int8 weights and activations; fp8: FP8 by row or block."),
+        typer.Option(
+            "--format", help="w4a16: 4-bit groups; w8a8: int8 weights and activations; fp8: FP8 by row or block."
+        ),
     ] = Scheme.w4a16,
     ignore: Annotated[
         list[str] | None,
@@ -306,10 +324,13 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Move an earlier run in the folder aside instead of resuming it.")
     ] = False,
-    torchrun: Annotated[str, typer.Option(metavar="OPTIONS", help="More options for torchrun, such as --nnodes=8.")] = "",
+    torchrun: Annotated[
+        str, typer.Option(metavar="OPTIONS", help="More options for torchrun, such as --nnodes=8.")
+    ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun command and start nothing.")] = False,
     plot: Annotated[
-        list[Path] | None, typer.Option(metavar="FOLDER", help="Plot the curves of a run; repeat it to plot several runs together.")
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="Plot the curves of a run; repeat it to plot several runs together."),
     ] = None,
     as_json: Json = False,
     *,

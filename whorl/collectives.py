@@ -135,7 +135,10 @@ def all_gather_quantized(x: Tensor, tokens: int, group: str, format: str) -> Ten
     codes, scale = dynamic_quant(x.flatten(1), format=format)
     gathered = _all_gather(torch.cat([codes.view(torch.uint8), scale.view(-1, 1).view(torch.uint8)], 1), tokens, group)
     width = codes.shape[1]
-    codes, scale = gathered[:, :width].contiguous().view(codes.dtype), gathered[:, width:].contiguous().view(torch.float32)
+    codes, scale = (
+        gathered[:, :width].contiguous().view(codes.dtype),
+        gathered[:, width:].contiguous().view(torch.float32),
+    )
     return dequantize(codes, scale.view(-1), x.dtype).view(tokens, *x.shape[1:])
 
 

@@ -75,6 +75,7 @@ def is_interpreting() -> bool:
 
 @functools.cache
 def is_installed(package: str) -> bool:
+    """Return whether a package can be imported."""
     return importlib.util.find_spec(package) is not None
 
 
@@ -234,6 +235,7 @@ def overlaps_kernels(device: torch.device) -> bool:
 
 
 def synchronize(device: str) -> None:
+    """Wait until all work on `device` is done."""
     module = accelerator(device)
     if module is not None:
         module.synchronize()
@@ -391,6 +393,7 @@ def lasting(x: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def device_name(device: str) -> str:
+    """Return the name of the device, such as that of the GPU."""
     module = accelerator(device)
     return platform.processor() or platform.machine() if module is None else str(module.get_device_name())
 

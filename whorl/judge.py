@@ -109,7 +109,7 @@ def _judge_output(actual: Tensor, reference: Tensor, gold: Tensor, limit: float,
         return Verdict(ratio=ratio, problem=f"error is {error:.3g}, {ratio:.2f} times the reference's {own_error:.3g}")
     worst, own_error = ((t.double() - gold).abs().max().item() for t in (actual, reference))
     if worst > OUTLIER * limit / LIMIT * own_error + torch.finfo(actual.dtype).eps * gold.abs().max().item():
-        return Verdict(ratio=ratio, problem=f"an element is off by {worst:.3g}, the reference by at most {own_error:.3g}")
+        return Verdict(ratio=ratio, problem=f"an element is off by {worst:.3g}, the reference by {own_error:.3g}")
     return Verdict(ratio=ratio)
 
 

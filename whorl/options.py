@@ -63,6 +63,7 @@ def need_engine(command: str) -> None:
 
 
 def print_json(document: Any) -> None:
+    """Print a document as indented JSON."""
     print(json.dumps(document, indent=2))
 
 

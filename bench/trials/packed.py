@@ -256,6 +256,7 @@ Job = tuple[str, float, Callable[[dict[str, Any] | None, bool], float]]  # name,
 
 
 def weight_bytes(weight: Weight) -> int:
+    """Return the bytes of a packed weight with its scales and zeros."""
     return sum(t.nbytes for t in weight[:3] if isinstance(t, Tensor))
 
 
@@ -311,6 +312,7 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
 
 
 def jobs(kinds: list[str]) -> Iterator[tuple[Job, list[dict[str, Any]]]]:
+    """Yield all jobs and the plans to try for each."""
     for kind, count in itertools.product(kinds, (1, 8, 64)):
         for name in reversed(EXPERTS):
             yield experts_job(kind, name, count, True)

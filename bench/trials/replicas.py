@@ -97,6 +97,7 @@ def measure(replicas: int, routing: str, requests: int, concurrency: int) -> dic
 
 
 def wait_for(url: str, server: "subprocess.Popen[bytes]", seconds: float = 300.0) -> None:
+    """Return when the server answers; raises RuntimeError when it has ended or takes too long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.poll() is None:
         try:
@@ -108,6 +109,7 @@ def wait_for(url: str, server: "subprocess.Popen[bytes]", seconds: float = 300.0
 
 
 def table(results: list[dict[str, Any]]) -> str:
+    """Return the results as a Markdown table."""
     lines = [
         "| replicas | routing | requests | failed | cached tokens | requests/s | input tok/s | ttft p50 / p90, s |"
     ]

@@ -59,7 +59,9 @@ def _sparse(values: Values, compiled: bool) -> list[Peer]:
 
     peers = _plain_triton_peers(bind_plain, values, value_dim)
     if _is_full(values):
-        peers.append(Peer(label="gather and two products, eager", bind=bind_eager(eager_sparse), select_expected=_first))
+        peers.append(
+            Peer(label="gather and two products, eager", bind=bind_eager(eager_sparse), select_expected=_first)
+        )
         if compiled:
             label = "gather and two products, torch.compile"
             peers.append(Peer(label=label, bind=bind_eager(compile_static(eager_sparse)), select_expected=_first))

@@ -156,6 +156,7 @@ def run(device: str | None, dtype: str, repeats: int) -> Document:
 
 
 def is_good(document: Document) -> bool:
+    """Return whether every operator agrees with its reference."""
     return all(row["is_right"] for row in document["rows"])
 
 
@@ -281,6 +282,7 @@ def _seconds(variant: Run, device: str) -> float:
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     heading = f"{'operator':14} {'calls':10} {'backend':10}" + "".join(
         f"{name:>10}" for name in (*COLUMNS, "mechanism")
     )

@@ -111,7 +111,9 @@ class Subject:
         )
 
 
-def run(settings: DecodeSettings, make_proposer: Callable[[], Proposer], *, is_fixed: bool, num_prompts: int = 2) -> Document:
+def run(
+    settings: DecodeSettings, make_proposer: Callable[[], Proposer], *, is_fixed: bool, num_prompts: int = 2
+) -> Document:
     """Run plain decoding and speculation by turns.
 
     Returns {"header": ..., "speculation": ..., "classes": [...]}.
@@ -177,6 +179,7 @@ def is_good(document: Document) -> bool:
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     spec = document["speculation"]
     lines = [
         *render_header(document["header"]),
@@ -206,4 +209,3 @@ def _speed_cells(speeds: Document | None) -> list[str]:
     if speeds is None:
         return ["-"] * 3
     return [f"{speeds['plain_tok_s']:.1f}", f"{speeds['tok_s']:.1f}", f"{speeds['times']:.2f}x"]
-

@@ -63,8 +63,13 @@ def run(
         "ranks": ranks,
         "width": WIDTH,
         "versions": versions(),
-        "settings": [_measure_in_new_processes(name, variables, options | {"tune": tune}) for name, variables, tune in settings(device)],
-        "not_applicable": [name for other, variables in COLLECTIVE_SETTINGS.items() if other != device for name in variables],
+        "settings": [
+            _measure_in_new_processes(name, variables, options | {"tune": tune})
+            for name, variables, tune in settings(device)
+        ],
+        "not_applicable": [
+            name for other, variables in COLLECTIVE_SETTINGS.items() if other != device for name in variables
+        ],
     }
 
 
@@ -187,10 +192,14 @@ def _time(rank: Rank, form: Form, rows: int, repeats: int) -> dict[str, Any]:
 
 
 def is_good(result: dict[str, Any]) -> bool:
-    return all(setting["error"] is None and all(row["equal"] for row in setting["rows"]) for setting in result["settings"])
+    """Return whether every setting ran and every result is right."""
+    return all(
+        setting["error"] is None and all(row["equal"] for row in setting["rows"]) for setting in result["settings"]
+    )
 
 
 def show(result: dict[str, Any]) -> None:
+    """Print the result as tables."""
     console = Console()
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     console.print(f"{result['device']}: {packages}")

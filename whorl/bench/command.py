@@ -13,7 +13,18 @@ from whorl.bench.train_options import TrainOptions
 from whorl.bench.vision_options import VisionOptions
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
-from whorl.options import Device, Dtype, Overrides, Json, Model, exit_on_bad_usage, need_engine, need_torch, print_json, expand_options
+from whorl.options import (
+    Device,
+    Dtype,
+    Overrides,
+    Json,
+    Model,
+    exit_on_bad_usage,
+    need_engine,
+    need_torch,
+    print_json,
+    expand_options,
+)
 from whorl.pasted import PASTED, PastedCommand
 
 bench = typer.Typer(help="Benchmarks that time the best alternatives in the same run.", no_args_is_help=True)
@@ -30,7 +41,8 @@ def bench_ops(
     device: Annotated[Device | None, typer.Option(help="Default: the best device of this machine.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="dtype of the inputs.")] = Dtype.bfloat16,
     quick: Annotated[
-        bool | None, typer.Option("--quick/--full", help="Use at most 64 tokens. Default: --quick without an accelerator.")
+        bool | None,
+        typer.Option("--quick/--full", help="Use at most 64 tokens. Default: --quick without an accelerator."),
     ] = None,
     compiled: Annotated[
         bool | None,
@@ -84,7 +96,8 @@ def bench_calls(
 
 @bench.command("positions")
 def bench_positions(
-    repeats: Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")] = 20, as_json: Json = False
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")] = 20,
+    as_json: Json = False,
 ) -> None:
     """Time multimodal position ids next to transformers' get_rope_index (needs transformers)."""
     need_torch()
@@ -114,7 +127,9 @@ def bench_rope_lookup(
 @bench.command("collectives")
 def bench_collectives(
     device: Annotated[Device | None, typer.Option(help="Default: the best device of this machine.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=2, help="Number of ranks. Default: one for each device; 2 on a CPU.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="Number of ranks. Default: one for each device; 2 on a CPU.")
+    ] = None,
     rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of the tensor; may be repeated.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")] = 20,
     as_json: Json = False,
@@ -138,7 +153,9 @@ def bench_decode(
     model: Model = None,
     *,
     measured: DecodeOptions,
-    drafting: Annotated[DraftOptions, Overrides(without={"pld": "--classify drafts by prompt lookup by default: leave it out"})],
+    drafting: Annotated[
+        DraftOptions, Overrides(without={"pld": "--classify drafts by prompt lookup by default: leave it out"})
+    ],
     engine: Annotated[EngineSettings, Overrides(without=SET_BY_MEASUREMENT)],
     as_json: Json = False,
 ) -> None:
@@ -175,10 +192,14 @@ def bench_serve(
 
 @bench.command("sp")
 def bench_sp(
-    simulate: Annotated[bool, typer.Option("--simulate", help="Print the cost model's estimate for TP 2 to 16 and measure nothing.")] = False,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Print the cost model's estimate for TP 2 to 16 and measure nothing.")
+    ] = False,
     ranks: Annotated[int, typer.Option(min=2, max=4, help="Number of ranks.")] = 2,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prefill.")] = 512,
-    hidden: Annotated[int | None, typer.Option(min=128, help="Hidden size. Default: 512, or 8192 with --simulate.")] = None,
+    hidden: Annotated[
+        int | None, typer.Option(min=128, help="Hidden size. Default: 512, or 8192 with --simulate.")
+    ] = None,
     layers: Annotated[int, typer.Option(min=1)] = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")] = 5,
     rate: Annotated[

@@ -31,8 +31,7 @@ class DecodeSettings:
 
     config: the model's config for random weights; None: the model `name` is loaded. contexts: numbers of keys that the
     cache of each sequence is filled with before decoding is timed; (): only a short prompt is. prompt_tokens: length of
-    a prompt whose prefill is timed; 0: none. engine: settings of every engine; the benchmark replaces its sizes. Its
-    device is never None.
+    a prompt whose prefill is timed; 0: none. engine: settings, whose device is never None; sizes are replaced.
     """
 
     name: str
@@ -74,9 +73,7 @@ class DecodeSettings:
         contexts = () if context is None else parse_counts(context, "--context")
         most = (config or {}).get("max_position_embeddings")
         if most is not None and contexts and max(contexts) + num_tokens + 1 > most:
-            raise ValueError(
-                f"--context {context} plus --tokens {num_tokens} exceeds the {most} positions of {random_config}"
-            )
+            raise ValueError(f"--context {context} plus --tokens {num_tokens} exceeds the model's {most} positions")
         return DecodeSettings(
             name=random_config or model or "SmolLM2-135M-Instruct",
             engine=engine.changed(device=devices.require(engine.device or devices.default_device())),
@@ -117,6 +114,7 @@ Peer = Callable[[DecodeSettings, List[Document], Progress], list[Document]]
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
+    """Return the numbers of --batch."""
     return parse_counts(text, "--batch")
 
 
@@ -148,10 +146,7 @@ def load(settings: DecodeSettings) -> tuple[Any, Any]:
 
 
 def run(settings: DecodeSettings, peer: Peer | None = None) -> Document:
-    """Run the benchmark; peer: a function that times the same rows in another library.
-
-    Returns {"header": ..., "decode": [...], "prefill": ..., "peers": [...]}.
-    """
+    """Return {"header": ..., "decode": [...], "prefill": ..., "peers": [...]}; peer: times our rows in a library."""
     num_rows = len(settings.rows)
     peer_rows = 0 if peer is None else num_rows * 2
     with Progress(2 + num_rows + bool(settings.prompt_tokens) + peer_rows) as progress:
@@ -260,8 +255,7 @@ def _time_steps(llm: LLM, vocab_size: int, batch: int, context: int, settings: D
 def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     """Return `count` different prompts of random tokens, the same in every run."""
     generator = torch.Generator().manual_seed(count)
-    token_ids = torch.randint(vocab_size, (count, length), generator=generator)
-    return [row.tolist() for row in token_ids]
+    return [row.tolist() for row in torch.randint(vocab_size, (count, length), generator=generator)]
 
 
 def _prefill(model: Any, vocab_size: int, settings: DecodeSettings) -> Document:
@@ -280,8 +274,7 @@ def _prefill(model: Any, vocab_size: int, settings: DecodeSettings) -> Document:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     times = [timed(settings.device, lambda: llm.generate(prompt, params, progress=False)) for _ in range(4)]
     seconds = statistics.median(times[1:])
-    dtype = model.dtype
-    rate, matmul = prompt_flops(model, length) / seconds, matmul_rate(dtype, settings.device)
+    rate, matmul = prompt_flops(model, length) / seconds, matmul_rate(model.dtype, settings.device)
     return {
         "prompt_tokens": length,
         "seconds": seconds,

@@ -30,7 +30,9 @@ class DecodeOptions:
         "a suffix gives the quantisation, as in Qwen3-30B-A3B:w4a16 (or fp8, w8a8).",
         metavar="NAME|PATH",
     )
-    batch: str | None = option(None, "Numbers of sequences (1,8,64), or of tokens that --verify checks (1..8).", metavar="N,N|N..N")
+    batch: str | None = option(
+        None, "Numbers of sequences (1,8,64), or of tokens that --verify checks (1..8).", metavar="N,N|N..N"
+    )
     context: str | None = option(
         None,
         "Keys of each sequence before decoding is timed; the cache is filled with random values. Default: 16.",
@@ -41,7 +43,9 @@ class DecodeOptions:
     repeats: int = option(5, "Number of runs; the median is reported.", least=1)
     peer: str | None = option(None, "Also time this library in the same run: transformers.", metavar="NAME")
     classify: bool = option(False, "Compare speculation with plain decoding and classify every output.")
-    sweep: str | None = option(None, "Tabulate prompt lookup over draft lengths and n-gram lengths.", metavar="k=..,ngram=..")
+    sweep: str | None = option(
+        None, "Tabulate prompt lookup over draft lengths and n-gram lengths.", metavar="k=..,ngram=.."
+    )
     draft_lengths: str | None = option(
         None,
         "Time a step by tokens drafted (1,2,3,4,8), and give the acceptance from which drafting pays.",

@@ -273,6 +273,7 @@ HOW = {
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     lines = render_header(document["header"])
     for result in document["profiles"]:
         total = result["step_us"]

@@ -15,17 +15,19 @@ def rate(tb_s: float) -> str:
 
 
 def render_header(header: Document) -> list[str]:
+    """Return the header of a document as lines of text."""
     count, copy = header["num_parameters"], rate(header["copy_tb_s"])
     parameters = f"{count / 1e9:.3f} B" if count >= 1e8 else f"{count / 1e6:.3f} M"
     weights = f"{parameters} {header['weights']} weights, {header['dtype']}, {size(header['weight_bytes'])}"
     return [
         *render_provenance(header),
         f"model     {header['model']}: {weights}",
-        f"reads     {size(header['bytes_per_token'])} per token at batch 1, without the KV cache; a copy here moves {copy}",
+        f"reads     {size(header['bytes_per_token'])} a token at batch 1, without KV cache; a copy here moves {copy}",
     ]
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     lines = render_header(document["header"])
     if any(row["batch"] > 1 for row in document["decode"]):
         lines.append("note      the experts that a batch reads are counted as if routing were uniform")

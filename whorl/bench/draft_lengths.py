@@ -80,7 +80,9 @@ def run(settings: DecodeSettings, lengths: Sequence[int]) -> Document:
                 with progress(f"drafts of {k}, batch {batch}, {context} keys"):
                     rejected = RejectedProposer(k, vocab_size)
                     drafted_row = _result(k, _seconds(model, vocab_size, batch, context, settings, rejected), plain)
-                    mtp_seconds = None if layer is None else _mtp_seconds(model, layer, vocab_size, batch, context, settings, k)
+                    mtp_seconds = (
+                        None if layer is None else _mtp_seconds(model, layer, vocab_size, batch, context, settings, k)
+                    )
                     mtp_row = None if mtp_seconds is None else _result(k, mtp_seconds, plain)
                     rows.append({"batch": batch, "context": context, "k": k, **drafted_row, "mtp": mtp_row})
     return {"header": header(settings, model), "rows": rows}
@@ -145,6 +147,7 @@ def _time(llm: LLM, vocab_size: int, batch: int, context: int, settings: DecodeS
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     rows, has_layer = document["rows"], any(row["mtp"] for row in document["rows"])
     more = ["with mtp: ms", "times plain", "pays from acceptance"] if has_layer else []
     cells = [["keys", "batch", "drafted", "ms/step", "times plain", "pays from acceptance", *more]]

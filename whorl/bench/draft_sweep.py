@@ -74,6 +74,7 @@ def _sound_speed(runs: Sequence[Run]) -> float | None:
 
 
 def render_sweep(document: Document) -> str:
+    """Return the document of `sweep` as text."""
     lines, rows = render_header(document["header"]), document["rows"]
     plain = document["plain_tok_s"]
     lines += [
@@ -117,10 +118,13 @@ def verify(settings: DecodeSettings) -> Document:
 
 
 def render_verify(document: Document) -> str:
+    """Return the document of `verify` as text."""
     first, *_ = document["seconds"].values()
     cells = [["tokens", "ms", "times one", "pays from acceptance"]]
     for tokens, seconds in document["seconds"].items():
-        cells.append([str(tokens), f"{seconds * 1e3:.3f}", f"{seconds / first:.2f}", _break_even(tokens, seconds / first)])
+        cells.append(
+            [str(tokens), f"{seconds * 1e3:.3f}", f"{seconds / first:.2f}", _break_even(tokens, seconds / first)]
+        )
     return "\n".join([*render_header(document["header"]), "", *table(cells)])
 
 

@@ -47,7 +47,9 @@ def compiled_kernels() -> int | None:
         return 0
     kind = importlib.import_module("triton.runtime.jit").JITFunction
     ours = [module for name, module in list(sys.modules.items()) if name.startswith("whorl.") and "triton" in name]
-    functions = {id(function): function for module in ours for function in vars(module).values() if isinstance(function, kind)}
+    functions = {
+        id(function): function for module in ours for function in vars(module).values() if isinstance(function, kind)
+    }
     try:
         return sum(len(cache[0]) for function in functions.values() for cache in function.device_caches.values())
     except (AttributeError, TypeError, KeyError):
@@ -78,7 +80,12 @@ def run(settings: DecodeSettings) -> Document:
             phases += _warm_up(llm, settings)
         with progress("mixed load, twice"):
             load_result = _load(llm, settings)
-        return {"header": header(settings, model), "phases": _phase_rows(phases), "warmup": _warmup_kind(llm), "load": load_result}
+        return {
+            "header": header(settings, model),
+            "phases": _phase_rows(phases),
+            "warmup": _warmup_kind(llm),
+            "load": load_result,
+        }
 
 
 def _phase_rows(phases: list[tuple[str, float | None]]) -> list[Document]:
@@ -184,6 +191,7 @@ def is_good(document: Document) -> bool:
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     lines, result = render_header(document["header"]), document["load"]
     total = sum(row["seconds"] or 0.0 for row in document["phases"])
     cells = [["start", "seconds"]]
@@ -192,9 +200,7 @@ def render(document: Document) -> str:
     times = f"median {result['median_s'] * 1e3:.1f} ms, p99 {result['p99_s'] * 1e3:.1f}, longest "
     times += f"{result['longest_s'] * 1e3:.1f}; {result['first_s']:.2f} s, and again {result['again_s']:.2f}"
     lines.append(f"load      {result['requests']} requests in {result['steps']} steps: {times}")
-    lines.append(
-        f"late      {result['late_steps']} steps did one-time work (warm-up {document['warmup']})"
-    )
+    lines.append(f"late      {result['late_steps']} steps did one-time work (warm-up {document['warmup']})")
     for row in result["slow"][:20]:
         why = ", ".join(row["late"]) or "no one-time work"
         lines.append(

@@ -91,6 +91,7 @@ def run(settings: OpsSettings) -> Document:
 
 
 def is_good(document: Document) -> bool:
+    """Return whether every case is right."""
     return all(row["passed"] for row in document["rows"])
 
 
@@ -287,4 +288,3 @@ def _peer_problem(bound: Bound, gold: Sequence[Tensor]) -> str | None:
         if not error <= PEER_ERROR * torch.finfo(actual.dtype).eps:
             return f"wrong output: relative error {error:.2g}"
     return None
-

@@ -10,6 +10,7 @@ PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     header, lines = document["header"], []
     lines += [
         *render_provenance(header),

@@ -37,6 +37,7 @@ class Peer:
 
 def bind_plainly(op: Op, function: Callable[..., Any]) -> Callable[[Values], Bound]:
     """Return the `bind` of a function that takes the operator's own arguments."""
+
     def bind(values: Values) -> Bound:
         values = {n: v.clone() if n in op.mutates and v is not None else v for n, v in values.items()}
         outputs = (lambda _: tensors_of([values[n] for n in op.mutates])) if op.mutates else tensors_of

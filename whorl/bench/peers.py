@@ -40,6 +40,7 @@ def peers_of(op: Op, values: Values, *, compiled: bool) -> list[Peer]:
 
 
 def hf_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm as Hugging Face models compute it."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -103,7 +104,9 @@ def _rms_norm_backward(values: Values, compiled: bool) -> list[Peer]:
         def bind(values: Values) -> Bound:
             grads = [t.clone() for t in _arguments(values, "dy", "residual_grad") if t is not None]
             zero = (torch.zeros_like(values["x"]),) if has_residual else ()
-            run = backward_alone(lambda x, w: norm(x, *zero, w, values["eps"]), _arguments(values, "x", "weight"), grads)
+            run = backward_alone(
+                lambda x, w: norm(x, *zero, w, values["eps"]), _arguments(values, "x", "weight"), grads
+            )
             return Bound(run=run, outputs=tensors_of)
 
         return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
@@ -124,6 +127,7 @@ def _rms_norm_backward(values: Values, compiled: bool) -> list[Peer]:
 
 
 def hf_swiglu(x: Tensor) -> Tensor:
+    """Return SwiGLU as Hugging Face models compute it."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -158,6 +162,7 @@ def _swiglu_backward(values: Values, compiled: bool) -> list[Peer]:
 
 
 def hf_geglu(x: Tensor) -> Tensor:
+    """Return GeGLU as Hugging Face models compute it."""
     gate, up = x.chunk(2, -1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -216,7 +221,8 @@ def _qk_norm_rope(values: Values, compiled: bool) -> list[Peer]:
             q, k, v = _split_heads(values, values["qkv"])
             constants = [*_arguments(values, "q_weight", "k_weight"), *hf_tables(values, q.dtype), values["eps"]]
             return Bound(
-                run=lambda: function(q[None], k[None], *constants), outputs=lambda out: [*from_hf(out), *_with_v(values, v)]
+                run=lambda: function(q[None], k[None], *constants),
+                outputs=lambda out: [*from_hf(out), *_with_v(values, v)],
             )
 
         return bind

@@ -51,7 +51,11 @@ def _measure(case: str, tokens: int, layers: int, repeats: int, device: str) -> 
     table = get_rope(head_dim=HEAD_DIM, max_position=40960, rope_theta=1e6, **CASES[case])
     variants = _variants(table, tokens, layers, device)
     outputs = [variant() for variant in variants.values()]
-    row: dict[str, Any] = {"case": case, "tokens": tokens, "equal": all(_equal(outputs[0], other) for other in outputs[1:])}
+    row: dict[str, Any] = {
+        "case": case,
+        "tokens": tokens,
+        "equal": all(_equal(outputs[0], other) for other in outputs[1:]),
+    }
     del outputs
     if row["equal"]:
         row |= {f"{name}_us": us for name, us in _median_us(variants, repeats, device).items()}
@@ -108,7 +112,9 @@ def _print(result: dict[str, Any]) -> None:
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     console.print(f"{result['device']}: {packages}")
     heads, kv_heads, head_dim = result["heads"]
-    table = Table(title=f"{result['layers']} layers, {heads}+{kv_heads} heads x {head_dim}, median microseconds per step")
+    table = Table(
+        title=f"{result['layers']} layers, {heads}+{kv_heads} heads x {head_dim}, median microseconds per step"
+    )
     for name in ("case", "tokens", "hoisted", "per layer", "in kernel", "per layer / hoisted", "in kernel / hoisted"):
         table.add_column(name, justify="left" if name == "case" else "right")
     for row in result["rows"]:

@@ -11,6 +11,7 @@ from whorl.ops.rope.tables import merged_rows, token_rows
 
 
 def rotate_half(x: Tensor) -> Tensor:
+    """Return transformers' rotate_half(x)."""
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), -1)
 
@@ -49,6 +50,7 @@ def is_hf_rope(values: Values, heads: Tensor, other: Tensor | None) -> bool:
 
 
 def rope_peers(values: Values, compiled: bool) -> list[Peer]:
+    """Return the peers of rope and mrope for these arguments."""
     if not is_hf_rope(values, values["q"], values["k"]):
         return []
 
@@ -76,6 +78,7 @@ def rope_peers(values: Values, compiled: bool) -> list[Peer]:
 
 
 def rope_backward_peers(values: Values, compiled: bool) -> list[Peer]:
+    """Return the peers of the backward of rope and mrope for these arguments."""
     if not is_hf_rope(values, values["dq"], values["dk"]):
         return []
 
@@ -104,7 +107,7 @@ def rope_backward_peers(values: Values, compiled: bool) -> list[Peer]:
 
 
 def _liger_mrope(values: Values, names: tuple[str, str], name: str) -> list[Peer]:
-    """Return Liger's mrope, which merges axes in its kernel. It has only the chunked order, so it is checked with that."""
+    """Return Liger's mrope, which merges axes in its kernel. It has only the chunked order and is checked with it."""
     function = liger_function(values, "qwen2vl_mrope", name)
     if function is None:
         return []

@@ -43,7 +43,9 @@ class LoadOptions:
         metavar="LENGTHS",
         panel=LENGTHS,
     )
-    output: str | None = option(None, "Tokens of an output, in the same form. Default: 64.", metavar="LENGTHS", panel=LENGTHS)
+    output: str | None = option(
+        None, "Tokens of an output, in the same form. Default: 64.", metavar="LENGTHS", panel=LENGTHS
+    )
     trace: Path | None = option(
         None,
         "Read lengths from JSON lines: input_length, output_length, timestamp in ms, hash_ids of shared blocks.",
@@ -52,7 +54,9 @@ class LoadOptions:
     )
     shared_prefix: int = option(0, "Tokens of a prefix that prompts share, before each prompt.", least=0, panel=LENGTHS)
     prefixes: int = option(1, "Number of different shared prefixes.", least=1, panel=LENGTHS)
-    seed: int = option(0, "Seed of the workload; the same seed gives the same requests at the same times.", least=0, panel=LENGTHS)
+    seed: int = option(
+        0, "Seed of the workload; the same seed gives the same requests at the same times.", least=0, panel=LENGTHS
+    )
     chat: bool = option(False, "With --url: use /v1/chat/completions instead of /v1/completions.", panel=REQUESTS)
     body: str | None = option(
         None, 'With --url: fields to add to every request: {"cache_salt": "2"}.', metavar="JSON", panel=REQUESTS
@@ -68,12 +72,17 @@ class LoadOptions:
         120.0, "With --url: seconds without data after which a request has failed.", above=0, panel=REQUESTS
     )
     slo: str | None = option(
-        None, "Latency bounds of a good request, in ms: ttft=500,itl=50; also tpot, e2e.", metavar="NAME=MS,..", panel=RESULTS
+        None,
+        "Latency bounds of a good request, in ms: ttft=500,itl=50; also tpot, e2e.",
+        metavar="NAME=MS,..",
+        panel=RESULTS,
     )
     records: Path | None = option(
         None, "Write the measurements of each request as JSON lines.", metavar="FILE", panel=RESULTS
     )
-    plot: Path | None = option(None, "Write a chart of latency and throughput against the load.", metavar="FILE", panel=RESULTS)
+    plot: Path | None = option(
+        None, "Write a chart of latency and throughput against the load.", metavar="FILE", panel=RESULTS
+    )
 
     def __post_init__(self) -> None:
         check(self)

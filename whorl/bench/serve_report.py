@@ -21,6 +21,7 @@ _COLOURS = {"p50": "#9fb8d0", "p90": "#4f81b0", "p99": "#1f4e79"}
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
@@ -43,9 +44,7 @@ def _header(header: Document) -> list[str]:
         lines.append(f"engine    {header['weights']} weights, {settings}")
     else:
         version = f", version {header['server_version']}" if header["server_version"] else ""
-        lines.append(
-            f"server    may run on another machine{version}; prompts are {header['prompts']}"
-        )
+        lines.append(f"server    may run on another machine{version}; prompts are {header['prompts']}")
     return [*lines, "workload  " + ", ".join(f"{name} {value}" for name, value in workload.items())]
 
 

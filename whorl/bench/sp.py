@@ -109,7 +109,11 @@ def _launch_environment(settings: SpSettings) -> Iterator[tuple[list[list[str]],
         yield [[] for _ in range(settings.ranks)], environment
         return
     with network.namespaces(settings.ranks, link) as names:
-        environment = {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": network.INTERFACE}
+        environment = {
+            "MASTER_ADDR": network.address(0),
+            "MASTER_PORT": "29500",
+            "GLOO_SOCKET_IFNAME": network.INTERFACE,
+        }
         yield [["ip", "netns", "exec", name] for name in names], environment
 
 
@@ -145,6 +149,7 @@ def _run_ranks(settings: SpSettings, prefixes: Sequence[Sequence[str]], environm
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     header, settings = document["header"], document["header"]["settings"]
     lines = [
         f"machine   {header['device_name']}, load {header['load']:.1f}",
@@ -171,9 +176,7 @@ def render(document: Document) -> str:
             "Loopback only copies memory: its bytes are meaningful, its times are not. --rate simulates a slow link."
         )
     if any(row["communication_share"] < 0 for row in document["rows"]):
-        lines.append(
-            "Compute alone took longer than a whole pass: the machine is busy, and the times mean nothing."
-        )
+        lines.append("Compute alone took longer than a whole pass: the machine is busy, and the times mean nothing.")
     if not is_good(document):
         lines.append(f"BYTES SENT DIFFER FROM THE REPORT by more than {BYTES_TOLERANCE:.0%}.")
     return "\n".join(lines)
@@ -230,6 +233,7 @@ def _gain(model: CostModel, variant: str, hidden: int, tokens: int, world: int) 
 
 
 def render_simulation(document: Document) -> str:
+    """Return the document of `simulate` as text."""
     lines = [
         f"Time of an all-reduce of [tokens, {document['hidden']}] in bf16 over that of reduce-scatter and all-gather,",
         "by the cost model: above 1 sequence parallelism wins. min_tokens: it wins from there, with or without int8.",

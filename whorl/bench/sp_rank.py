@@ -104,7 +104,9 @@ class Stack(nn.Module):
         self.parts = nn.ModuleList()
         for _ in range(layers):
             self.parts.append(Attention(hidden, world, per_rank, shared, latent))
-            self.parts.append(Attention(hidden, world, per_rank, shared, latent) if latent else Mlp(hidden, world, per_rank))
+            self.parts.append(
+                Attention(hidden, world, per_rank, shared, latent) if latent else Mlp(hidden, world, per_rank)
+            )
         self.norm = nn.Parameter(torch.ones(hidden, dtype=torch.bfloat16), requires_grad=False)
         self.group = group
 
@@ -212,6 +214,7 @@ def row(
     tokens: int,
     barrier_seconds: float,
 ) -> dict[str, Any]:
+    """Return the row of a variant, with means over ranks."""
     kind = VARIANTS[name][0]
     baseline = next(n for n, (k, _) in VARIANTS.items() if k == kind)
     is_rewritten = run.last_run == "rewritten"
@@ -243,6 +246,7 @@ def _mean(value: float) -> float:
 
 
 def main(settings: str) -> None:
+    """Run as one rank; settings: those of `SpSettings` as JSON."""
     values = json.loads(settings)
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -130,7 +130,9 @@ def run(settings: TrainSettings) -> Document:
     return document
 
 
-def _add_row(document: Document, settings: TrainSettings, shape: Shape, name: str, begin: float, *, is_first: bool) -> None:
+def _add_row(
+    document: Document, settings: TrainSettings, shape: Shape, name: str, begin: float, *, is_first: bool
+) -> None:
     """Measure one row. One of ours that runs out of memory is measured again with activation checkpointing."""
     switches = settings.rows.get(name, frozenset())
     tries = [switches] if name == PEER or "checkpoint" in switches else [switches, switches | {"checkpoint"}]

@@ -131,6 +131,7 @@ def _header(settings: CurveSettings, num_tokens: int, model: Any) -> Document:
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     header, steps = document["header"], document["steps"]
     size = f"{header['num_parameters'] / 1e6:.1f} M parameters, {header['batch']} x {header['seq']} tokens per step"
     lines = [

@@ -89,7 +89,7 @@ verdicts: dict[str, str] = {}
 
 
 def _convert(model: nn.Module, name: str, seq: int, dtype: torch.dtype) -> None:
-    """Apply a converter. Its check runs once per process; after a failure, which the report shows, the row still runs."""
+    """Apply a converter. Its check runs once per process; if it fails, the report shows it and the row still runs."""
     from torchtitan.config import JobConfig
 
     from whorl.titan.config import Whorl

@@ -8,11 +8,12 @@ GIB = 2**30
 
 
 def render_header(header: Document) -> list[str]:
+    """Return the header of a document as lines of text."""
     dtype = header["dtype"]
     return [
         *render_provenance(header),
-        f"model     {header['model']}; first layer dense; weights, gradients and moments {dtype}; one sequence per step",
-        f"steps     median of {header['steps']} after {header['warmup']}; activation checkpointing only where the row says so",
+        f"model     {header['model']}; first layer dense; weights, gradients, moments {dtype}; one sequence per step",
+        f"steps     median of {header['steps']} after {header['warmup']}; checkpointing where the row says so",
     ]
 
 
@@ -22,6 +23,7 @@ def one_line(row: Document) -> str:
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     head = [
         "row",
         "layers",
@@ -73,9 +75,13 @@ def _ratios(rows: list[Document]) -> list[str]:
     for base in (PEER, "small"):
         for base_row in (row for row in timed if row["row"] == base):
             comparable = [
-                r for r in timed if (r["layers"], r["seq"]) == (base_row["layers"], base_row["seq"]) and r is not base_row
+                r
+                for r in timed
+                if (r["layers"], r["seq"]) == (base_row["layers"], base_row["seq"]) and r is not base_row
             ]
-            parts = [f"{r['row']} {r['tok_s'] / base_row['tok_s']:.2f}x" + _memory_ratio(r, base_row) for r in comparable]
+            parts = [
+                f"{r['row']} {r['tok_s'] / base_row['tok_s']:.2f}x" + _memory_ratio(r, base_row) for r in comparable
+            ]
             name = "+".join([base, *(["checkpoint"] if "checkpoint" in base_row["switches"] else [])])
             lines.append(f"over {name}, {base_row['layers']} layers, {base_row['seq']} tokens: {', '.join(parts)}")
     return ["", *lines] if lines else []

@@ -5,6 +5,7 @@ from whorl.bench.provenance import Document, render_provenance
 
 
 def render(document: Document) -> str:
+    """Return the document as text."""
     header = document["header"]
     lines = [
         *render_provenance(header),

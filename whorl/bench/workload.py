@@ -23,7 +23,7 @@ DEFAULT_REQUESTS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """A distribution of token counts: uniform in low..high, or lognormal with median and sigma, clipped to low..high."""
+    """A distribution of token counts: uniform in low..high, or lognormal (median, sigma) clipped to low..high."""
 
     low: int
     high: int
