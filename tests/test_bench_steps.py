@@ -13,7 +13,7 @@ from whorl.bench import decode, decode_command, decode_profile, first_steps, ste
 from whorl.bench.decode import DecodeSettings
 from whorl.bench.decode_options import DecodeOptions
 from whorl.bench.decode_profile import marked, part_bytes
-from whorl.bench.step_trace import Kernel, with_eager_parts, kernels, segments
+from whorl.bench.step_trace import Kernel, kernels, segments, with_eager_parts
 from whorl.cli import app
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.roofline import step_bytes

@@ -19,14 +19,14 @@ from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import MODEL, RANKS, EngineSettings
 from whorl.options import (
     Device,
-    Overrides,
     Json,
     Model,
+    Overrides,
     exit_on_bad_usage,
+    expand_options,
     need_engine,
     need_torch,
     print_json,
-    expand_options,
     stop,
 )
 from whorl.pasted import PASTED, PastedCommand

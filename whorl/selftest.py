@@ -27,9 +27,9 @@ from whorl.judge import (
     answers,
     convert,
     guarded,
-    reference_device,
     judge_call,
     judge_gradient,
+    reference_device,
 )
 from whorl.ops import OPS, Op
 from whorl.timing import bandwidth, is_short, measure

@@ -16,14 +16,14 @@ from whorl.engine.settings import EngineSettings
 from whorl.options import (
     Device,
     Dtype,
-    Overrides,
     Json,
     Model,
+    Overrides,
     exit_on_bad_usage,
+    expand_options,
     need_engine,
     need_torch,
     print_json,
-    expand_options,
 )
 from whorl.pasted import PASTED, PastedCommand
 

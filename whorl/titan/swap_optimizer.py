@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from whorl.device import HOST, Stream, FinishedEvent
+from whorl.device import HOST, FinishedEvent, Stream
 from whorl.titan.moments import FORMATS, Format
 from whorl.titan.swap_memory import (
     CUT,
