@@ -119,7 +119,8 @@ def count_differences(name: str, actual: Tensor, expected: Tensor) -> int:
     """Print whether two results are equal; returns the number of elements that differ."""
     count = int((actual != expected).sum())
     worst = float((actual.float() - expected.float()).abs().max())
-    print(f"{'equal' if not count else 'DIFFER'}  {name}: {count} of {actual.numel()} differ by {worst:.2e}", flush=True)
+    verdict = "DIFFER" if count else "equal"
+    print(f"{verdict}  {name}: {count} of {actual.numel()} differ by {worst:.2e}", flush=True)
     return count
 
 
@@ -286,7 +287,8 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
     weight = make(kind, NUM_EXPERTS, high, wide)
     x = torch.randn(count if is_up else count * CHOICES, wide, device=DEVICE, dtype=DTYPE)
     y = torch.empty(count * CHOICES, out, device=DEVICE, dtype=DTYPE)
-    sets = [torch.rand(count, NUM_EXPERTS, device=DEVICE).argsort(-1)[:, :CHOICES].int().contiguous() for _ in range(16)]
+    draws = [torch.rand(count, NUM_EXPERTS, device=DEVICE) for _ in range(16)]
+    sets = [draw.argsort(-1)[:, :CHOICES].int().contiguous() for draw in draws]
     used = statistics.mean(ids.unique().numel() for ids in sets)
     size = weight_bytes(weight) / NUM_EXPERTS * used + x.nbytes + y.nbytes
     options = {"pairs_per_row": CHOICES if is_up else 1, "is_activated": is_up}
