@@ -151,7 +151,7 @@ def test_a_full_context_stops_where_nobody_can_be_asked() -> None:
     shown = talk(llm, *[LONG] * 6, "/set when_full drop", LONG)
     assert shown.count("not sent: the conversation no longer fits") == 2
     assert len(llm.asked) == 5
-    assert "/set when_full drop forgets the oldest" in shown
+    assert "/set when_full drop drops the oldest" in shown
     assert "dropped: " in shown
 
 
