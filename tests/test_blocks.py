@@ -137,7 +137,7 @@ def test_contents_are_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes or more"):
         Content(range(2), b"short")
     for span in (range(3, 3), range(0, 6, 2), range(-1, 2)):
-        with pytest.raises(ValueError, match="side by side"):
+        with pytest.raises(ValueError, match="consecutive tokens"):
             Content(span, CAT)
     for spans in ([range(0, 3), range(2, 4)], [range(4, 6)]):
         with pytest.raises(ValueError, match="of a prompt of 5 tokens overlaps"):

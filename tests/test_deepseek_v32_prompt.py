@@ -256,7 +256,11 @@ def test_reasoning_that_came_back_inside_of_the_content() -> None:
         ([{"role": "developer", "content": ""}], {}, "message 0, of the developer, is empty"),
         ([user("q"), {"role": "assistant", "content": "a"}], {"thinking": True}, "neither reasoning_content nor"),
         ([user("q"), result(1, "x")], {}, "message 1: 1 results of tools after 0 calls"),
-        ([{"role": "assistant", "tool_calls": [call("f", 1)]}, result(2, "x")], {}, "are of the calls .'call_2'."),
+        (
+            [{"role": "assistant", "tool_calls": [call("f", 1)]}, result(2, "x")],
+            {},
+            "have the tool_call_ids .'call_2'.",
+        ),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
             {},

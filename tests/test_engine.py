@@ -139,7 +139,7 @@ def test_deltas_join_to_the_output() -> None:
         ([1] * 32, {}, "32 tokens leave no room for an answer: sequences have up to 32"),
         ([1] * 100, {}, "100 tokens leave no room"),
         ([1] * 30, {"max_tokens": 3}, "make 33: sequences have up to 32. Set max_tokens to at most 2"),
-        ([1] * 30, {"min_tokens": 3}, "room for 2"),
+        ([1] * 30, {"min_tokens": 3}, "expected at most 2, the room"),
         ([264], {}, r"\[264\] are outside the vocabulary of 264"),
         ([-1], {}, "outside the vocabulary"),
         ([1], {"logit_bias": {999: 1.0}}, "logit_bias"),
