@@ -97,6 +97,7 @@ class ReplyParser:
     # Each of the following steps returns whether the present text may allow another step.
 
     def _start(self, parts: Parts, is_last: bool) -> bool:
+        """Decide whether the reply begins with a think tag; until then all text is held back."""
         text = self._text.lstrip()
         if text.startswith(THINK):
             self._text = text[len(THINK) :]
@@ -136,6 +137,7 @@ class ReplyParser:
         return True
 
     def _call(self, parts: Parts, is_last: bool) -> bool:
+        """Let the form's reader take text; markup that turns out not to be a call becomes content, tag included."""
         assert self._reader is not None
         size, status = self._reader.read(self._text, is_last=is_last)
         if size:

@@ -350,6 +350,7 @@ class _Inputs:
         return self._tensors(size)
 
     def _tensors(self, size: Size) -> dict[str, Tensor]:
+        """Return the arrays of a call of this size, as views of the buffer on the device."""
         views = self._views.get(size)
         if views is None:
             views = {}

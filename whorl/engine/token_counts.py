@@ -40,6 +40,7 @@ class TokenCounts:
         return tokens, times
 
     def _with(self, new: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids and counts with `new` tokens counted as well; ids not seen before come last."""
         new = [token for token in new if token < self._vocab_size]
         unseen = list(dict.fromkeys(token for token in new if token not in self._places))
         late = {token: len(self._places) + i for i, token in enumerate(unseen)}

@@ -416,6 +416,7 @@ def _pre_tokenizer(kind: str | None, path: Path) -> Any:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
+    """Build the tokenizer from the metadata of a GGUF file."""
     metadata = read_metadata(path)
     values = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     if (model := values.get("model")) not in _LISTS:

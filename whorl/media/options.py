@@ -134,6 +134,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _image_options(where: str, section: Mapping[str, Any]) -> ImageOptions:
+    """Build the options from a section of the model's files, with transformers' names. where: its place, for errors."""
     if off := [name for name in _STEPS if section.get(name) is False]:
         raise ValueError(f"{where}: {off[0]} is false, and this processor always does it")
     size = section.get("size") or {}

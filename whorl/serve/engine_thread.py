@@ -216,6 +216,7 @@ class EngineThread:
     # ---- on the thread
 
     def _run(self) -> None:
+        """Warm up, then run commands and steps until `stop`; at the end, or when the engine fails, refuse requests."""
         try:
             self.readiness.warm_up(lambda: self._is_stopping)
             while not self._is_stopping:

@@ -106,6 +106,8 @@ class Gate:
             raise ApiError(403, reason, code="unknown_origin")
 
     def _check_key(self, scope: Scope) -> None:
+        """Raise ApiError 401 unless the API key is right; put its index into the scope. Keys are compared in constant
+        time."""
         # A browser's CORS preflight (OPTIONS) carries no key.
         if not self._keys or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
             return

@@ -84,6 +84,10 @@ def _only_gguf(folder: Path) -> Path:
 
 
 def _from_hub(name: str, revision: str | None, file: str | None) -> Path:
+    """Download a model, or take it from the cache: safetensors if the repository has them, else one GGUF file.
+
+    file: the GGUF file to take, by name or type; None: see `choose_gguf`.
+    """
     if not is_installed("huggingface_hub"):
         raise ValueError(f"{name}: no such folder; to use it as a Hugging Face id: pip install huggingface_hub")
     if file is not None:
