@@ -94,8 +94,8 @@ class Connections:
                 connection.transport.abort()
 
     def _open(self, connection: Any) -> None:
-        """Count a new connection. Over the limit, close the one idle longest; if that one is too young, refuse this one,
-        and far over the limit abort it without an answer."""
+        """Count a new connection. Over the limit, close the one idle longest; if that one is too young, refuse this
+        one, and far over the limit abort it without an answer."""
         self._all.add(connection)
         self._idle[connection] = _now()
         if len(self._all) > self.most and not self._make_room():
