@@ -139,7 +139,7 @@ class ToolChoice(Strict):
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, description="no effect: max_tokens counts thinking, too")
-    display: Literal["summarized", "omitted"] | None = Field(None, description="no effect: thinking is complete")
+    display: Literal["summarized", "omitted"] | None = Field(None, description="no effect: never summarized")
 
 
 class JsonFormat(Strict):

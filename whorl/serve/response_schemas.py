@@ -155,7 +155,7 @@ class TextOptions(Strict):
 
 class ReasoningOptions(Strict):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="no effect: thinking is complete")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="no effect: never summarized")
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="no effect")
 
 
