@@ -373,6 +373,7 @@ class LLM:
         self.num_steps += 1
 
     def _propose(self, proposer: Proposer, batch: Batch) -> None:
+        """Add drafts to the chunks that have room for one. A draft uses free blocks only; it preempts no sequence."""
         chunks = [chunk for chunk in batch.chunks if chunk.room > 0]
         k = self._draft_len(proposer, len(chunks))
         if k == 0 or not chunks:
@@ -382,7 +383,6 @@ class LLM:
             # A sampled draft is not cut: leaving tokens unverified because of their value would bias the output.
             if draft.probs is None:
                 token_ids = cut(token_ids, self._special_ids)
-            # A draft uses free blocks only; it preempts no sequence.
             while token_ids and not self.pool.grow(chunk.sequence, len(chunk.sequence.token_ids) + len(token_ids)):
                 token_ids.pop()
             if not token_ids:
@@ -487,7 +487,7 @@ class LLM:
 
 
 def _as_prompts(prompts: Prompt | List[Prompt]) -> List[Prompt]:
-    """A string or a list of token ids is one prompt."""
+    """Return a list of prompts; a single string or a single list of token ids becomes a list of one."""
     is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [prompts] if is_one else prompts  # type: ignore[list-item, return-value]
 
