@@ -22,7 +22,8 @@ UNREAD = -1  # in `tokens`: the token is only on the device, as the last one sam
 # that all arrays are aligned.
 # By token: its id, its sequence's lane, its position, its slot in the KV cache, its block, and where that block belongs
 # in the flattened block tables (table_at).
-# By sequence: its lane (entry_lanes), its first token (query_starts), and its length with this call (context_lens).
+# By sequence: its lane (entry_lanes), its first token (query_starts, and T at the end), and its length including this
+# call (context_lens).
 # By sample: the token whose logits are sampled (sample_rows), its lane, the index of the sampled token among its
 # sequence's outputs (places), and the sampling parameters.
 _FIELDS = (

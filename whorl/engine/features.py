@@ -75,7 +75,8 @@ class Features:
 
     @torch.inference_mode()
     def inserted(self, inserts: Sequence[Insert], num_tokens: int) -> Inserted:
-        """Return the features that replace embeddings in a call: mask [num_tokens, 1] and features [num_tokens, C]."""
+        """Return what replaces embeddings in a call: a mask [num_tokens, 1], and 1 + deepstack features, each
+        [num_tokens, C] and zero outside of the mask."""
         like = self._done[inserts[0].number]
         mask = torch.zeros(num_tokens, 1, dtype=torch.bool, device=self._device)
         # Separate tensors, because a captured graph treats inputs that are views of one tensor differently.

@@ -1,6 +1,6 @@
 """Split a reply into reasoning between <think> tags, tool calls in the model's form, and content.
 
-The forms are in `call_forms`. The reply is parsed while it is generated, by these rules; no text is lost:
+The forms are in `call_forms`. The reply is parsed while it is generated, by these rules; only white space is lost:
 
 - Text that may be the beginning of a tag is held back until it is certain.
 - Markup in which no call's name can be read is content, all of it, as the model wrote it.

@@ -26,7 +26,7 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-_WINDOW = 32  # of ids that are decoded again with each new id; it is cut to this when it has twice as many
+_WINDOW = 32  # latest ids, which are decoded again with each new one; the list is cut to this at twice the length
 # By how many times a normaliser may shorten a text at most, by its type.
 _SHRINKS = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Prepend": 1}
 _KEEPS = ("ByteLevel", "Metaspace", "Digits")  # pre-tokenizers that remove nothing from a text
