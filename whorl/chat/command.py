@@ -144,6 +144,7 @@ def _read_prompts(options: Options) -> "list[PromptAnswers]":
 
 
 def _attached(media: MediaOptions, attachments: "Attachments") -> "list[Attachment]":
+    """Read the files of --image, then those of --video."""
     images = [attachments.read("image", file) for file in media.images]
     return images + [attachments.read("video", file) for file in media.videos]
 
@@ -174,6 +175,7 @@ def sampling(options: Options, llm: "LLM") -> "SamplingParams":
 
 
 def _answer_once(options: Options, conversation: "Conversation", seq: "Sequence") -> int:
+    """Generate one answer and print it, streamed, whole or as JSON; return the exit code."""
     from whorl.engine.sequence import FinishReason
 
     from .many import document

@@ -15,7 +15,7 @@ from .attachments import Attachment
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The sequence of the last turn: its text and its token ids, prompt and answer."""
+    """The text and the token ids of the last turn's sequence, prompt and answer together, special tokens included."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()

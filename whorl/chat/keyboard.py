@@ -38,6 +38,7 @@ class Keyboard:
             self._set_up_readline()
 
     def read(self, prompt: str) -> str:
+        """Show the prompt and return the next message, pasted lines as one; raise EOFError at the end of the input."""
         if not self._is_terminal:
             if not (line := sys.stdin.readline()):
                 raise EOFError

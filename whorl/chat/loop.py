@@ -24,7 +24,8 @@ _WHEN_FULL: tuple[WhenFull, ...] = ("ask", "drop", "stop")
 class Chat:
     """The chat loop. Lines that start with / are commands.
 
-    read: reads a line after showing a prompt; None: from the keyboard. attached: files for the first message.
+    read: a function that shows a prompt and returns the next line; None: reads the keyboard. attachments: reads the
+    files of /image and /video. attached: pictures and videos that go with the first message.
     when_full: what to do when the conversation no longer fits into the context: ask, drop the oldest turns, or stop.
     """
 
@@ -64,6 +65,7 @@ class Chat:
         }
 
     def run(self) -> int:
+        """Read and answer messages until Ctrl-D or /exit; return the exit code, which is 0."""
         while True:
             try:
                 line = as_text(self._read_message(), "not sent: it")
@@ -87,6 +89,7 @@ class Chat:
         self._attached = []
 
     def _answer(self, text: str, attached: List[Attachment], params: SamplingParams) -> None:
+        """Generate and show the answer to a message, and remember both; say so if the answer is not complete."""
         seq = self.conversation.ask(text, params, fit=True, attached=attached)
         answer = Answer(self._screen, self.conversation)
         pending: list[str] = []
@@ -123,6 +126,7 @@ class Chat:
         self._screen.note(f"({oldest} dropped: {problem})")
 
     def _regenerate(self, argument: str) -> None:
+        """Answer the last message again, with another seed if one is set; on an error the old answer is kept."""
         conversation, params = self.conversation, self.params
         messages = list(conversation.messages)
         text, attached = conversation.remove_last_turn()

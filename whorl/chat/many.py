@@ -117,7 +117,7 @@ _Row = tuple[dict[str, Any], "Sequence | str"]
 
 
 def _rows(prompts: List[PromptAnswers]) -> Iterator[_Row]:
-    """Yield, for each answer, the fields of its prompt, and its sequence or the error."""
+    """Yield a pair for each line of the output: the fields of its prompt, and its sequence or the error."""
     for index, prompt in enumerate(prompts):
         fields = {**prompt.fields, "index": index, "prompt": prompt.prompt}
         if prompt.error is not None:
@@ -127,6 +127,7 @@ def _rows(prompts: List[PromptAnswers]) -> Iterator[_Row]:
 
 
 def _is_over(answer: "Sequence | str") -> bool:
+    """Return whether a line can be written: its sequence is finished, or its prompt was refused."""
     return isinstance(answer, str) or answer.is_finished
 
 

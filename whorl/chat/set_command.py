@@ -11,6 +11,7 @@ def _optional(number: str) -> int | None:
     return None if number == "none" else int(number)
 
 
+# For each parameter: how its value is parsed, and what errors say was expected.
 _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "temperature": (float, "a number; 0 is greedy"),
     "top_k": (int, "a whole number; 0: all"),
@@ -26,7 +27,10 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def change(params: SamplingParams, argument: str) -> SamplingParams:
-    """Return the parameters with one changed, as `/set` was given it; raise ValueError for unknown names and values."""
+    """Return the parameters with one of them changed; ValueError for an unknown name or an invalid value.
+
+    argument: what follows `/set`, such as "temperature 0.7".
+    """
     name, _, value = argument.partition(" ")
     name = name.lstrip("-").replace("-", "_")
     if name not in _KINDS:

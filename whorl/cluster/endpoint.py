@@ -36,6 +36,7 @@ _OPENING = re.compile(
     rb'data: \{.*"delta":\{"role":"assistant","content":""\}.*\}\s*'
     rb"|event: (response\.(created|in_progress)|message_start|ping)\n.*"
 )
+# A line of Prometheus's text format: the metric's name, its labels, its value.
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (.+)$")
 
 
@@ -67,6 +68,7 @@ class Endpoint:
         await self._app(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that has passed the gate; stop forwarding it when the client disconnects."""
         handler = {"/health": self._health, "/metrics": self._metrics}.get(scope["path"])
         if handler is not None and scope["method"] == "GET":
             await (await handler())(scope, receive, send)
@@ -86,6 +88,7 @@ class Endpoint:
     # ---- forwarding to replicas
 
     async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Forward a request within the time limit, then charge its API key."""
         key = scope.get(KEY_INDEX)
         salt = "" if len(self.settings.keys) < 2 else str(key)
         request = ForwardedRequest(
@@ -124,6 +127,10 @@ class Endpoint:
         raise AssertionError("unreachable")
 
     async def _ask_once(self, request: ForwardedRequest, relay: "_Relay") -> int:
+        """Relay one replica's answer; return its tokens, 0 if the replica was lost after the last message.
+
+        Raises ReplicaLost if it was lost before.
+        """
         answer = self._replicas.ask(request)
         try:
             async for message in answer:

@@ -58,6 +58,7 @@ class ClusterOptions:
             )
 
     def _check_alone(self) -> None:
+        """Raise ValueError for an option that needs a cluster, when there is none."""
         values = {
             "--replicas": self.replicas,
             "--min-replicas": self.min_replicas,

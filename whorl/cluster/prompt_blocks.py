@@ -1,7 +1,7 @@
 """Hashes the beginning of a request's prompt into a chain of digests, which shows how much two prompts share.
 
-A digest stands for a block of characters and everything before it, like the prefix cache's hashes of token blocks. It
-needs only the request's body, no tokenizer, and is wrong by less than a block.
+A digest stands for a block of characters and everything before it, as a key of the prefix cache stands for a block of
+tokens. This needs only the request's body, no tokenizer; the shared length that it finds is short by less than a block.
 """
 
 import hashlib

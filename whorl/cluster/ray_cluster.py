@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("whorl.serve")
 APPLICATION, DEPLOYMENT = "whorl", "Replica"
 _CHARACTERS = 4  # of a token, on average
-_LOADS = 3  # attempts to load the model in a replica
+_LOADS = 3  # attempts to start a replica, which loads the model
 _HEALTH_SECONDS = 5.0  # between health checks of a replica
 _ANSWER_SECONDS = 10.0  # for calls to all replicas
 # Ray's resource names for kinds of devices.
@@ -178,6 +178,7 @@ class RayCluster:
         ray.shutdown()
 
     def _deploy(self) -> None:
+        """Deploy the present application; Ray replaces the replicas of an earlier deployment. Waits until they run."""
         import ray
         from ray import serve
         from ray.serve.config import RequestRouterConfig

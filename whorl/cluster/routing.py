@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+# Defaults of `Routing`.
 STALE_SECONDS = 600.0
 REQUEST_COST = 4.0
 HELD_BLOCKS = 65536
@@ -73,7 +74,7 @@ class Routing:
         self.in_turn, self._clock = in_turn, clock
         self._lock = threading.Lock()
         self._replicas: dict[str, _Replica] = {}
-        self._where: dict[str, str] = {}
+        self._where: dict[str, str] = {}  # the replica of each request in progress, by attempt id
         self._num_turns = 0
         self.counts = Counts()
 
@@ -141,11 +142,13 @@ class Routing:
             return {name: len(replica.requests) for name, replica in self._replicas.items()}
 
     def _remove(self, attempt_id: str) -> None:
+        """Forget a request, but not the blocks that its replica has seen."""
         name = self._where.pop(attempt_id, None)
         if name is not None:
             self._replicas[name].requests.pop(attempt_id, None)
 
     def _cost(self, name: str, blocks: Sequence[bytes]) -> tuple[float, int, str]:
+        """Return the sort key of a replica for a prompt: its cost, then what breaks ties (see the top of the file)."""
         replica = self._replicas[name]
         missing = len(blocks) - self._num_seen(replica, blocks)
         return missing + replica.load(self.request_cost), len(replica.seen), name

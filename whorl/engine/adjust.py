@@ -37,6 +37,7 @@ class Adjuster:
         return _allow(self._bias(_penalize(logits, samples), samples), samples)
 
     def _bias(self, logits: Tensor, samples: List[Sample]) -> Tensor:
+        """Add `logit_bias`, and exclude stop tokens until `min_tokens` are generated; `logits` is not changed."""
         groups: dict[int, list[int]] = {}
         banned: dict[frozenset[int], list[int]] = {}
         for row, sample in enumerate(samples):
@@ -60,7 +61,10 @@ class Adjuster:
     def _tensors(
         self, name: Hashable, biases: Mapping[int, float] | frozenset[int], device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return the ids of a request's biases and their values, from the cache if possible; a set has no values."""
+        """Return the ids and values of `biases` on the device, from the cache if possible; a set of ids has no values.
+
+        name: the key in the cache.
+        """
         if name not in self._bias_cache:
             ids = [i for i in biases if i < self._vocab_size]
             values = [] if isinstance(biases, frozenset) else [biases[i] for i in ids]
@@ -73,7 +77,7 @@ class Adjuster:
 
 
 def _penalize(logits: Tensor, samples: List[Sample]) -> Tensor:
-    """Apply penalties; those of a row count the output and the part of the draft before it."""
+    """Apply penalties. A row counts the tokens generated so far and the part of its draft before the row."""
     params = [sample.chunk.sequence.params for sample in samples]
     if not any(p.has_penalties for p in params):
         return logits
@@ -98,6 +102,7 @@ def _penalize(logits: Tensor, samples: List[Sample]) -> Tensor:
 
 
 def _counts(sample: Sample, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids that a sample's penalties apply to and how often each was generated; empty without any."""
     seq = sample.chunk.sequence
     if not seq.params.has_penalties:
         return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -108,6 +113,7 @@ def _counts(sample: Sample, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _allow(logits: Tensor, samples: List[Sample]) -> Tensor:
+    """Set the logits of tokens that `SamplingParams.allow` excludes to -inf."""
     if all(sample.chunk.sequence.allow is None for sample in samples):
         return logits
     keep = torch.ones_like(logits, dtype=torch.bool)
@@ -121,6 +127,7 @@ def _allow(logits: Tensor, samples: List[Sample]) -> Tensor:
 
 
 def _mask(sample: Sample) -> Tensor | None:
+    """Return the mask [V] of tokens that may follow; None: all may. An AllowError is stored in the sequence."""
     seq = sample.chunk.sequence
     if seq.allow is None:
         return None

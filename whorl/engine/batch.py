@@ -17,10 +17,15 @@ import numpy as np
 from .scheduler import Chunk
 from .sequence import Sequence as Seq
 
-UNREAD = -1  # a token that only the device knows: the last one sampled in its lane
-# Name, type and count of each array: T tokens, B sequences ("entries"), S samples. Eight-byte types come first, so that
-# all arrays are aligned. lanes: of each token; table_at, blocks: the entry of the block table that a token writes, and
-# its value; entry_lanes: of each sequence; places: index of the sampled token among the outputs of its sequence.
+UNREAD = -1  # in `tokens`: the token is only on the device, as the last one sampled in its lane
+# Name, type and length of each array; T: tokens, B: sequences ("entries"), S: samples. Eight-byte types come first, so
+# that all arrays are aligned.
+# By token: its id, its sequence's lane, its position, its slot in the KV cache, its block, and where that block belongs
+# in the flattened block tables (table_at).
+# By sequence: its lane (entry_lanes), its first token (query_starts, and T at the end), and its length including this
+# call (context_lens).
+# By sample: the token whose logits are sampled (sample_rows), its lane, the index of the sampled token among its
+# sequence's outputs (places), and the sampling parameters.
 _FIELDS = (
     ("tokens", "i8", "T"),
     ("lanes", "i8", "T"),
@@ -57,7 +62,7 @@ def field_offsets(size: Size) -> tuple[tuple[Field, ...], int]:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """A position whose logits are sampled: the token after the first `num_drafted` tokens of the chunk's draft."""
+    """A token to be sampled: the one that follows the first `num_drafted` tokens of the chunk's draft."""
 
     chunk: Chunk
     num_drafted: int
@@ -66,8 +71,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A prompt position whose hidden state is used: its logits score the token at `position + 1`; at the last position
-    it is the embedding of the prompt."""
+    """A prompt position whose hidden state is used. At the last position of the prompt the state itself is the prompt's
+    embedding; at any other its logits give the log-probability of the prompt token at `position + 1`."""
 
     sequence: Seq
     position: int
@@ -86,7 +91,8 @@ class Insert(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A chunk in a call: where its tokens begin, and the lane and block table that its sequence had at that time."""
+    """A chunk in a call. row: index of its first token in the call. lane, block_table: those of its sequence when the
+    call was built: the sequence may be finished or preempted before the results are used."""
 
     chunk: Chunk
     row: int
@@ -96,9 +102,10 @@ class Placed(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One forward call. `samples` and `scores` list the positions whose outputs are used.
+    """One forward call, on the host. arrays: see `_FIELDS`. samples, scores: the positions whose outputs are used.
 
-    axes: [A, T] positions, if the call has prompts and some sequence has images; else None.
+    score_rows: the token of each score. axes: [A, T] rotary positions of a prompt call in which a sequence has images,
+    instead of the array `positions`; else None. inserts: image features that replace embeddings. placed: its chunks.
     """
 
     is_decode: bool
@@ -144,6 +151,7 @@ class Batch:
 
 
 def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
+    """Return the call of these chunks, which are all decoding ones or all prompts. Arguments as for `Batch.calls`."""
     tokens: list[int] = []
     lanes: list[int] = []
     positions: list[int] = []
@@ -208,7 +216,11 @@ def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> C
 
 
 def _rotary_positions(index: np.ndarray, with_images: Sequence[tuple[int, Chunk]]) -> np.ndarray:
-    """Return the positions that rotate decoded tokens: after images they differ from the index in the sequence."""
+    """Return the rotary positions [T] of a decode call: after images they differ from the token's index.
+
+    index: [T] index of each token in its sequence. with_images: first token in the call and chunk of each sequence that
+    has images.
+    """
     if not with_images:
         return index
     positions = index.copy()
@@ -219,7 +231,7 @@ def _rotary_positions(index: np.ndarray, with_images: Sequence[tuple[int, Chunk]
 
 
 def _axes(index: np.ndarray, with_images: Sequence[tuple[int, Chunk]]) -> np.ndarray:
-    """Return the positions [A, T] of a call with images; those of text are the same on all axes."""
+    """Return the rotary positions [A, T] of a prompt call with images; text has the same position on all A axes."""
     placements = [chunk.sequence.placement for _, chunk in with_images]
     axes: np.ndarray | None = None
     for (row, chunk), placement in zip(with_images, placements, strict=True):
@@ -233,6 +245,7 @@ def _axes(index: np.ndarray, with_images: Sequence[tuple[int, Chunk]]) -> np.nda
 
 
 def _inserts(row: int, chunk: Chunk) -> Iterator[Insert]:
+    """Yield the runs of image features that fall into a chunk. row: the chunk's first token in the call."""
     seq, start, stop = chunk.sequence, chunk.start, chunk.start + chunk.length
     assert seq.placement is not None
     for index, placed in enumerate(seq.placement.items):
@@ -246,6 +259,7 @@ def _inserts(row: int, chunk: Chunk) -> Iterator[Insert]:
 
 
 def _tokens(chunk: Chunk) -> list[int]:
+    """Return the token ids of a chunk and its draft; UNREAD for a token that the host has not read yet."""
     known = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
     return (known or [UNREAD]) + chunk.draft
 
@@ -264,6 +278,7 @@ def _places(chunk: Chunk) -> range:
 
 
 def _sampling(samples: Sequence[Sample]) -> dict[str, list[int] | np.ndarray]:
+    """Return the arrays of a call that `ops.sample` takes, one element for each sample."""
     sequences = [sample.chunk.sequence for sample in samples]
     filters = np.array([seq.filters for seq in sequences]).reshape(-1, 4).T
     return {

@@ -47,10 +47,8 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def admit(self, seq: Sequence, *, reserve: int = 0) -> bool:
-        """Give `seq` blocks for all its tokens, shared ones first; return False and take none if they do not fit.
-
-        reserve: blocks that must stay free.
-        """
+        """Give `seq` blocks for all its tokens: first those of the longest cached prefix, whose tokens then count as
+        computed, then new ones. Return False and take none if too few are free. reserve: blocks that must stay free."""
         assert not seq.block_table, f"{seq!r} already holds blocks"
         shared = self._match(seq)
         num_free = self.num_free - sum(self._num_holders[block] == 0 for block, _ in shared)
@@ -81,7 +79,8 @@ class BlockPool:
             self._drop(seq.block_table.pop())
 
     def publish(self, seq: Sequence) -> None:
-        """Let others share full blocks of known tokens that are computed, or will be: steps run in order."""
+        """Put the full blocks of `seq` into the prefix cache. Their step may still be running: the device runs steps in
+        order, so a later step that reads a block finds it written."""
         if not self.use_prefix_cache:
             return
         for i in range(len(seq.chain), min(seq.num_computed, len(seq.token_ids)) // self.block_size):
@@ -118,7 +117,8 @@ class BlockPool:
         return counts
 
     def _match(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Return blocks and names of the longest cached prefix that leaves a token to compute for its logits."""
+        """Return blocks and names of the longest cached prefix. At least the last token is left to be computed, because
+        its logits are needed, and so are prompt tokens whose log-probabilities are still to be computed."""
         if not self.use_prefix_cache:
             return []
         limit = len(seq.token_ids) - 1
@@ -133,6 +133,7 @@ class BlockPool:
         return hits
 
     def _key(self, seq: Sequence, index: int, parent: int | None = None) -> _Key:
+        """Return the key of block `index` of `seq`. parent: name of the prefix before it; None: from `seq.chain`."""
         prefix: int | str = _ROOT if seq.params.cache_salt is None else seq.params.cache_salt
         if index:
             prefix = seq.chain[index - 1] if parent is None else parent
@@ -160,7 +161,7 @@ class BlockPool:
 
 
 def _parts(seq: Sequence, first: int, end: int) -> tuple[_Part, ...]:
-    """Return the contents that overlap tokens `first` to `end`."""
+    """Return the parts of contents that overlap tokens `first` to `end - 1`."""
     parts, i = [], bisect.bisect_right(seq.contents, first, key=lambda content: content.span.stop)
     while i < len(seq.contents) and (span := seq.contents[i].span).start < end:
         start, stop = max(first, span.start), min(end, span.stop)

@@ -89,6 +89,7 @@ class DeepSeekV32Prompt:
 
 
 def _with_tools(messages: Sequence[Message], tools: Any, response_format: Any) -> list[Message]:
+    """Return the messages with the request's tools and response format added to the first, see `render`."""
     more = {"tools": tools} if tools else {}
     if response_format is not None:
         more["response_format"] = response_format
@@ -137,6 +138,7 @@ class _Turns:
         return before + (_THINK if self._does_think and at >= self._last_question else _END_THINK)
 
     def _assistant(self, at: int, message: Message) -> str:
+        """Return an assistant's turn: reasoning since the last question, text, calls, and the end token unless open."""
         reasoning, text = _split_reasoning(message)
         calls = message.get("tool_calls") or ()
         is_open = bool(message.get("prefix"))
@@ -168,6 +170,8 @@ class _Turns:
 
 
 def _in_order(at: int, results: Sequence[Message], calls: Sequence[Any]) -> list[Message]:
+    """Return the results in the order of their calls; as they are if ids are missing or not unique. ValueError if the
+    results do not belong to the calls. at: index of the first result's message, for errors."""
     if len(results) != len(calls):
         raise ValueError(f"message {at}: {len(results)} results of tools after {len(calls)} calls, expected one each")
     call_ids, result_ids = [call.get("id") for call in calls], [result.get("tool_call_id") for result in results]

@@ -72,7 +72,8 @@ class Encoder:
         return sum(entry.num_tokens for entry in self._entries.values())
 
     def reach(self, seq: Sequence, budget: int) -> tuple[int, int]:
-        """Return how many tokens of `seq` a step with this budget may run, and how much of it the tower takes."""
+        """Plan the tower's work for the next tokens of `seq`; return how many of them the step may compute, and how
+        much of the budget the tower takes. Tokens of an image can be computed once all layers have run for it."""
         cost = 0
         for index, placed in enumerate(() if seq.placement is None else seq.placement.items):
             if placed.stop <= seq.num_computed:
@@ -115,6 +116,10 @@ class Encoder:
         return work
 
     def _hold(self, seq: Sequence, index: int, placed: Placed) -> Entry | None:
+        """Return the entry of an image, held by `seq`; None if it is new and the cache has no room for it.
+
+        index: of the image in the sequence's placement.
+        """
         item = placed.item
         key = seq.params.cache_salt, item.kind, item.grid, item.digest
         entry = self._entries.get(key)
@@ -153,7 +158,8 @@ class Encoder:
         return True
 
     def _advance(self, entry: Entry, placed: Placed, left: int) -> int:
-        """Plan layers that cost up to `left` tokens, at least one layer in a step; return their cost."""
+        """Plan layers that cost up to `left` tokens, but at least one if the step has no other job, so that every step
+        makes progress; return their cost, at most `left`. All layers together cost the image's tokens."""
         fit = max(left * self.depth // entry.num_tokens, 0 if self._jobs else 1)
         layers = min(self.depth - entry.layers, fit)
         if not layers:

@@ -18,8 +18,8 @@ MOST_PATCHES = 1 << 15  # patches that run in one batch: enough to fill a GPU
 
 
 def runs_several(device: str) -> bool:
-    """Return whether several images may run in one batch: elsewhere the bits of a matrix product depend on how many
-    rows it has."""
+    """Return whether several images may run in one batch: with Triton's kernels that changes no bit, while the bits of
+    other libraries' matrix products depend on the number of rows."""
     return unavailable("triton", torch.device(device).type) is None and not is_interpreting()
 
 
@@ -75,7 +75,8 @@ class Features:
 
     @torch.inference_mode()
     def inserted(self, inserts: Sequence[Insert], num_tokens: int) -> Inserted:
-        """Return the features that replace embeddings in a call of `num_tokens`."""
+        """Return what replaces embeddings in a call: a mask [num_tokens, 1], and 1 + deepstack features, each
+        [num_tokens, C] and zero outside of the mask."""
         like = self._done[inserts[0].number]
         mask = torch.zeros(num_tokens, 1, dtype=torch.bool, device=self._device)
         # Separate tensors, because a captured graph treats inputs that are views of one tensor differently.

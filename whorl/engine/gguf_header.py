@@ -56,6 +56,7 @@ class Cursor:
             raise struct.error(f"the header announces {count} values, and {len(self.data) - self.at} bytes are left")
 
     def value(self, kind: int, depth: int = 0) -> Any:
+        """Read a value of GGUF's type `kind`: a scalar, a string, or an array as a list. depth: arrays around it."""
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:

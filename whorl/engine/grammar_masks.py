@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from .tokenizer import Tokenizer
 
-# Limits on the CPU time, in seconds, that a request's masks may take of the engine's thread: once, and for each token.
+# Limits on the CPU seconds that computing a request's masks may take on the engine's thread: an allowance for the whole
+# request, and more for each generated token.
 _FREE_SECONDS, _TOKEN_SECONDS = 1.0, 0.02
 
 
@@ -93,7 +94,7 @@ class Allow:
         mask = self._mask(ids[start:])
         self._clock.spend(time.thread_time() - started, len(ids))
         if not ids and not self._is_thinking and self._open is not None and self._close is not None:
-            mask[self._open] = True
+            mask[self._open] = True  # the model may begin by thinking
         return mask
 
     def _start(self, ids: list[int]) -> int | None:
@@ -114,6 +115,7 @@ class Allow:
         return mask
 
     def _follow(self, ids: list[int]) -> "LLMatcher":
+        """Return the matcher after it has consumed exactly `ids`; AllowError if they violate the grammar."""
         if self._matcher is None:
             self._matcher, self._seen = self._blank.deep_copy(), []
         matcher, seen = self._matcher, self._seen

@@ -33,8 +33,9 @@ class Lanes:
         inputs: the call's arrays (batch.py). In a decode call each token first writes its block, which may be new, to
         the table of its lane; a prompt's blocks were written by `admit`.
         """
-        is_padded = len(inputs["entry_lanes"]) == len(inputs["tokens"])
-        if is_decode and is_padded and self._is_fused:
+        # The kernel has one program for token i and sequence i, so it needs as many (padded) sequences as tokens.
+        has_equal_counts = len(inputs["entry_lanes"]) == len(inputs["tokens"])
+        if is_decode and has_equal_counts and self._is_fused:
             from .lanes_triton import read
 
             return read(self.tokens, self.tables, inputs, width)
@@ -45,5 +46,5 @@ class Lanes:
         return token_ids, self.tables[:, :width].index_select(0, inputs["entry_lanes"])
 
     def keep(self, lanes: Tensor, token_ids: Tensor) -> None:
-        """Store the last token of each lane."""
+        """Store token_ids [N] as the last tokens of `lanes` [N]; of equal lanes any one token is kept."""
         self.tokens.index_copy_(0, lanes, token_ids)

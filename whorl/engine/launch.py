@@ -44,7 +44,8 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """The rank of this process and the number of ranks. is_given: torchrun or another launcher started the ranks."""
+    """The rank of this process and the number of ranks. is_given: torchrun or another launcher has started the ranks;
+    False: rank 0 starts them."""
 
     rank: int
     size: int
@@ -53,7 +54,9 @@ class Place:
 
     @classmethod
     def find(cls, num_ranks: int | None = None) -> "Place":
-        """Read it from the environment. num_ranks: the value of tp; None: as many as torchrun started, or 1."""
+        """Return the place by torchrun's environment variables; without them, rank 0 of `num_ranks`.
+
+        num_ranks: the value of tp; None: as many as torchrun has started, or 1. ValueError if they disagree."""
         env = os.environ
         size = int(env["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys() else 1
         if num_ranks == 1 or size == 1:
@@ -414,6 +417,6 @@ def _end(code: int) -> NoReturn:
 
 
 def _is_echo(error: BaseException) -> bool:
-    """Return whether a collective raised the error, which means that another rank failed first."""
+    """Return whether the error only follows from the loss of another rank: a collective raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, RuntimeError) and bool(frames) and "distributed" in Path(frames[-1].filename).parts

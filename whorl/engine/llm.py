@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Prompt = str | List[int]
 _COST_TOKENS = 64  # the largest decode step that is timed for `DraftLength`
-_COST_SECONDS = 0.2  # time spent on each of the two measurements
+_COST_SECONDS = 0.2  # time to measure the cost of verifying drafts, and again of drafting
 
 
 class Tokenizer(Protocol):
@@ -64,8 +64,8 @@ class LLM:
     path: a folder, a file or a Hugging Face id; None loads the small default model. Alternatively pass `model` and
     `tokenizer`; without a tokenizer prompts are token ids and outputs have no text.
     settings: an `EngineSettings`; changes: fields of it that override `settings`, by name.
-    speculate: the proposer of drafts. draft_length: "measured" drafts as many tokens as pay off by the cost of steps on
-    this machine, which is timed for a fraction of a second after the first draft; "fixed" always drafts k tokens.
+    speculate: the proposer of drafts. draft_length: "fixed" always drafts the proposer's k tokens; "measured" chooses
+    the length that pays, from a cost table that is timed once after the first draft; or a `DraftLength` of your own.
     warm: False leaves the warm-up to the caller, whatever the settings say.
     Raises ValueError when the settings, the model and the device do not fit together.
     The output does not depend on the settings except for dtype and for what rounds: quantize, kv_cache_dtype and
@@ -124,6 +124,7 @@ class LLM:
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids
         self._seeds = random.Random(settings.seed)
         self.run_ahead = device != HOST if settings.run_ahead is None else settings.run_ahead
+        # Steps that are launched but not read: batch, function that waits for the tokens, results for the proposer.
         self._flights: deque[tuple[Batch, Callable[[], dict[Chunk, list[Token]]], list[Result]]] = deque()
         self.num_steps = self.num_drafted = self.num_accepted = 0
         self.warmed: Warmed | None = None  # the report of the last warm-up
@@ -131,7 +132,7 @@ class LLM:
             self.warm_up()
 
     def _make_cache(self, settings: EngineSettings, device: str) -> None:
-        """Create the block pool: `num_blocks` blocks if set, else as many as fit or as the longest sequences need."""
+        """Create the block pool: by default what fits into memory, up to what `max_num_seqs` full sequences need."""
         model, num_blocks = self.model, settings.num_blocks
         self.cache_specs = specs = cache_specs(model, settings.kv_cache_dtype)
         if (draft_head := self._draft_head) is not None:
@@ -311,8 +312,8 @@ class LLM:
         return self._budget.tokens
 
     def measure_cost(self, max_rows: int = 16, *, seconds: float = math.inf) -> dict[int, float]:
-        """Return the seconds of a decode step by number of tokens, for `DraftLength`. It stops after about `seconds`
-        with a shorter table. Nothing is written to the cache. max_rows: the largest number of tokens to time."""
+        """Return the seconds of a decode step by its number of tokens, for `DraftLength`. max_rows: the largest number
+        of tokens to time. seconds: stop after about this time, with a shorter table. The cache is not changed."""
         counts = sorted({1, 2, 3, 4, 6, 8, 12, 16, *range(16, max_rows, 16), max_rows})
         return measure_cost(self.runner, [count for count in counts if count <= max_rows], seconds)
 
@@ -372,16 +373,16 @@ class LLM:
         self.num_steps += 1
 
     def _propose(self, proposer: Proposer, batch: Batch) -> None:
+        """Add drafts to the chunks that have room for one. A draft uses free blocks only; it preempts no sequence."""
         chunks = [chunk for chunk in batch.chunks if chunk.room > 0]
         k = self._draft_len(proposer, len(chunks))
         if k == 0 or not chunks:
             return
         for chunk, draft in zip(chunks, proposer.propose([chunk.sequence for chunk in chunks], k), strict=True):
             token_ids = draft.token_ids[: chunk.room]
-            # A sampled draft is not cut: a token that decides whether it is verified would bias the output.
+            # A sampled draft is not cut: leaving tokens unverified because of their value would bias the output.
             if draft.probs is None:
                 token_ids = cut(token_ids, self._special_ids)
-            # A draft uses free blocks only; it preempts no sequence.
             while token_ids and not self.pool.grow(chunk.sequence, len(chunk.sequence.token_ids) + len(token_ids)):
                 token_ids.pop()
             if not token_ids:
@@ -422,7 +423,7 @@ class LLM:
             # Rollback sets one number: all tokens but the last are in the cache, and later slots are overwritten.
             seq.num_computed = min(seq.num_computed + len(chunk.draft), len(seq.token_ids) - 1)
             self.pool.shrink(seq)
-        if self.settings.sp_quantize is None:  # with it, prompt tokens are rounded and generated ones are not
+        if self.settings.sp_quantize is None:  # with it only prompts are rounded: generated blocks are not shared
             self.pool.publish(seq)
         if seq.is_finished:
             self.scheduler.finish(seq)
@@ -486,7 +487,7 @@ class LLM:
 
 
 def _as_prompts(prompts: Prompt | List[Prompt]) -> List[Prompt]:
-    """A string or a list of token ids is one prompt."""
+    """Return a list of prompts; a single string or a single list of token ids becomes a list of one."""
     is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [prompts] if is_one else prompts  # type: ignore[list-item, return-value]
 

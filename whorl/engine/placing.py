@@ -94,6 +94,7 @@ def place(prompt_ids: Sequence[int], media: Sequence[MediaItem], model: Any, *, 
 
 
 def _check_item(number: int, item: MediaItem, tower: Any, most: int) -> None:
+    """Raise ValueError if an item has an unfit digest, grid or patches for the tower, or more than `most` tokens."""
     name, (frames, rows, columns), merge = _name(number, item), item.grid, tower.spatial_merge_size
     Content(range(1), item.digest)  # raises if the digest is too short to tell images apart
     if min(item.grid) < 1 or rows % merge or columns % merge or (item.kind == "image" and frames != 1):
@@ -150,6 +151,7 @@ def _describe_run(ids: NDArray[np.int64], run: NDArray[np.int64]) -> str:
 
 
 def _with_positions(ids: NDArray[np.int64], items: list[Placed], model: Any) -> Placement:
+    """Return the placement of items whose spans are known, with the positions of all tokens of the prompt."""
     grids = {kind: [placed.item.grid for placed in items if placed.item.kind == kind] for kind in ("image", "video")}
     axes, deltas = multimodal_positions(
         ids,

@@ -1,6 +1,6 @@
 """Split a reply into reasoning between <think> tags, tool calls in the model's form, and content.
 
-The forms are in `call_forms`. Text that may be markup is not output before that is certain, and nothing is lost:
+The forms are in `call_forms`. The reply is parsed while it is generated, by these rules; only white space is lost:
 
 - Text that may be the beginning of a tag is held back until it is certain.
 - Markup in which no call's name can be read is content, all of it, as the model wrote it.
@@ -73,7 +73,8 @@ class ReplyParser:
         self._is_bare = form is not None and form.is_bare  # while there is no content yet, a brace may open a call
         self._calls = CallWriter(is_parallel=is_parallel)
         self._reader: CallReader | None = None
-        self._text = self._pending = ""  # pending: the tag before the text and the white space before that
+        # text: what is not parsed yet. pending: the opening tag before it, which is content if no call follows.
+        self._text = self._pending = ""
         self._is_after_tag = False
         self._step: Callable[[Parts, bool], bool] = self._content
         if may_think:
@@ -96,6 +97,7 @@ class ReplyParser:
     # Each of the following steps returns whether the present text may allow another step.
 
     def _start(self, parts: Parts, is_last: bool) -> bool:
+        """Decide whether the reply begins with a think tag; until then all text is held back."""
         text = self._text.lstrip()
         if text.startswith(THINK):
             self._text = text[len(THINK) :]
@@ -135,6 +137,7 @@ class ReplyParser:
         return True
 
     def _call(self, parts: Parts, is_last: bool) -> bool:
+        """Let the form's reader take text; markup that turns out not to be a call becomes content, tag included."""
         assert self._reader is not None
         size, status = self._reader.read(self._text, is_last=is_last)
         if size:
@@ -152,7 +155,8 @@ class ReplyParser:
         return True
 
     def _until(self, tags: tuple[str, ...], is_last: bool) -> tuple[str, bool]:
-        """Return the text that is certain to precede one of the tags, and whether a tag follows, which is then held."""
+        """Take the text up to the first of the tags, or as much of it as is certain to be before one; return it and
+        whether a tag followed, which is then in `_pending` with the white space before it."""
         if self._is_after_tag:
             self._text = self._text.lstrip()
             self._is_after_tag = not self._text

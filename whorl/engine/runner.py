@@ -35,8 +35,8 @@ _GRAPH_TOKENS = (1, 2, 4, 8, *range(16, 257, 16))  # decode calls are padded to 
 _GRAPH_KEYS = 1024  # keys that the smallest graph attends to; each larger one has four times as many
 _PROMPT_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # recorded calls with prompts are padded to these
 _PROMPTS = 16  # sequences of a recorded call with prompts
-_NUM_STAGES = 4  # two calls a step, and the host is at most one step ahead
-_STRIDE = 7919  # between the token ids of dummy calls
+_NUM_STAGES = 4  # host buffers of inputs: two calls a step, and the host is at most one step ahead
+_STRIDE = 7919  # between the token ids of dummy calls, so that they are different tokens
 _TYPES = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
 
 
@@ -44,8 +44,8 @@ _TYPES = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
 class Result:
     """The outputs of a call, on the device: logits [S, V] and token ids [S] of its samples.
 
-    scored: hidden states of its scores, if it has any; hidden: [T, C] of all tokens; placed: where each chunk begins in
-    it. The next replay of a graph overwrites the outputs of a recorded call.
+    hidden: hidden states [T, C] of all tokens. scored: those of `scores`, in their order; if it has none, not used.
+    placed: where each chunk begins in the call. The next replay of a graph overwrites the outputs of a recorded call.
     """
 
     samples: list[Sample]
@@ -122,7 +122,7 @@ class Runner:
         return [self.run_call(call, torch.cat([states[placed.chunk] for placed in call.placed])) for call in calls]
 
     def put(self, lanes: Sequence[int], token_ids: Tensor) -> None:
-        """Set the last token of lanes, if it was not sampled in a call of this runner."""
+        """Set the last token of each lane to token_ids [N], for tokens that were sampled outside of this runner."""
         at = lasting(torch.tensor(lanes), self.device).to(self.device, non_blocking=True)
         self.lanes.keep(at, token_ids)
 
@@ -198,11 +198,13 @@ class Runner:
         logits = self.model.logits(hidden if is_dense else hidden[inputs["sample_rows"]])
         sampling = (inputs[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "places"))
         token_ids = ops.sample(logits[:, : self.vocab_size], *sampling)
-        # For a sequence with a draft this stores any of its tokens; the host then reads all and sends the right one.
+        # A sequence with a draft has several samples in one lane, and any of them may be stored. That is harmless: the
+        # host reads them all before the next step and sends the accepted one with it.
         self.lanes.keep(inputs["sample_lanes"], token_ids)
         return hidden, logits, token_ids
 
     def _forward(self, step: Step, is_decode: bool) -> Tensor:
+        """Return hidden states [T, C]; prompts may run with sequence parallelism."""
         if self.prompts is not None and not is_decode and self.prompts.takes(step):
             return self.prompts(step, self.caches)
         return self.model.forward(step, self.caches)
@@ -225,6 +227,7 @@ class Runner:
         return self._graphs[key]
 
     def _prompt_graph(self, call: Call) -> "_Graph | None":
+        """As `_graph`, for a call with prompts: of up to `_PROMPTS` sequences, without images or hidden states."""
         is_plain = call.axes is None and self.prompts is None and self._states is None
         num_tokens = next((size for size in _PROMPT_TOKENS if call.size[0] <= size <= self._max_recorded), None)
         if not is_plain or num_tokens is None or max(call.size[1:]) > _PROMPTS:
@@ -251,7 +254,11 @@ class Runner:
         return [(count, keys) for keys in self._graph_keys() for count in counts]
 
     def _record(self, dummy: Call, size: Size, keys: int, pool: Any) -> "_Graph | None":
-        """Record a call of this size with the indices of `dummy`, which writes nothing; None if that is impossible."""
+        """Record a call of this size that may read up to `keys` tokens of a lane; None if the device cannot record it.
+
+        dummy: the call whose indices are used while recording; it writes nothing to the caches. pool: the graph's
+        memory pool.
+        """
         inputs = self._inputs.send(dummy, size, self._padding)
         graph, width = _Graph(size), -(-keys // self.block_size)
         states = None if self._states is None else self._states[: size[0]]
@@ -343,6 +350,7 @@ class _Inputs:
         return self._tensors(size)
 
     def _tensors(self, size: Size) -> dict[str, Tensor]:
+        """Return the arrays of a call of this size, as views of the buffer on the device."""
         views = self._views.get(size)
         if views is None:
             views = {}

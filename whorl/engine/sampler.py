@@ -49,9 +49,11 @@ class Sampler:
 
     @torch.inference_mode()
     def start(self, results: List[Result]) -> Callable[[], dict[Chunk, list[Token]]]:
-        """Sample what the runner has not sampled; return a function that waits for the new tokens of each chunk.
+        """Start copying the sampled tokens to the host; return a function that waits for them and returns the accepted
+        tokens of each chunk.
 
-        Scoring prompts and reading log-probabilities happens here, and waits for the device.
+        Tokens of plain sequences were sampled by the runner; others, such as those with penalties, are sampled here.
+        Log-probabilities of prompts and outputs are computed here as well, which waits for the device.
         """
         for result in results:
             self._score(result.scores, result.scored)
@@ -69,7 +71,7 @@ class Sampler:
         return lambda: _accept(samples, read().tolist(), logprobs)
 
     def sample(self, logits: Tensor, samples: List[Sample]) -> Tensor:
-        """Sample one id for each row of logits with the parameters of its sequence."""
+        """Return one sampled id [N] int64 for each row of logits [N, V]; row i belongs to `samples[i]`."""
         logits = self._adjuster.adjust(logits.float(), samples)
         drafted = [row for row, sample in enumerate(samples) if _has_sampled_draft(sample)]
         if not drafted:
@@ -94,7 +96,7 @@ class Sampler:
         return _pick(sampled_from, is_random.float(), samples, _DRAFT), probs
 
     def _score(self, all_scores: List[Score], hidden: Tensor) -> None:
-        """Store the embeddings of prompts, and the log-probabilities of prompt tokens."""
+        """Store embeddings and log-probabilities of prompts in the sequences. hidden: [N, C], a row for each score."""
         embedded = [row for row, score in enumerate(all_scores) if score.position + 1 == score.sequence.prompt_len]
         for row in embedded:
             all_scores[row].sequence.embedding = hidden[row].float().to(HOST, copy=True)
@@ -112,9 +114,9 @@ class Sampler:
                 score.sequence.prompt_logprobs.append(logprob)
 
     def _logprobs(self, logits: Tensor, ids: Tensor, counts: List[int | None]) -> list[Logprob | None]:
-        """Return log-probabilities of the model's distribution, before temperature, penalties and filters.
+        """Return the log-probability of `ids[i]` by row i of logits [N, V], before temperature, penalties and filters.
 
-        counts: alternatives to report for each row; None: the row needs no log-probability.
+        counts: how many of the likeliest tokens to report for each row; None: the row needs no log-probability.
         """
         rows = [row for row, count in enumerate(counts) if count is not None]
         logprobs: list[Logprob | None] = [None] * len(counts)
@@ -148,6 +150,7 @@ def _num_equal(draft: List[int], tokens: List[Token]) -> int:
 
 
 def _sample(logits: Tensor, samples: List[Sample]) -> Tensor:
+    """Return one id for each row, sampled as the runner does it."""
     params = [sample.chunk.sequence.params for sample in samples]
     return ops.sample(logits, *_filters(params, logits.device), *_noise(samples, logits.device))
 
@@ -204,7 +207,7 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _pick(logits: Tensor, temperature: Tensor, samples: List[Sample], stream: int = 0) -> Tensor:
-    """Sample one id for each row, without top-k, top-p or min-p."""
+    """Sample one id for each row, without top-k, top-p or min-p. stream: what the seeds are XORed with."""
     zeros, ones = torch.zeros_like(temperature), torch.ones_like(temperature)
     seeds, places = _noise(samples, logits.device, stream)
     return ops.sample(logits, temperature, zeros.long(), ones, zeros, seeds, places)
@@ -216,11 +219,13 @@ def _uniform(samples: List[Sample], device: torch.device) -> Tensor:
 
 
 def _noise(samples: List[Sample], device: torch.device, stream: int = 0) -> tuple[Tensor, Tensor]:
+    """Return seeds and places [N], of which the noise is a hash."""
     seeds = _column([sample.chunk.sequence.seed ^ stream for sample in samples], device, torch.int64)
     return seeds, _column([sample.place for sample in samples], device, torch.int64)
 
 
 def _filters(params: List[SamplingParams], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return temperature, top_k, top_p and min_p, each [N]."""
     return (
         _column([p.temperature for p in params], device),
         _column([p.top_k for p in params], device, torch.int64),

@@ -1,7 +1,8 @@
 """The scheduler chooses the tokens of the next step: decoding sequences first, then prompts within the budget.
 
-Only decoding sequences need new blocks: a sequence gets blocks for all its known tokens when it is admitted. So when
-the cache is full, the sequence admitted last is preempted before it is scheduled in the step.
+A sequence gets blocks for all its known tokens when it is admitted, so only decoding sequences need further ones. If
+none is free, the running sequence that was admitted last is preempted: it gives up its blocks and waits again.
+Sequences are scheduled in order of admission, so it has no chunk in this step yet.
 """
 
 from collections import deque
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class Chunk:
-    """The tokens of one sequence that a step computes: `length` from `start` on, then a draft of up to `room` tokens.
+    """The tokens of one sequence that a step computes: `length` tokens from index `start` on, then those of `draft`.
 
-    is_last: it includes the sequence's last token, so the next token is sampled from its logits; is_new: it is the
-    sequence's first chunk since it was admitted. All of this is fixed when the chunk is created, because the sequence
-    may advance before the chunk is read.
+    room: the longest draft that the step allows. is_last: the chunk includes the sequence's last token, so the next
+    token is sampled from its logits. is_new: it is the first chunk since the sequence was admitted, so the block table
+    must be sent to the device. start, is_last and is_new are copied when the chunk is created, because the sequence may
+    advance before the chunk's results are read.
     """
 
     __slots__ = ("draft", "is_last", "is_new", "length", "probs", "room", "sequence", "start")
@@ -72,10 +74,11 @@ class Scheduler:
         self.waiting.append(seq)
 
     def schedule(self, *, lookahead: int = 0, max_prompt_tokens: int | None = None) -> list[Chunk]:
-        """Return the chunks of the next step, at most one for each sequence. lookahead: the longest draft to allow.
+        """Return the chunks of the next step, decoding ones first, at most one for each sequence.
 
-        max_prompt_tokens: limit on the tokens of chunks that do more than decode, encoder work included, which is left
-        in the encoder for the caller to take; None: whatever fits into the step.
+        lookahead: the longest draft to allow after a decoded token. max_prompt_tokens: limit on the prompt tokens of
+        the step, in which the vision tower's work counts as well; None: whatever fits into the step. The tower's work
+        is planned in the encoder; the caller gets it from `Encoder.take`.
         """
         decoding = self._decode()
         budget = self.max_num_batched_tokens - len(decoding)
@@ -108,6 +111,7 @@ class Scheduler:
             self._preempt(seq)
 
     def _decode(self) -> list[Chunk]:
+        """Return a chunk of one token for each decoding sequence that has, or can get, a block for it."""
         chunks: list[Chunk] = []
         for seq in list(self.running):
             # A sequence just preempted for another has no lane. One whose last possible token is in flight must wait.
@@ -127,6 +131,7 @@ class Scheduler:
         return True
 
     def _stop(self, seq: Sequence) -> None:
+        """Take a sequence out of the running ones and free its blocks, its image features and its lane."""
         self.running.remove(seq)
         self.pool.release(seq)
         if self.encoder is not None:
@@ -141,6 +146,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
+        """Admit waiting sequences while tokens of the budget, lanes and blocks are left; append their first chunks."""
         if not self.waiting or budget <= 0 or not self._lanes:
             return
         for seq in self._admissible():
@@ -157,7 +163,8 @@ class Scheduler:
             budget -= self._fill(seq, budget, chunks)
 
     def _fill(self, seq: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """Add a chunk of the sequence; return how much of the budget its tokens and its images' encoding take."""
+        """Append to `chunks` as many pending tokens of the sequence as the budget allows; return how much of the budget
+        they and the encoding of their images take."""
         if budget <= 0:
             return 0
         room, cost = (budget, 0) if self.encoder is None else self.encoder.reach(seq, budget)

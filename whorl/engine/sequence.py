@@ -133,7 +133,10 @@ class Text:
         self._num_sent = 0
 
     def add(self, token_id: int, *, may_stop: bool = True) -> bool:
-        """Append a token; return True when a stop string is complete."""
+        """Append a token's text; return True when it completes a stop string, which then ends the text.
+
+        may_stop: False ignores stop strings, because min_tokens is not reached.
+        """
         if self._detokenizer is None:
             return False
         piece = self._detokenizer.add(token_id)
@@ -151,7 +154,7 @@ class Text:
             self.value += self._detokenizer.finish()
 
     def take(self, *, is_finished: bool) -> str:
-        """Return the text since the last call; the possible beginning of a stop string is held back."""
+        """Return the text since the last call. Unless finished, a possible beginning of a stop string is held back."""
         end = len(self.value) - (0 if is_finished else self._stops.num_held)
         piece, self._num_sent = self.value[self._num_sent : end], max(end, self._num_sent)
         return piece
@@ -180,7 +183,12 @@ class Timings:
 
 
 class Sequence:
-    """A prompt and the tokens generated for it. Keys and values of the first `num_computed` tokens are in the cache."""
+    """A prompt and the tokens generated for it. Keys and values of the first `num_computed` tokens are in the cache.
+
+    max_len: the longest that the engine can hold. seed: used if `params` has none. copy: number of this sequence among
+    the `n` of its request; each has another seed. contents, placement: what placeholder tokens stand for. after: the
+    first copy of the same prompt, whose blocks this one waits for and shares.
+    """
 
     def __init__(
         self,

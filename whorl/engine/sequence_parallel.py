@@ -52,6 +52,7 @@ def for_ranks(settings: EngineSettings, size: int, *, device: str, model: Any = 
 
 
 def _sp_settings(settings: EngineSettings, device: str, *, is_moe: bool) -> SPSettings:
+    """Return the settings, from the sp options or from vLLM's compilation config."""
     if settings.compilation_config is None:
         options = {"quantize": settings.sp_quantize, "min_tokens": settings.sp_min_tokens, "fuse": settings.sp_fuse}
         return SPSettings(mode=settings.sp, **options)  # type: ignore[arg-type]

@@ -178,6 +178,7 @@ class EngineSettings:
         self._check_ranks()
 
     def _check_ranks(self) -> None:
+        """Raise ValueError if options of sequence parallelism contradict each other."""
         sp = {"sp_quantize": self.sp_quantize, "sp_min_tokens": self.sp_min_tokens, "sp_fuse": self.sp_fuse or None}
         options = {name: value for name, value in sp.items() if value is not None}
         if options and self.sp == "off":
@@ -197,6 +198,7 @@ class EngineSettings:
             self._check_compilation(self.compilation_config)
 
     def _check_compilation(self, text: str) -> None:
+        """Raise ValueError if vLLM's compilation config is not a JSON object, or sp is set as well."""
         if self.sp != "off":
             raise ValueError(
                 f"sequence parallelism: sp is {self.sp}, and compilation_config is set; give only one of them"

@@ -25,7 +25,7 @@ from .features import as_tensor
 from .launch import Place, Rank, RankGroup, start
 from .runner import Result, Runner
 
-_STOP, _CALL, _LOGITS, _DROP, _ENCODE = range(5)
+_STOP, _CALL, _LOGITS, _DROP, _ENCODE = range(5)  # kinds of messages from rank 0
 _HEADER = 9  # numbers in a message header: the kind of message, and up to eight arguments
 _INSERT = len(Insert._fields)
 
@@ -39,7 +39,8 @@ class Lead:
         self._end = weakref.finalize(self, _end, group)
 
     def num_blocks(self, block_size: int, memory: int | None) -> int:
-        """Return how many blocks fit on every rank; ranks may have different numbers of heads. memory: bytes a rank."""
+        """Return how many blocks fit on every rank. memory: bytes for the cache on each; None: the default share of its
+        own free memory. Ranks may differ in the bytes of a token, because they may have different numbers of heads."""
         local = _cache_room(self.model, self.group.device, self._kv_cache_dtype)
         return min(
             (room["free"] if memory is None else memory) // (room["token"] * block_size)
@@ -93,6 +94,7 @@ def load(
 
 
 def _end(group: RankGroup) -> None:
+    """End the other ranks: ask them to stop, then kill those that have not."""
     group.close(ask_to_end=lambda: _send(group, _STOP))
 
 
@@ -152,11 +154,13 @@ class LeadRunner(Runner):
 
 
 def _send(group: RankGroup, *header: int) -> None:
+    """Broadcast a message header, padded with zeros: the kind of message, then its arguments."""
     distributed.broadcast(torch.tensor([*header, *[0] * (_HEADER - len(header))]), 0, group=group.control)
 
 
 def _pack(call: Call) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of a call's arrays, and its new block tables as lane, length and blocks of each."""
+    """Return the bytes of a call's arrays, padded to a multiple of 8, and its new block tables in one array of int64:
+    the lane, the length and the blocks of each."""
     num_bytes = field_offsets(call.size)[1]
     packed = np.zeros(num_bytes + -num_bytes % 8, dtype=np.uint8)
     call.write(_views(packed, call.size), {})
@@ -233,6 +237,7 @@ class FollowRunner(Runner):
                 self.encode(Work([], [self._job(rank, *numbers[:6])], 0))
 
     def _job(self, rank: Rank, number: int, layers: int, frames: int, rows: int, columns: int, width: int) -> Job:
+        """Return the job of an _ENCODE message; receive the patches, `width` numbers each, if the image is new."""
         if not width:
             return Job(number=number, layers=layers)
         patches = torch.empty(frames * rows * columns, width)
@@ -242,6 +247,7 @@ class FollowRunner(Runner):
         return Job(number=number, layers=layers, item=item)
 
     def _receive(self, rank: Rank, num_tokens: int, entries: int, samples: int, *arguments: int) -> Call:
+        """Receive the call that a _CALL message announces. arguments: as `_unpack` takes them."""
         size = num_tokens, entries, samples
         num_bytes = field_offsets(size)[1]
         packed = torch.empty(num_bytes + -num_bytes % 8 + 8 * _num_extra(num_tokens, *arguments[2:]), dtype=torch.uint8)
@@ -249,6 +255,7 @@ class FollowRunner(Runner):
         return _unpack(packed.numpy(), size, *arguments)
 
     def _head(self, num_tokens: int, width: int) -> None:
+        """Take part in `SharedModel.logits`: receive hidden states [num_tokens, width], compute this rank's share."""
         hidden = torch.empty(num_tokens, width, dtype=self.model.dtype, device=self.device)
         distributed.broadcast(hidden, 0)
         self.model.logits(hidden)

@@ -6,8 +6,8 @@ import numpy as np
 
 
 class TokenCounts:
-    """How often a sequence has generated each token; 0: the token is only in the prompt, -1: it is no longer in the
-    sequence."""
+    """The tokens of a sequence and how often each was generated. A count of 0 means that the token is only in the
+    prompt, -1 that it is not in the sequence: it was only in a draft that was rejected."""
 
     def __init__(self, prompt_ids: Sequence[int], vocab_size: int) -> None:
         prompt = dict.fromkeys(token for token in prompt_ids if token < vocab_size)
@@ -40,6 +40,7 @@ class TokenCounts:
         return tokens, times
 
     def _with(self, new: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids and counts with `new` tokens counted as well; ids not seen before come last."""
         new = [token for token in new if token < self._vocab_size]
         unseen = list(dict.fromkeys(token for token in new if token not in self._places))
         late = {token: len(self._places) + i for i, token in enumerate(unseen)}

@@ -26,7 +26,7 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-_WINDOW = 32  # ids that are decoded again with each new id; at most twice as many
+_WINDOW = 32  # latest ids, which are decoded again with each new one; the list is cut to this at twice the length
 # By how many times a normaliser may shorten a text at most, by its type.
 _SHRINKS = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Prepend": 1}
 _KEEPS = ("ByteLevel", "Metaspace", "Digits")  # pre-tokenizers that remove nothing from a text
@@ -49,7 +49,8 @@ def _panics_as(kind: type[Exception], message: str) -> Iterator[None]:
 class Tokenizer:
     """A model's tokenizer, with its end-of-text ids and its chat template or the built-in prompt format.
 
-    Example: `Tokenizer.from_path(folder).encode("Hello")`
+    roles: special tokens by role, such as bos_token. templates: chat templates by name. sampling: parameters that the
+    model's authors recommend. prompt_format: see `prompt_formats`. Example: `Tokenizer.from_path(folder).encode("Hi")`
     """
 
     def __init__(
@@ -380,7 +381,7 @@ def _check_link(file: Path, folder: Path) -> None:
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # values of tokenizer.ggml.token_type
 # A GGUF file names one end-of-text id; models that were trained with these tokens end a turn with any of them.
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>")
-# The third list of the metadata, after tokens and types, by kind of tokenizer: byte-level BPE and SentencePiece.
+# A vocabulary has three lists: tokens, types, and this one, by kind of tokenizer (byte-level BPE, SentencePiece).
 _LISTS = {"gpt2": ("merges", str), "llama": ("scores", float)}
 _LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
 _INSTEAD = "Put the model's tokenizer.json next to the file"
@@ -415,6 +416,7 @@ def _pre_tokenizer(kind: str | None, path: Path) -> Any:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
+    """Build the tokenizer from the metadata of a GGUF file."""
     metadata = read_metadata(path)
     values = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     if (model := values.get("model")) not in _LISTS:

@@ -199,13 +199,15 @@ class WarmUp:
     # ---- running dummy sequences
 
     def _fill(self, description: str, prompts: List[tuple[int, int]]) -> Task:
-        """Return a task that computes prompts. prompts: of each, the number of cached tokens and of new ones."""
+        """Return a task that computes prompts. prompts: for each, how many tokens are cached and how many are new."""
         return Task("compile", description, partial(self._prompt, prompts))
 
     def _prompt(self, prompts: List[tuple[int, int]]) -> None:
+        """Run a step with these prompts, see `_fill`."""
         self._step(self._filling(prompts))
 
     def _decode(self, num_tokens: int, keys: int, num_drafted: int) -> None:
+        """Run a decode step of `num_tokens` sequences of `keys` tokens; with drafts also one that verifies drafts."""
         self._step(self._chunks(num_tokens, keys, 1))
         if num_drafted and keys > num_drafted and (count := num_tokens // (num_drafted + 1)):
             self._step(self._chunks(count, keys - num_drafted, 1, draft=num_drafted))
@@ -217,6 +219,7 @@ class WarmUp:
         self._step(self._chunks(count, 2, 1) + self._filling([(0, size)]))
 
     def _filling(self, prompts: Iterable[tuple[int, int]]) -> list[Chunk]:
+        """Return a chunk for each prompt, see `_fill`."""
         groups = [self._chunks(1, num_cached + new, new, is_prompt=True) for num_cached, new in prompts]
         return [chunk for chunks in groups for chunk in chunks]
 
@@ -230,8 +233,9 @@ class WarmUp:
         draft: int = 0,
         params: SamplingParams | None = None,
     ) -> list[Chunk]:
-        """Return `count` chunks, each the last `num_new` tokens of one sequence of `length`: in the spare lane they may
-        share it. A decoding sequence has a prompt of one token less."""
+        """Return `count` chunks, each of the last `num_new` tokens of a sequence of `length` tokens, and of a draft of
+        `draft` tokens. All chunks share one sequence, in the spare lane; the last token is generated unless is_prompt.
+        """
         tokens = (np.arange(length) * _STRIDE % self.llm.vocab_size).tolist()
         prompt_len = length if is_prompt else length - 1
         seq = Sequence(tokens[:prompt_len] or tokens, params or SamplingParams(), max_len=length + draft + 1)
@@ -261,7 +265,7 @@ class WarmUp:
 
 
 def shown(steps: Iterator[Warming], *, progress: bool = True) -> Iterator[Warming]:
-    """Pass the steps on and show a progress bar on a terminal, else log a line for every quarter."""
+    """Yield the items of `steps`, and show a progress bar on a terminal, else log a line for every quarter of them."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

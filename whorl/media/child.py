@@ -113,7 +113,7 @@ class Fence:
         self._set(self._resource.RLIMIT_CPU, limit, is_final=False)
 
     def close(self, memory: int) -> None:
-        """Forbid to open files and start processes from now on. memory: bytes allowed beyond what is in use."""
+        """Forbid opening files and sockets and starting processes, for good. memory: bytes beyond those in use now."""
         table = Path("/proc/self/statm")
         if table.exists():  # only Linux enforces this limit
             used = int(table.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -81,6 +81,10 @@ class Decoder:
     def _ask(
         self, kind: str, parts: Sequence[bytes], options: Any, sizes: ImageOptions
     ) -> tuple[NDArray[np.uint8], dict[str, Any]]:
+        """Run a job in the process; return pixels [F, H, W, 3] and the JSON of the answer. Raises MediaError.
+
+        kind: image, frames or video. parts: the bytes. sizes: the options that limit the size of a frame.
+        """
         limits = self._limits
         job: dict[str, Any] = {"kind": kind, "sizes": [len(part) for part in parts], "options": asdict(options)}
         job |= {"max_pixels": limits.max_pixels, "max_frames": limits.max_frames}
@@ -103,6 +107,7 @@ class Decoder:
         return np.frombuffer(data, np.uint8).reshape(*shape, 3), result
 
     def _refusal(self, result: dict[str, Any]) -> MediaError:
+        """Return the error for an answer that has a code instead of pixels; its detail goes to the log."""
         code = result.get("code")
         if code == "memory":  # after a failed allocation the process may be in a bad state
             self.end()

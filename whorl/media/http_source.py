@@ -65,6 +65,7 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 def connect(address: str, port: int, seconds: float) -> socket.socket:
+    """Connect to an address. seconds: to connect, and later for each single read or write."""
     return socket.create_connection((address, port), timeout=seconds)
 
 
@@ -161,6 +162,7 @@ def _shut(raw: socket.socket) -> None:
 
 
 def _body(connection: http.client.HTTPConnection, target: Target, max_bytes: int) -> bytes:
+    """Send the request and return the body; MediaError for any status but 200, a redirect included."""
     connection.request("GET", target.path, headers=_HEADERS | {"Host": target.host_header})
     response = connection.getresponse()
     if 300 <= response.status < 400:

@@ -22,9 +22,10 @@ _FILTERS = range(6)  # Pillow's
 class ImageOptions:
     """Preprocessing of pictures, or of the frames of a video. Raises ValueError for invalid values.
 
-    min_pixels, max_pixels: the limits between which a picture's area is resized; for a video, the area of all frames
-    together. mean, std: of each channel. rescale: factor from levels to numbers. resample: Pillow's number of the
-    filter.
+    patch_size: side of a patch in pixels. merge_size: side, in patches, of the square that becomes one token.
+    temporal_patch_size: frames of a patch. min_pixels, max_pixels: a picture is resized so that its area is between
+    these; for a video, the area of all frames together. rescale: what levels 0 to 255 are multiplied with; mean, std:
+    of each channel, after that. resample: Pillow's number of the filter.
     """
 
     patch_size: int
@@ -133,6 +134,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _image_options(where: str, section: Mapping[str, Any]) -> ImageOptions:
+    """Build the options from a section of the model's files, with transformers' names. where: its place, for errors."""
     if off := [name for name in _STEPS if section.get(name) is False]:
         raise ValueError(f"{where}: {off[0]} is false, and this processor always does it")
     size = section.get("size") or {}

@@ -46,6 +46,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _from_16_bits(image: Image.Image) -> Image.Image:
+    """Return a 16-bit grey picture with 8 bits, and an alpha channel if one level is marked as transparent."""
     values = np.array(image)
     grey = Image.fromarray((values >> 8).astype(np.uint8))
     transparent_level = image.info.get("transparency")

@@ -53,6 +53,7 @@ class Sources:
         self._http = http or HttpSource(hosts)
         path = None if folder is None else Path(folder).expanduser().absolute()
         self._folder = None if path is None else path.resolve()
+        # The folder's path as it was written and with its links resolved: a URL may use either.
         self._names = {name.parts[1:] for name in (path, self._folder) if name is not None}
         if self._folder is not None and not self._folder.is_dir():
             raise ValueError(f"media_folder: {folder} is not a folder")
@@ -73,6 +74,7 @@ class Sources:
         raise MediaError("its URL is not allowed: expected data:, or http(s) or file: where this server allows them")
 
     def _from_file(self, url: str) -> bytes:
+        """Return the bytes of a file: URL; MediaError if it is not below the folder."""
         if self._folder is None:
             raise MediaError("this server reads no files: send the file itself as a data: URI")
         parts = _path(url)

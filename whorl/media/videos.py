@@ -34,6 +34,7 @@ def read_video(
 
 
 def _open(data: bytes) -> Any:
+    """Open a video's container; DecodeError if it is neither MP4 nor Matroska (WebM) or has no video stream."""
     import av
 
     is_matroska, is_mp4 = data[:4] == b"\x1aE\xdf\xa3", data[4:8] == b"ftyp"
@@ -95,6 +96,7 @@ def _sample(
 
 
 def _frames(data: bytes) -> Iterator[Any]:
+    """Yield the decoded frames in order, on this thread alone: the process may not start others."""
     with _open(data) as container:
         stream = container.streams.video[0]
         stream.thread_type, stream.codec_context.thread_count = "NONE", 1

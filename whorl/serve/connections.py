@@ -53,7 +53,7 @@ class Connections:
         self.most, self.head_seconds = most_connections() if most is None else most, head_seconds
         self._all: set[Any] = set()
         self._idle: dict[Any, float] = {}  # since when each has been idle; the longest first
-        self._closing: dict[Any, float] = {}
+        self._closing: dict[Any, float] = {}  # since when each has been closing
 
     def protocol(self) -> type[asyncio.Protocol]:
         """Return uvicorn's HTTP protocol class, extended to report its events to this object."""
@@ -94,10 +94,12 @@ class Connections:
                 connection.transport.abort()
 
     def _open(self, connection: Any) -> None:
+        """Count a new connection. Over the limit, close the one idle longest; if that one is too young, refuse this
+        one, and far over the limit abort it without an answer."""
         self._all.add(connection)
         self._idle[connection] = _now()
         if len(self._all) > self.most and not self._make_room():
-            _LOG.warning("%d connections are open, as many as there may be: a client was refused", self.most)
+            _LOG.warning("a client was refused: %d connections are open, which is the limit", self.most)
             connection.app = _refuse
             if len(self._all) > self.most + _SPARE:
                 connection.transport.abort()
@@ -121,6 +123,7 @@ class Connections:
             self._idle.setdefault(connection, _now())
 
     def _close(self, connection: Any) -> None:
+        """Close an idle connection; a client that never sent a whole request is told why."""
         self._idle.pop(connection, None)
         if connection.cycle is None:
             seconds = f"{self.head_seconds:g} seconds"
@@ -149,7 +152,7 @@ def _answer(transport: Any, error: ApiError) -> None:
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     headers = {"Retry-After": "1", "Connection": "close"}
-    message = "this server has as many connections as it may. Try again later."
+    message = "this server has reached its limit of open connections. Try again later."
     error = ApiError(503, message, code="too_many_connections", headers=headers)
     await error_response(error, scope)(scope, receive, send)
 

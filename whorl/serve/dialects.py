@@ -14,7 +14,10 @@ REQUEST_ID = "whorl.request_number"  # in a request's scope: its id, which the r
 
 
 class Dialect:
-    """OpenAI's dialect: chat, completions and all routes without a dialect of their own."""
+    """OpenAI's dialect: chat, completions and all routes without a dialect of their own.
+
+    event: the text of one event of a stream; done: the text that ends a stream; body: the JSON of an error response.
+    """
 
     done = "data: [DONE]\n\n"
     id_header = "x-request-id"  # a header for the request id beside x-request-id, which every response has

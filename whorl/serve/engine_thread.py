@@ -65,7 +65,9 @@ class StepOutput:
 class Job:
     """The prompts of one request and the sequences that the engine created for them.
 
-    media: the pictures and videos of each prompt. num_sequences: of the whole request, n for each prompt.
+    media: the pictures and videos of each prompt. num_sequences: of the whole request, n for each prompt. loop: the
+    event loop that waits for the outputs. events: what the engine's thread has sent it. accepted: is done when the
+    engine has taken or refused the prompts. has_left_queue: the request no longer counts as waiting.
     """
 
     prompts: List[List[int]]
@@ -186,7 +188,7 @@ class EngineThread:
         return self._num_waiting
 
     def when_idle(self, work: Callable[[], None]) -> None:
-        """Run `work` on the engine's thread; skip it if the engine has sequences to step by then."""
+        """Run `work` on the engine's thread, but drop it if the engine has sequences when its turn comes."""
 
         def command() -> None:
             if not self._owners and self._refusal is None:
@@ -200,11 +202,13 @@ class EngineThread:
         return 0.0 if started is None else time.perf_counter() - started
 
     def _leave_queue(self, job: Job) -> None:
+        """Stop counting a request's sequences as waiting."""
         if not job.has_left_queue:
             job.has_left_queue = True
             self._num_waiting -= job.num_sequences
 
     def _deliver(self, outputs: list[tuple[Job, StepOutput | Exception]]) -> None:
+        """Pass the outputs of a step, or errors, to the requests that wait for them."""
         for job, output in outputs:
             self._leave_queue(job)
             job.events.put_nowait(output)
@@ -212,6 +216,7 @@ class EngineThread:
     # ---- on the thread
 
     def _run(self) -> None:
+        """Warm up, then run commands and steps until `stop`; at the end, or when the engine fails, refuse requests."""
         try:
             self.readiness.warm_up(lambda: self._is_stopping)
             while not self._is_stopping:
@@ -241,6 +246,7 @@ class EngineThread:
             is_idle = False
 
     def _add(self, job: Job) -> None:
+        """Add a request's prompts to the engine, all or none, and settle `job.accepted`."""
         assert job.accepted is not None
         if self._refusal is not None:
             self._call(job.loop, _settle, job.accepted, EngineError(self._refusal))
@@ -263,6 +269,7 @@ class EngineThread:
         self._call(job.loop, _settle, job.accepted, None)
 
     def _abort(self, job: Job) -> None:
+        """Abort those of a request's sequences that are not finished."""
         if self.failure is not None:  # the state of a failed engine is unknown, so it is not called any more
             return
         for seq in job.sequences:
@@ -272,12 +279,14 @@ class EngineThread:
             self.llm.abort(seq)
 
     def _record_admissions(self, started: float, deltas: List[Any]) -> None:
+        """Record the sequences that a step computed for the first time. started: when that step began."""
         stepped = {delta.sequence for delta in deltas}
         for seq in [seq for seq in self._queued if seq.block_table or seq in stepped]:
             self._queued.remove(seq)
             self.metrics.admitted(seq, started)
 
     def _publish(self, deltas: List[Any]) -> None:
+        """Record the deltas of a step in the metrics and send them to the event loops of their requests."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, StepOutput | Exception]]] = {}
         for delta in deltas:
             seq = delta.sequence
@@ -312,11 +321,13 @@ class EngineThread:
 
     @staticmethod
     def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on an event loop, unless it is closed."""
         if not loop.is_closed():
             loop.call_soon_threadsafe(function, *arguments)
 
 
 def _settle(future: "asyncio.Future[None]", error: BaseException | None) -> None:
+    """Set the result of a future, None or the error, unless it was cancelled."""
     if future.done():
         return
     if error is None:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("whorl.serve")
 # Paths that need no API key: probes and scrapers have none, and the page is where people enter theirs.
 _OPEN = ("/health", "/metrics", "/")
-# Exceptions that control the program and are never answered. Every other one becomes an error response, a panic of a
-# Rust library included, which is a BaseException but not an Exception.
+# Exceptions that stop a task or the program; they are passed on. Every other one becomes an error response, including
+# a panic of a Rust library, which is a BaseException but not an Exception.
 STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 KEY_INDEX = "whorl.key_number"  # in a request's scope: the index of its API key among the server's keys
 
@@ -83,7 +83,7 @@ class Gate:
         except STEERING:
             raise
         except ConnectionAbortedError as error:  # the client is gone; the server closes the unfinished connection
-            _LOG.warning("a request was given up: %s", error)
+            _LOG.warning("a request was aborted: %s", error)
         except BaseException as error:
             if answer.start is None:
                 await error_response(ApiError.from_exception(error), scope)(scope, receive, answer.send)
@@ -93,6 +93,7 @@ class Gate:
                 raise
 
     def _use(self, scope: Scope) -> "KeyUse | None":
+        """Return the limits of the request's API key; None: it has no key, or there are no limits."""
         index = scope.get(KEY_INDEX)
         return None if index is None or not self._uses else self._uses[index]
 
@@ -105,6 +106,8 @@ class Gate:
             raise ApiError(403, reason, code="unknown_origin")
 
     def _check_key(self, scope: Scope) -> None:
+        """Raise ApiError 401 unless the API key is right; put its index into the scope. Keys are compared in constant
+        time."""
         # A browser's CORS preflight (OPTIONS) carries no key.
         if not self._keys or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
             return
@@ -122,6 +125,7 @@ class Gate:
         scope[KEY_INDEX] = matches.index(True)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the whole body; ApiError 413 or 408 if it is too large or takes too long."""
         announced = Headers(scope=scope).get("content-length", "")
         limit = max(self.max_body, self._larger.get(scope["path"], 0))
         if announced.isdigit():
@@ -142,7 +146,10 @@ class Gate:
 
 
 class _Answer:
-    """Sends the response to one request, with the request id in its headers. start: its first message, once sent."""
+    """Sends the response to one request, with the request id in its headers.
+
+    seconds: how long the client may take to accept a message. start: the response's first message; None: not sent yet.
+    """
 
     def __init__(self, scope: Scope, send: Send, seconds: float) -> None:
         client_id = Headers(scope=scope).get("x-request-id", "")
@@ -165,9 +172,10 @@ class _Answer:
             async with asyncio.timeout(self._seconds):
                 await self._send(message)
         except TimeoutError:
-            raise ConnectionAbortedError("the client does not take its answer") from None
+            raise ConnectionAbortedError(f"the client read nothing for {self._seconds:g} seconds") from None
 
     async def end_stream(self, error: ApiError) -> None:
+        """End a stream that has begun with an event that reports the error."""
         event = self._dialect.last_event(error, self.request_id)
         await self._send({"type": "http.response.body", "body": event.encode()})
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .worker_pool import Worker
 
 MAX_GRAMMAR = 256 << 10  # characters; OpenAI's limit for the strings of a schema is 120,000
-_NUM_PROVEN = 256  # how many verdicts on grammars are cached
+_NUM_PROVEN = 256  # grammars for which it is cached whether they compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class Grammars:
         return Grammar(LLMatcher.grammar_from_lark(text), label, constraint.param)
 
     def _lark(self, constraint: Constraint, worker: "Worker") -> str:
+        """Return a client's grammar, which may be GBNF, as Lark; ApiError names the field of the request."""
         if len(constraint.value) > MAX_GRAMMAR:
             raise _too_long(len(constraint.value), "the grammar", constraint.param)
         try:
@@ -69,7 +70,7 @@ class Grammars:
             raise ApiError(error.status, error.message, param=constraint.param, code=error.code) from None
 
     def prove(self, grammar: Grammar, worker: "Worker") -> None:
-        """Raise ApiError unless a worker process compiles the grammar within its limits.
+        """Check that a grammar compiles within a worker's limits, before this process compiles it; ApiError if not.
 
         A schema with a large `multipleOf` may compile for ever. A process can be killed then, a thread cannot.
         """

@@ -88,7 +88,7 @@ class KeyUse:
             raise _refused(f"{self._num_running} requests of this key are in progress; up to {most} may be", 1.0)
         for bucket, unit in ((self._requests, "requests"), (self._tokens, "tokens")):
             if (wait := bucket.wait(1.0 if unit == "requests" else 0.0)) > 0:
-                raise _refused(f"this key may have {bucket.per_minute} {unit} a minute, and has had them", wait)
+                raise _refused(f"this key has used up its {bucket.per_minute} {unit} a minute", wait)
         self._requests.take(1)
         self._num_running += 1
         try:

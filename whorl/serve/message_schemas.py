@@ -46,6 +46,7 @@ class ToolUseBlock(Lenient):
     caller: dict[str, Any] | None = Field(None, description="no effect")
 
 
+# Tags of the kinds of blocks, by type; see `schema_parts.Part` for why they are not the types themselves.
 _INNER = {"text": "words", "image": "picture"}
 InnerBlock = Annotated[
     Annotated[TextBlock, Tag("words")] | Annotated[ImageBlock, Tag("picture")],
@@ -124,7 +125,7 @@ class CustomTool(Lenient):
     type: Literal["custom"] | None = None
     description: str | None = None
     strict: bool | None = None
-    eager_input_streaming: bool | None = Field(None, description="no effect: arguments come as they are written")
+    eager_input_streaming: bool | None = Field(None, description="no effect: arguments are always streamed")
     input_examples: list[dict[str, Any]] | None = Field(None, description="no effect")
     defer_loading: Literal[False] | None = None
 
@@ -138,7 +139,7 @@ class ToolChoice(Strict):
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, description="no effect: max_tokens counts thinking, too")
-    display: Literal["summarized", "omitted"] | None = Field(None, description="no effect: thinking comes whole")
+    display: Literal["summarized", "omitted"] | None = Field(None, description="no effect: never summarized")
 
 
 class JsonFormat(Strict):
@@ -163,7 +164,7 @@ class CountRequest(Strict):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = Field(None, description="no effect: every prompt is looked up")
+    cache_control: dict[str, Any] | None = Field(None, description="no effect: the prefix cache is always used")
 
 
 class MessagesErrorBody(BaseModel):

@@ -10,6 +10,7 @@ _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+# For each histogram: name, help text, and the upper bounds of its buckets in seconds, or in tokens for _TOKENS.
 _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("time_to_first_token_seconds", "From arrival to the first token.", _FIRST),
     ("inter_token_latency_seconds", "Between a sequence's tokens.", _BETWEEN),
@@ -56,8 +57,8 @@ class Metrics:
 
         self._registry = CollectorRegistry()
         self._stats, self._model = stats, model
-        self._admitted: dict[Sequence, float] = {}
-        self._latest: dict[Sequence, float] = {}
+        self._admitted: dict[Sequence, float] = {}  # when the first step with a sequence began
+        self._latest: dict[Sequence, float] = {}  # when a sequence got its latest token
         self.num_generated = 0
 
         def labelled(kind: Any, name: str, text: str, **options: Any) -> Any:

@@ -120,6 +120,7 @@ class PageNumbers:
         return JSONResponse(self._snapshot.value)
 
     def _current(self, now: float) -> dict[str, Any]:
+        """Return the numbers of this moment. Another thread runs the engine, so they may be a step apart."""
         engine = self._service.engine
         llm: Any = engine.llm
         running, waiting = list(llm.scheduler.running), list(llm.scheduler.waiting)

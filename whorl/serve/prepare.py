@@ -23,7 +23,7 @@ from .worker_pool import Worker, WorkerPool
 if TYPE_CHECKING:
     from whorl.engine.tokenizer import Tokenizer
 
-_RESERVED = ("messages", "tools", "add_generation_prompt")
+_RESERVED = ("messages", "tools", "add_generation_prompt")  # template variables that are fields of a request
 _SAMPLING = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 

@@ -33,7 +33,10 @@ class Run:
 
 
 class Reply:
-    """Formats the answer to one request, whose sequences are in the order of its choices. Base of all routes."""
+    """Formats the answer to one request; the base class of all routes. Sequences are in the order of the choices.
+
+    kind, chunk_kind: the field `object` of a response and of a chunk of a stream. prefix: of the response's id.
+    """
 
     kind = chunk_kind = prefix = ""
 
@@ -132,7 +135,7 @@ class ParsedReply(Reply):
             for _ in range(count)
         ]
         self._logprobs: list[list[Logprob]] = [[] for _ in range(count)]  # not sent yet
-        self._num_read = [0] * count
+        self._num_read = [0] * count  # tokens of each sequence so far
         self._num_reasoning: dict[Sequence, int] = {}  # kept up to date, as a stream may report usage in every chunk
 
     def num_reasoning(self, seq: Sequence) -> int:
@@ -236,10 +239,10 @@ class CompletionReply(Reply):
     def __init__(self, request: CompletionRequest, run: Run) -> None:
         super().__init__(request, run)
         self._num_top, self._echo = request.logprobs, request.echo
-        self._only_scores = request.max_tokens == 0
+        self._only_scores = request.max_tokens == 0  # the engine generates one token, which is not reported
         count = len(self.job.sequences)
         self._pending_text = [""] * count
-        self._logprobs: list[list[Logprob | int]] = [[] for _ in range(count)]
+        self._logprobs: list[list[Logprob | int]] = [[] for _ in range(count)]  # as `for_completion` takes them
         self._offsets = [0] * count  # where in the text the next token with logprobs starts
         self._reasons: list[str | None] = [None] * count
         self._has_begun = [False] * count

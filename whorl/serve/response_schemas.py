@@ -38,6 +38,7 @@ class InputImage(Lenient):
     detail: Literal["auto", "low", "high"] | None = None
 
 
+# Tags of the kinds of parts, by type; see `schema_parts.Part` for why they are not the types themselves.
 _PARTS = {"input_text": "words", "text": "words", "output_text": "said", "refusal": "refused", "input_image": "picture"}
 Part = Annotated[
     Annotated[InputText, Tag("words")]
@@ -154,7 +155,7 @@ class TextOptions(Strict):
 
 class ReasoningOptions(Strict):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="no effect: thinking comes whole")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="no effect: never summarized")
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="no effect")
 
 
@@ -198,8 +199,8 @@ class ResponsesRequest(TokensRequest, Guided):
     # OpenAI's fields that have no effect here.
     background: Literal[False] | None = None
     max_tool_calls: int | None = Field(None, description="no effect: the client runs the tools")
-    metadata: dict[str, Any] | None = Field(None, description="given back")
-    prompt_cache_key: str | None = Field(None, description="no effect: every prompt is looked up")
+    metadata: dict[str, Any] | None = Field(None, description="returned with the response")
+    prompt_cache_key: str | None = Field(None, description="no effect: the prefix cache is always used")
     prompt_cache_retention: str | None = Field(None, description="no effect")
     safety_identifier: str | None = Field(None, description="no effect")
     service_tier: str | None = Field(None, description="no effect")

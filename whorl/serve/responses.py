@@ -234,6 +234,7 @@ class ResponsesReply(TurnReply):
         return common | {"type": "message", "role": "assistant", "content": parts}
 
     def _response(self, status: str) -> dict[str, Any]:
+        """Return the response object; it repeats fields of the request, as OpenAI's does."""
         is_over, request, params = status != "in_progress", self._request, self.prepared.params
         tools = [tool.model_dump(by_alias=True) for tool in request.tools or ()]
         choice = (

@@ -11,7 +11,7 @@ class Running:
     """The requests in progress on one event loop. num_ended: how many were ended before they had finished."""
 
     def __init__(self) -> None:
-        self._limits: set[asyncio.Timeout] = set()
+        self._limits: set[asyncio.Timeout] = set()  # one for each request; `end` lets them expire
         self._reason: str | None = None
         self.num_ended = 0
 

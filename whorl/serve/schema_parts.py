@@ -113,7 +113,8 @@ def _kind_of_part(part: Any) -> str | None:
     return _KINDS.get(kind) if isinstance(kind, str) else None
 
 
-# The tags appear in the location of an error beside field names, so none of them is the name of a field.
+# pydantic puts the tag of a kind into the path of an error, between field names. `validation` removes every step of the
+# path that is not in the body, so a tag must not be the name of a field.
 Part = Annotated[
     Annotated[TextPart, Tag("words")] | Annotated[ImagePart, Tag("picture")] | Annotated[VideoPart, Tag("video")],
     Discriminator(

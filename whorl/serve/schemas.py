@@ -109,7 +109,7 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool = True
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     prediction: dict[str, Any] | None = Field(None, description="no effect: drafts come from the text itself")
-    prompt_cache_key: str | None = Field(None, description="no effect: every prompt is looked up")
+    prompt_cache_key: str | None = Field(None, description="no effect: the prefix cache is always used")
     prompt_cache_retention: str | None = Field(None, description="no effect")
     safety_identifier: str | None = Field(None, description="no effect")
     service_tier: str | None = Field(None, description="no effect")

@@ -10,7 +10,7 @@ from .key_limits import ApiKey
 from .parsers import check_names
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
-_JOB_LIMITS = ("job_seconds", "job_memory")
+_JOB_LIMITS = ("job_seconds", "job_memory")  # of a job in a worker process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,6 +32,7 @@ class EventStream(StreamingResponse):
 
 
 async def _events(chunks: AsyncIterator[dict[str, Any]], scope: Scope) -> AsyncIterator[str]:
+    """Yield the text of each event, then the end of the stream or an event with the error."""
     dialect = dialect_for(scope["path"])
     try:
         async for chunk in chunks:

@@ -71,7 +71,7 @@ class Guided(Strict):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
-    guided_decoding_backend: str | None = Field(None, description="no effect: there is one")
+    guided_decoding_backend: str | None = Field(None, description="no effect: there is only one backend")
 
     @field_validator("guided_json", mode="before")
     @classmethod

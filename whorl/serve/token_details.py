@@ -47,10 +47,12 @@ class DetailWriter:
         return self._pending.pop(index, {"tokens": []})
 
     def _odds(self, entry: Logprob) -> dict[str, Any]:
+        """Return a token's log-probability and its alternatives."""
         top = [{"id": i, "text": self._texts.name(i), "logprob": finite(logprob)} for i, logprob in entry.top]
         return {"logprob": finite(entry.logprob), "top": top}
 
     def _prompt(self, seq: Sequence) -> dict[str, Any]:
+        """Return the texts of the prompt's last tokens, from index `first` on, and how many tokens were cached."""
         ids: List[int] = seq.token_ids[: seq.prompt_len]
         first = max(0, len(ids) - _MOST_PROMPT)
         detokenizer = self._tokenizer.detokenizer(skip_special=False)

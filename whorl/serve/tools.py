@@ -62,6 +62,7 @@ def _string(text: str) -> str:
 
 
 def _json(schema: Any) -> str:
+    """Return the Lark expression for values of a JSON schema."""
     return f"%json {json.dumps(schema | {'x-guidance': json_layout(schema)})}"
 
 
@@ -69,6 +70,7 @@ def _json(schema: Any) -> str:
 
 
 def _json_grammar(form: type[JsonCalls], tools: Sequence[Tool], has_more: bool, quoted: _Quotes) -> str:
+    """Return the grammar of one call, or with `has_more` of one or more, as JSON objects."""
     repetition = f" ({quoted(form.between)} call)*" if has_more else ""
     end = quoted(f"\n{form.end}") if form.end else ""
     bodies = [f"body{number}: {_json(_call_schema(tool, form.arguments))}" for number, tool in enumerate(tools)]
@@ -77,6 +79,7 @@ def _json_grammar(form: type[JsonCalls], tools: Sequence[Tool], has_more: bool, 
 
 
 def _call_schema(tool: Tool, name: str) -> dict[str, Any]:
+    """Return the JSON schema of a call of a tool. name: of the member that holds the arguments."""
     arguments = tool.function.parameters or {"type": "object"}
     return _definitions(arguments) | {
         "type": "object",
@@ -95,6 +98,7 @@ def _definitions(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tagged_grammar(form: type[TaggedCalls], tools: Sequence[Tool], has_more: bool, quoted: _Quotes) -> str:
+    """Return the grammar of one call, or with `has_more` of one or more, with parameters in tags."""
     calls = " | ".join(f"call{number}" for number in range(len(tools)))
     begin, end = quoted(f"{form.open}\n"), quoted(f"\n{form.close}")
     calls_rule = 'call ("\\n" call)*' if has_more else "call"
@@ -118,6 +122,7 @@ class _Call:
         self._line = "\n" if form.has_lines else ""
 
     def rules(self) -> list[str]:
+        """Return the rule of the call, then those of its parameters, which come in the order of the schema."""
         # A client wrote the schema, so its fields may have any type.
         properties = value if isinstance(value := self._parameters.get("properties"), dict) else {}
         required = value if isinstance(value := self._parameters.get("required"), list) else []
@@ -140,6 +145,7 @@ class _Call:
         return [f"call{self._number}: {begin}{empty} {' '.join(parts)} {self._quoted(form.end)}", *rules]
 
     def _value(self, name: str, key: str, schema: Any) -> list[str]:
+        """Return the rules of one parameter. name: of the rule; key, schema: the parameter's name and schema."""
         end = f"{self._line}{self._form.parameter_end}"
         schema = schema if isinstance(schema, dict) else {}
         is_text = self._form.is_text_schema(schema)

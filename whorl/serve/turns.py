@@ -68,6 +68,7 @@ class TurnReply(ParsedReply):
             yield event
 
     def _events(self, output: StepOutput) -> Iterator[Event]:
+        """Add one step output to the sections; yield the events for it."""
         parts = self.parse(output)
         if parts.reasoning:
             yield from self._extend(Kind.REASONING, parts.reasoning)
@@ -80,22 +81,26 @@ class TurnReply(ParsedReply):
             yield from self._close()
 
     def _extend(self, kind: Kind, text: str) -> Iterator[Event]:
+        """Add text to the open section if it is of this kind, else to a new one."""
         if not self.sections or self.sections[-1].is_closed or self.sections[-1].kind != kind:
             yield from self._open(Section(kind, len(self.sections)))
         yield from self._add(text)
 
     def _call(self, part: CallPart) -> Iterator[Event]:
+        """Add a part of a tool call; its first part opens a new section."""
         if part.id is not None and part.name is not None:
             yield from self._open(Section(Kind.CALL, len(self.sections), call_id=part.id, name=part.name))
         if part.arguments:
             yield from self._add(part.arguments)
 
     def _open(self, section: Section) -> Iterator[Event]:
+        """Close the last section and open a new one."""
         yield from self._close()
         self.sections.append(section)
         yield from self.open_events(section)
 
     def _add(self, text: str) -> Iterator[Event]:
+        """Add text to the last section; log-probabilities are reported for text only."""
         section = self.sections[-1]
         logprobs = self.take_logprobs(0)
         new_logprobs = logprobs["content"] if logprobs is not None and section.kind is Kind.TEXT else []

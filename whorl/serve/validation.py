@@ -7,10 +7,10 @@ from .api_error import ApiError
 
 
 def validation_error(errors: Any, body: Any) -> ApiError:
-    """Pick one of pydantic's errors: of those at the first error's place, the one deepest in the body.
+    """Return an ApiError 400 for one of pydantic's errors: of those at or below the place of the first, the deepest.
 
-    For a field of several kinds, pydantic reports errors of every kind; the kind that the client meant is the one that
-    got furthest.
+    For a field that may have several types, pydantic reports the errors of every type. The client most likely meant the
+    type that was valid down to the deepest error. errors: pydantic's; body: the request's.
     """
     if errors[0].get("type") == "json_invalid":
         reason = json.dumps(str(errors[0].get("ctx", {}).get("error", "")))

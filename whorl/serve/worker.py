@@ -181,6 +181,7 @@ class Limits:
         self._set(self._resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + (seconds or self._seconds)) + 1)
 
     def allow_memory(self) -> None:
+        """Limit the address space, in the first call only: later calls have no effect."""
         table = Path("/proc/self/statm")
         if self._memory and table.exists():  # only Linux enforces this limit
             used = int(table.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

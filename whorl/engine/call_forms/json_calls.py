@@ -85,6 +85,7 @@ class JsonCalls(CallReader):
         return self._end
 
     def _complete(self, text: str, is_last: bool) -> tuple[int, ReadStatus]:
+        """Read a call whose text does not match `_HEAD`; nothing is consumed before all of it has arrived."""
         if not self.may_be(text[:HEAD_SIZE]):
             return 0, ReadStatus.BROKEN
         if (end := self._pending_end(text)) is None:

@@ -67,6 +67,8 @@ class TaggedCalls(CallReader):
                 return done, status
 
     def _call(self, text: str, is_last: bool) -> tuple[int, ReadStatus | None]:
+        """Read the tag that begins a call, or the one that closes the section. As all steps, return how many characters
+        are consumed and the status; None: go on with the next step."""
         inner = text.lstrip()
         skipped = len(text) - len(inner)
         if inner.startswith(self.close) and self._name:  # a section without a call is text
@@ -79,6 +81,7 @@ class TaggedCalls(CallReader):
         return skipped + tag.end(), None
 
     def _parameter(self, text: str, is_last: bool) -> tuple[int, ReadStatus | None]:
+        """Read the tag that opens a parameter, or the one that ends the call."""
         inner = text.lstrip()
         skipped = len(text) - len(inner)
         if inner.startswith(self.end):
@@ -103,6 +106,7 @@ class TaggedCalls(CallReader):
         return 0, ReadStatus.MORE if may_be else ReadStatus.BROKEN
 
     def _value(self, text: str, is_last: bool) -> tuple[int, ReadStatus | None]:
+        """Read a parameter's value and its end tag; the part of a string that is certain is output at once."""
         start = int(self.has_lines and self._is_first and text.startswith("\n"))
         if (at := text.find(self.parameter_end, start)) >= 0:
             value = text[start:at].removesuffix("\n") if self.has_lines else text[start:at]

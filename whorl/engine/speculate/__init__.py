@@ -72,7 +72,7 @@ class Proposer(Protocol):
 
 
 class Timed(Protocol):
-    """A runner, as far as its calls can be timed."""
+    """What `measure_cost` needs of a runner."""
 
     def cost(self, counts: List[int], *, repeats: int) -> dict[int, float]:
         """Return the seconds of a decode call by number of tokens."""
@@ -91,12 +91,14 @@ def measure_cost(runner: Timed, counts: Iterable[int], seconds: float) -> dict[i
 
 
 def cut(draft: list[int], special_ids: Collection[int]) -> list[int]:
-    """Cut the draft before its first special token: what follows the mark of a turn or a tool call is unrelated."""
+    """Return the draft up to its first special token: text after the end of a turn or of a tool call cannot be guessed
+    from text before it."""
     return next((draft[:i] for i, token_id in enumerate(draft) if token_id in special_ids), draft)
 
 
 def num_agreed(token_ids: List[int], draft: List[int]) -> int:
-    """Return how many tokens, from the first on, equal the draft; at a rejected position the token is another one."""
+    """Return how many of a step's tokens, from the first on, equal the draft. These were accepted: at a rejected
+    position the target's token differs from the drafted one."""
     agrees = [token_id == drafted for token_id, drafted in zip(token_ids, draft, strict=False)]
     return next((i for i, agreed in enumerate(agrees) if not agreed), len(agrees))
 

@@ -130,6 +130,7 @@ class MTP(Proposer):
         self._pairs = {key: pair for key, pair in self._pairs.items() if not pair.target.is_finished}
 
     def _take(self, result: Result) -> Iterable[_Shifted]:
+        """Take the hidden states of a call's accepted tokens; yield each pair that got some."""
         assert result.hidden is not None
         for placed in result.placed:
             chunk, seq = placed.chunk, placed.chunk.sequence

@@ -1,8 +1,9 @@
 """Drafting with a model, autoregressively: each call drafts one token for all sequences, through a `Runner`.
 
-The calls are built like the target's. Tokens that must be computed before the first drafted one are passed as a draft
-after the first of them, so that every token gives logits and the call may be a recorded graph. If only the device needs
-the drafted tokens, the host reads them once, after the last call.
+The calls are built like the target's. The first call also computes the pending tokens: those of the sequence that are
+not in this model's cache yet. It passes them as one token and a draft after it, because then it is a decode call, in
+which every token has logits, and may be a recorded graph. If only the device needs the drafted tokens, the host reads
+them once, after the last call.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +44,10 @@ class OneByOne:
         self.fill({seq: seq.num_pending - 1 for seq in sequences if seq.num_pending > most})
 
     def fill(self, lengths: Mapping[Seq, int], states: States | None = None) -> None:
-        """Compute so many tokens of each sequence without drafting, in calls of up to `max_tokens`."""
+        """Compute the next `lengths[seq]` tokens of each sequence without drafting, in calls of up to `max_tokens`.
+
+        states: the target's hidden states of these tokens, if the model takes them.
+        """
         left, done = {seq: length for seq, length in lengths.items() if length > 0}, dict.fromkeys(lengths, 0)
         while left:
             budget, chunks, chunk_states = self.max_tokens, [], {}
@@ -66,9 +70,11 @@ class OneByOne:
                 chunk.sequence.is_new = False
 
     def draft(self, rooms: Mapping[Seq, int], states: States | None = None) -> dict[Seq, Draft]:
-        """Draft up to `rooms` tokens after each sequence, and compute all its pending tokens on the way.
+        """Draft `rooms[seq]` tokens after each sequence, and compute all its pending tokens on the way. The drafted
+        tokens are appended to the sequences; the caller takes them off again.
 
-        states: the target's hidden states, if the model takes them; after the first drafted token its own are used.
+        states: the target's hidden states of the pending tokens, if the model takes them; after the first drafted token
+        the model's own are used.
         """
         waits = not all(seq.is_plain for seq in rooms)  # penalties and masks depend on the tokens before
         unread: list[tuple[list[Seq], Tensor]] = []
@@ -144,7 +150,8 @@ def mirrored(target: Seq, prompt: Sequence[int], contents: Iterable[Content] = (
 
 
 def pending(seq: Seq) -> Chunk:
-    """Return a chunk of all tokens that are not computed. Of a prompt the last token gives logits, else every one."""
+    """Return a chunk of all tokens that are not computed. In a prompt only the last token has logits; after the prompt
+    every token has, because all but the first are passed as a draft."""
     count, start = seq.num_pending, seq.num_computed
     is_prompt = start < seq.prompt_len
     chunk = Chunk(seq, count if is_prompt else 1, is_new=seq.is_new)

@@ -177,6 +177,7 @@ def random_model(
 
 
 def _dtype(dtype: torch.dtype | str | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    """Return the dtype of the weights: the one passed, else fp32 on a CPU, else the one in config.json, else bf16."""
     if dtype is None and accelerator(device.type) is None:
         dtype = "float32"  # products accumulate in fp32, so a CPU would convert 16-bit weights in every product
     if dtype is None:

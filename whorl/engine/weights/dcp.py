@@ -159,6 +159,7 @@ def _sources(
 
 
 def _source(name: str, entry: Any, pieces: _Pieces, shape: tuple[int, ...], lead: tuple[int, ...]) -> Source:
+    """Return the source of a tensor. lead: leading indices into the entry: the expert's, if it holds all experts."""
     dtype = entry.properties.dtype
 
     def read(index: Index) -> Tensor:

@@ -25,6 +25,8 @@ def check_fit(model: Any, checkpoint: Checkpoint) -> None:
 
 
 def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, Source]:
+    """Return the tensors that the model loads: names that begin with `only`, less the endings in `ignored` and the
+    beginnings in `ignored_layers`, all of them attributes of the model."""
     layers, only = getattr(model, "ignored_layers", ()), getattr(model, "only", "")
     sources = {name: source for name, source in checkpoint.sources.items() if name.startswith(only)}
     return {n: s for n, s in sources.items() if not n.endswith(model.ignored) and not n.startswith(layers)}
@@ -122,6 +124,7 @@ def _check(
 
 
 def _read(source: Source, slot: Slot) -> Tensor:
+    """Return this rank's part of a tensor, in the shape of the slot; the file may hold it transposed."""
     if source.shape == slot.shape:
         return source.read(slot.index)
     if slot.is_exchanged(source.shape):
@@ -131,6 +134,7 @@ def _read(source: Source, slot: Slot) -> Tensor:
 
 
 def _copy(name: str, slot: Slot, source: Source) -> None:
+    """Copy a tensor to its slot; ValueError if a value is too large for float16."""
     for second in slot.more:
         _copy(name, second, source)
     part = _read(source, slot)

