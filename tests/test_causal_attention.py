@@ -151,7 +151,7 @@ def test_gradients_are_torchs(backend: str, window: int, device: str) -> None:
 @pytest.mark.parametrize("backend", backends("causal_attention", slow=True))
 def test_packed_is_one_by_one(backend: str, dtype: torch.dtype, device: str) -> None:
     """To the bit, the gradient too; what is behind the last sequence is zero, whatever it holds."""
-    values = packed((23, 0, 8), device, dtype, padding=2, window=9)
+    values = packed((23, 0, 8), device, dtype, idle=2, window=9)
     for name in ("q", "k", "v"):
         values[name][-2:] = torch.nan
     whole, leaves = wanting(values)

@@ -170,9 +170,9 @@ _CASES: list[Values] = [
     {"lengths": (9,), "heads": 1, "kv_heads": 1, "dim": 16},
     {"lengths": (7, 5, 1), **_HEADS},
     {"lengths": (12, 9), "window": 4, "scale": 0.01, **_HEADS},
-    {"lengths": (6, 0, 8), "padding": 3, "heads": 6, "kv_heads": 2, "dim": 40},
+    {"lengths": (6, 0, 8), "idle": 3, "heads": 6, "kv_heads": 2, "dim": 40},
     {"lengths": (0,), **_HEADS},
-    {"lengths": (), "padding": 2, **_HEADS},
+    {"lengths": (), "idle": 2, **_HEADS},
     {"lengths": (20, 11), "sliced": True, "heads": 8, "kv_heads": 1, "dim": 64},
     {"lengths": (140, 20), "window": 100, **_HEADS},
     {"lengths": (8,), **_HEADS},
@@ -188,10 +188,10 @@ def _make(
     kv_heads: int,
     dim: int,
     window: int = 0,
-    padding: int = 0,
+    idle: int = 0,
     tokens: Sizes = (),
 ) -> Values:
-    count = sum(lengths) + padding
+    count = sum(lengths) + idle
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     return {
         "q": draw.normal(count, heads, dim),
@@ -211,7 +211,7 @@ def _make_backward(draw: Draw, with_dlse: bool = False, **case: Any) -> Values:
 
 
 def _with_tokens(case: Values) -> Values:
-    return {"tokens": (sum(case["lengths"]) + case.get("padding", 0),), **case}
+    return {"tokens": (sum(case["lengths"]) + case.get("idle", 0),), **case}
 
 
 causal_attention.inputs(cases=[_with_tokens(c) for c in _CASES], bench=[_with_tokens(c) for c in _BENCH])(_make)
