@@ -107,9 +107,9 @@ class Attention(Normed):
         return self.o_proj(mix(self, qkv)), residual
 
 
-# Attention between tokens: a function from a layer's attention and its projections [T, ...] to the output [T, HQ D]. The
-# caller of a layer passes it, because it differs: over the paged cache when serving, over packed sequences in training,
-# and outside of the graph where the rest of the model is captured.
+# Attention between tokens: a function from a layer's attention and its projections [T, ...] to the output [T, HQ D]. It
+# is passed to a layer, because it differs: over the paged cache when serving, over packed sequences in training, and
+# outside of the graph where the rest of the model is captured.
 Mix = Callable[[Attention, Tensor], Tensor]
 
 
