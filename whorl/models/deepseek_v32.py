@@ -169,7 +169,7 @@ class DeepSeekV32Config:
 
     @property
     def softmax_scale(self) -> float:
-        """The factor of q . k, 192^-0.5 in the 671 B model, absorbed or not; YaRN multiplies it by its factor squared."""
+        """The factor of q . k, 192^-0.5 in the 671 B model, absorbed or not; YaRN multiplies by its factor squared."""
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.softmax_scale_correction
 
     @property
