@@ -41,7 +41,7 @@ def build_benchmark(model: str | None, options: LoadOptions, engine: EngineSetti
         for number, load in enumerate(loads)
     ]
     if empty := [point for point in points if not point.requests]:
-        raise ValueError(f"bench serve: {empty[0].load}: no request in --seconds {options.seconds:g}; give more")
+        raise ValueError(f"bench serve: {empty[0].load}: no request is due in --seconds {options.seconds:g}; give more")
 
     def work() -> tuple[Document, str, bool]:
         document = run(target, points, options, slo)
