@@ -145,6 +145,7 @@ def _estimate(llm: LLM) -> str:
 
 
 def _summary(name: str, pairs: Sequence[tuple[Run, Run]]) -> Document:
+    """Return the row of one class of prompts; pairs: the plain and the drafting run of each prompt and repeat."""
     runs = [run for _, run in pairs]
     classes = [classify(run.token_ids) for run in runs]
     ok = [pair for pair, label in zip(pairs, classes, strict=True) if label == OK]

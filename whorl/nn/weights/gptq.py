@@ -59,7 +59,7 @@ class Gptq(Packed):
         if part.shape[0] % self.per_word or part.shape[1] % self.per_word:
             raise ValueError(
                 f"{part.source(matrix.name)}: {part.shape[0]} rows and {part.shape[1]} columns, expected multiples of "
-                f"{self.per_word}, which GPTQ packs into a word"
+                f"{self.per_word}: GPTQ packs that many into a word"
             )
 
     def slots(self, matrix: Any, part: Part) -> Iterator[tuple[str, Slot]]:
