@@ -143,7 +143,7 @@ def adding_alike(values: Values) -> Iterator[None]:
     """Let the reference's products accumulate as the tensor cores of an NVIDIA GPU do, which truncate partial sums.
 
     The reference multiplies in fp32. Where an argument has 16 bits, it may use tf32 inside this context: 16-bit values
-    and their products are exact in tf32, so only the accumulation differs from fp32.
+    are exact in tf32, and tensor cores multiply exactly, so only the accumulation differs from fp32.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     is_short = any(isinstance(v, Tensor) and v.dtype in (torch.bfloat16, torch.float16) for v in values.values())

@@ -224,7 +224,7 @@ def _rotation(values: Mapping[str, Any], rope: Mapping[str, Any], default: Mappi
 
 
 def _mscales(rope: Mapping[str, Any]) -> tuple[float, float]:
-    """Return mscale and mscale_all_dim; (1, 0), a scale of 0.1 ln(factor) + 1 as in transformers, if one is missing."""
+    """Return mscale and mscale_all_dim; if one is missing or 0, (1, 0): transformers' scale of 0.1 ln(factor) + 1."""
     mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
     if of_all and not mscale:
         raise ValueError(f"mscale_all_dim is {of_all} without mscale; give both, or neither")
