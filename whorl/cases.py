@@ -1,4 +1,8 @@
-"""Cases of an operator: written as text, and with fewer tokens."""
+"""Cases of an operator, for tests and benchmarks: how to make one smaller, and how to write one as text.
+
+A case is the sizes and options from which the operator's `make` draws its arguments, such as
+{"tokens": (16384,), "heads": 32, "kv_heads": 4, "dim": 128} or {"shape": (4096, 7168)}.
+"""
 
 from typing import Any
 
@@ -6,7 +10,11 @@ Values = dict[str, Any]
 
 
 def shrink(case: Values, tokens: int) -> Values:
-    """Return the case with each size but the last limited to `tokens`; the width of a row stays."""
+    """Return the case with at most `tokens` tokens per dimension.
+
+    Every size in "tokens" is limited, or every size in "shape" but the last, which is the number of channels. A case
+    with neither is returned unchanged.
+    """
     small = dict(case)
     if "tokens" in case:
         small["tokens"] = tuple(min(n, tokens) for n in case["tokens"])
@@ -16,7 +24,7 @@ def shrink(case: Values, tokens: int) -> Values:
 
 
 def describe(case: Values) -> str:
-    """Return a case as text: sizes joined by x, everything else by name."""
+    """Return a case as text, such as "16384 tokens, 32+4 heads x 128"; other options appear by name."""
     parts = []
     for name, value in case.items():
         if name in ("tokens", "shape"):

@@ -104,7 +104,8 @@ ModelDir = Annotated[
 Report = Annotated[
     bool, typer.Option("--report", help="Report on standard error what --sp has rewritten.", rich_help_panel=RANKS)
 ]
-# One conversation at a time, which selects the kernels for few rows. --seed is the seed of sampling.
+# `generate` and `chat` run one sequence at a time by default, which selects the kernels for few tokens. Their --seed is
+# the seed of sampling, so the engine's own seed is not an option.
 OneSequence = Annotated[
     EngineSettings, Overrides(defaults={"max_num_seqs": 1}, without={"seed": "--seed seeds the sampling"})
 ]
@@ -118,7 +119,10 @@ def _one_model(command: str, model: str | None, model_dir: str | None) -> str | 
 
 
 def _run_model(command: str, model: str | None, model_dir: str | None, **options: Any) -> NoReturn:
-    """Run a command on one model. options: fields of `Options`, whose `check` refuses conflicting ones."""
+    """Run `whorl generate` or `whorl chat` and exit with its exit code.
+
+    options: the other fields of `whorl.chat.command.Options`. Options that conflict end the command with one line.
+    """
     need_torch()
     need_engine(command)
     from whorl.chat.command import Options, build_session

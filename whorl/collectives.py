@@ -62,6 +62,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 
 def _sum_in_rank_order(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of parts [p, rows, ...] over ranks, first rank first; 16-bit parts are summed in fp32."""
     first, *later = parts.float() if parts.dtype in (torch.bfloat16, torch.float16) else parts
     total = first.clone()
     for part in later:
@@ -70,6 +71,7 @@ def _sum_in_rank_order(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, group: str) -> Tensor:
+    """Exchange x [T, ...] by an all-to-all and sum this rank's ceil(T / p) rows in rank order."""
     ranks = process_group(group)
     sent = _padded(x, ranks.size())
     parts = torch.empty_like(sent)

@@ -230,7 +230,7 @@ def tune_collectives(device: str) -> dict[str, str]:
 
 @functools.cache
 def overlaps_kernels(device: torch.device) -> bool:
-    """Return whether a kernel may start before the previous one has ended: on NVIDIA GPUs from Hopper on."""
+    """Return whether a kernel may start before the previous one has ended (PDL): on NVIDIA GPUs from Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -301,10 +301,10 @@ _is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)
 
 @contextlib.contextmanager
 def ahead() -> Iterator[None]:
-    """Mark a step whose kernels may load data before the previous kernel has ended.
+    """Let kernels launched inside load their inputs before the previous kernel has ended (PDL).
 
-    This is safe because no kernel of the step writes weights, and the inputs that describe its sequences are written
-    before its first layer.
+    The engine records decode steps in it. This is safe because no kernel of a step writes weights, and the inputs that
+    describe its sequences (block tables, lengths) are written before its first layer.
     """
     token = _is_ahead.set(True)
     try:
@@ -348,9 +348,9 @@ class FinishedEvent:
 
 
 class Stream:
-    """A stream of an accelerator, whose work runs in order. On the CPU `run` works at once.
+    """A stream of an accelerator, whose work runs in order. On the CPU `run` does the work before it returns.
 
-    beside: make a new stream, which runs concurrently with others; else use the caller's current stream.
+    beside: True makes a new stream, which runs concurrently with others; False uses the caller's current stream.
     """
 
     def __init__(self, device: str, *, beside: bool = True) -> None:
@@ -423,7 +423,8 @@ def cache_folder() -> Path | None:
 def arithmetic_of(device: str) -> dict[str, str] | None:
     """Return everything that decides which kernel a library picks for a matrix product, and so its bits.
 
-    None where the device cannot be identified.
+    Trials that were stored by an earlier process are valid only where all of it is equal. None where the device cannot
+    be identified: then nothing is stored.
     """
     identity = {
         "device": _cpu_name() if device == HOST else device_name(device),
@@ -485,7 +486,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of an NVIDIA GPU; 4 for other devices."""
+    """Return the number of multiprocessors of an NVIDIA GPU; 4 for other devices, as in Triton's interpreter."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 4

@@ -54,7 +54,7 @@ def options(kind: type) -> Iterator[tuple[Field[Any], Option]]:
 
 
 def flag_names(field_: Field[Any]) -> tuple[str, ...]:
-    """Return the flags of a field; a switch and its negation are one string."""
+    """Return the flags of a field; a switch and its negation are one string, such as "--graphs/--no-graphs"."""
     declared: Option = field_.metadata[_KEY]
     return declared.names or (f"--{field_.name.replace('_', '-')}",)
 

@@ -77,9 +77,9 @@ def judge(
     if len(actual) != len(reference):
         return Verdict(ratio=math.inf, problem=f"{len(actual)} outputs, expected {len(reference)}")
     ratio = 0.0
-    for i, (g, r, o) in enumerate(zip(actual, reference, gold, strict=True)):
+    for i, (a, r, g) in enumerate(zip(actual, reference, gold, strict=True)):
         allowed = fp32_limit if fp32_limit is not None and r.dtype == torch.float32 else limit
-        verdict = _judge_output(g, r, o, allowed, i in totals)
+        verdict = _judge_output(a, r, g, allowed, i in totals)
         ratio = max(ratio, verdict.ratio)
         if not verdict.passed:
             return Verdict(ratio=ratio, problem=f"output {i}: {verdict.problem}")
@@ -118,7 +118,10 @@ def _rms(x: Tensor) -> float:
 
 
 def answers(op: Op, run: Callable[..., Any], values: Values) -> list[Tensor]:
-    """Return the outputs of `run(**values)`; for an operator that works in place, the arguments it wrote."""
+    """Return the outputs of `run(**values)` as a list, without absent ones (None).
+
+    For an operator that works in place these are the arguments it wrote.
+    """
     out = run(**values)
     if op.mutates:
         out = [values[n] for n in op.mutates]
@@ -137,10 +140,10 @@ def widened(values: Values) -> Values:
 
 @contextlib.contextmanager
 def adding_alike(values: Values) -> Iterator[None]:
-    """Let a reference over 16-bit values accumulate as tensor cores of an NVIDIA GPU do: they truncate partial sums.
+    """Let the reference's products accumulate as the tensor cores of an NVIDIA GPU do, which truncate partial sums.
 
-    It allows tf32: 16-bit values are exact in tf32 and so are their products, so only the accumulation differs from
-    fp32.
+    The reference multiplies in fp32. Where an argument has 16 bits, it may use tf32 inside this context: 16-bit values
+    are exact in tf32, and tensor cores multiply exactly, so only the accumulation differs from fp32.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     is_short = any(isinstance(v, Tensor) and v.dtype in (torch.bfloat16, torch.float16) for v in values.values())
@@ -157,7 +160,10 @@ def reference_device(backend: str, device: str) -> str:
 
 
 def judge_call(op: Op, values: Values, backend: str, *, home: str | None = None) -> Verdict:
-    """Judge one call in `backend` against the reference on device `home`, by default the device of the values."""
+    """Judge one call in `backend` against the reference on device `home`, by default the device of the values.
+
+    The verdict is negative, too, if the call wrote to an argument that it must not change.
+    """
     before = convert(values, Tensor.clone)
     arguments = convert(values, Tensor.clone) if op.mutates else values
     actual = answers(op, lambda **v: op(**v, backend=backend), arguments)
@@ -170,7 +176,7 @@ def judge_call(op: Op, values: Values, backend: str, *, home: str | None = None)
         reference = answers(op, op.reference, moved)
     gold = answers(op, op.reference, wide)
     limits = _limits(values, backend, home)
-    return judge([g.to(o.device) for g, o in zip(actual, gold, strict=False)], reference, gold, *limits, op.totals)
+    return judge([a.to(g.device) for a, g in zip(actual, gold, strict=False)], reference, gold, *limits, op.totals)
 
 
 def _limits(values: Values, backend: str, home: str | None) -> tuple[float, float]:
@@ -182,9 +188,11 @@ def _limits(values: Values, backend: str, home: str | None) -> tuple[float, floa
 
 
 def judge_gradient(op: Op, values: Values, backend: str, *, home: str | None = None) -> Verdict:
-    """Judge gradients through autograd: first those that the operator declares, against autograd of the reference.
+    """Judge the gradients of one call, in two steps.
 
-    Then the backend is judged against the declared gradients of a rounded forward, since those are what it computes.
+    First the gradient that the operator declares, computed in torch, is judged against autograd of the reference. Then
+    the backend's gradients are judged against the declared ones, because those are what it implements: they start from
+    rounded outputs of the forward, where autograd of the reference has them unrounded.
     """
     names = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_floating_point() and n not in CONSTANTS]
     moved = values if home is None else convert(values, lambda t: t.to(home))
@@ -199,7 +207,7 @@ def judge_gradient(op: Op, values: Values, backend: str, *, home: str | None = N
         return Verdict(ratio=verdict.ratio, problem=f"the declared gradient: {verdict.problem}")
     actual = _gradients(op, functools.partial(op, backend=backend), values, names, grads)
     limits = _limits(values, backend, home)
-    return judge([g.to(o.device) for g, o in zip(actual, gold, strict=True)], declared, gold, *limits)
+    return judge([a.to(g.device) for a, g in zip(actual, gold, strict=True)], declared, gold, *limits)
 
 
 def _gradients(

@@ -170,6 +170,7 @@ def _typer_option(field_: Field[Any], declared: Option, hint: Any) -> Any:
     return typer.Option(
         *flag_names(field_),
         help=declared.text,
+        # typer has inclusive bounds only; `whorl.fields.check` refuses a value that equals `above`.
         min=declared.least if declared.least is not None else declared.above,
         max=declared.most,
         metavar=declared.metavar or ("N" if is_number else None),

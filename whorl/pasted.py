@@ -30,6 +30,7 @@ NEEDLESS = _NEEDLESS_VALUES | _NEEDLESS_FLAGS
 _RANKS = "tensor parallelism is the only way to split a model over ranks: use --tensor-parallel-size"
 _LORA = "merge the adapter into the weights and give the folder of the merged model"
 _FORMAT = "the checkpoint says how its weights are quantised: leave it out; --quantize rounds them while loading"
+# Refused options, with the text that says what to do instead.
 MISSING = {
     "--quantization": _FORMAT,
     "-q": _FORMAT,
@@ -95,7 +96,11 @@ def _translate(
     refused: Mapping[str, str],
     command: str,
 ) -> Iterator[str]:
-    """Yield the arguments with the names that the command knows."""
+    """Yield the arguments with vLLM's names replaced by those of the command, and without ignored options.
+
+    takes_value: for every option of the command, whether a value follows it. aliases: the command's name for vLLM's.
+    refused: options that end the command, with the reason.
+    """
     at = 0
     while at < len(args):
         word, at = args[at], at + 1

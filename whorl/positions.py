@@ -223,12 +223,12 @@ def context_join(parts: Sequence[Array], *, dim: int, cu_seqlens: ArrayLike | No
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The vision blocks of one modality: their tokens, and for each block its grid in tokens and seconds per patch."""
+    """The vision blocks of one modality. A block is an image, a video or, with `split_frames`, one frame of a video."""
 
     name: str
     tokens: Ints  # [N] indices into the real tokens
-    grid: Ints  # [blocks, 3]
-    seconds: NDArray[np.float32]  # [blocks]
+    grid: Ints  # [blocks, 3]: (time, height, width) of each block in tokens
+    seconds: NDArray[np.float32]  # [blocks]: of a temporal patch
     rate: np.float32  # time positions per second
 
     @classmethod
@@ -250,6 +250,7 @@ class _Blocks:
 
 
 def _seconds(count: int, seconds: ArrayLike | None, rule: PositionRule) -> NDArray[np.float32]:
+    """Return the seconds of a temporal patch for each of `count` blocks, 1 by default; raises ValueError."""
     if seconds is None:
         return np.ones(count, np.float32)
     if rule.tokens_per_second is None:
@@ -263,7 +264,7 @@ def _seconds(count: int, seconds: ArrayLike | None, rule: PositionRule) -> NDArr
 
 
 def _number_tokens(types: Ints, starts: Ints, blocks: tuple[_Blocks, ...]) -> Ints:
-    """Positions [3, N] of real tokens whose sequences begin at `starts` [B + 1]."""
+    """Return positions [3, N] of the N tokens that are not padding; starts: [B + 1], where each sequence begins."""
     # A text token advances the position by one, a block's first token by the longer side of its grid.
     advance = (types == TEXT).astype(np.int64)
     firsts = []
@@ -285,7 +286,7 @@ def _number_tokens(types: Ints, starts: Ints, blocks: tuple[_Blocks, ...]) -> In
 
 
 def _block_positions(block: _Blocks, start: Ints, sizes: Ints) -> Ints:
-    """Positions [3, tokens] of the tokens of all blocks; start: the position of each block's first token."""
+    """Return positions [3, tokens] of the tokens of all blocks; start: the position of each block's first token."""
     index = _ranges(np.zeros_like(sizes), sizes)
     block_index = np.repeat(np.arange(len(sizes)), sizes)
     width = block.grid[block_index, 2]
@@ -299,6 +300,7 @@ def _block_positions(block: _Blocks, start: Ints, sizes: Ints) -> Ints:
 
 
 def _check_contiguous(block: _Blocks, first: Ints, last: Ints, sizes: Ints, starts: Ints) -> None:
+    """Raise ValueError where the tokens of a block are not contiguous or lie in two sequences."""
     broken = last - first + 1 != sizes
     broken |= np.searchsorted(starts, first, "right") != np.searchsorted(starts, last, "right")
     if bool(broken.any()):
@@ -311,7 +313,7 @@ def _check_contiguous(block: _Blocks, first: Ints, last: Ints, sizes: Ints, star
 
 
 def _deltas(positions: Ints, starts: Ints) -> Ints:
-    """The largest position + 1 - length of each sequence, [B, 1]; 0 for an empty sequence."""
+    """Return the largest position + 1 - length of each sequence, [B, 1]; 0 for an empty sequence."""
     lengths = np.diff(starts)
     highest = np.full(lengths.size, -1)
     filled = lengths > 0
@@ -323,7 +325,7 @@ def _deltas(positions: Ints, starts: Ints) -> Ints:
 def _real_tokens(
     ids: Ints, attention_mask: ArrayLike | None, cu_seqlens: ArrayLike | None
 ) -> tuple[NDArray[np.bool_] | None, Ints]:
-    """Which tokens are not padding (None: all), and where each sequence begins among them."""
+    """Return which tokens are not padding (None: all), and where each sequence begins among them, [B + 1]."""
     if cu_seqlens is not None:
         if ids.ndim != 1 or attention_mask is not None:
             raise ValueError("multimodal_positions: with cu_seqlens expected input_ids [T] and no attention_mask")
@@ -339,7 +341,7 @@ def _real_tokens(
 
 
 def _token_grids(name: str, grid: ArrayLike | None, rule: PositionRule) -> Ints:
-    """Grids in tokens: height and width divided by the merge size."""
+    """Return grids [N, 3] in tokens: height and width in patches, divided by the merge size."""
     if grid is None:
         return np.zeros((0, 3), np.int64)
     patches = _array(grid, name)
@@ -356,7 +358,7 @@ def _token_grids(name: str, grid: ArrayLike | None, rule: PositionRule) -> Ints:
 
 
 def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """The concatenation of arange(start, start + length) for all pairs."""
+    """Return the concatenation of arange(start, start + length) for all pairs."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if ends.size else 0) + np.repeat(starts - (ends - lengths), lengths)
 
@@ -387,6 +389,7 @@ def _host(x: ArrayLike) -> np.ndarray:
 
 
 def _array(x: ArrayLike, name: str) -> Ints:
+    """Return x as int64 on the host; raises ValueError where it has other numbers than integers."""
     array = _host(x)
     if array.dtype.kind not in "iub" and array.size:
         raise ValueError(f"{name} is {array.dtype}, expected integers")

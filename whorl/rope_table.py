@@ -110,6 +110,7 @@ class RopeTable:
         return rounded
 
     def _wide(self, device: torch.device, seq_len: int | None) -> Tensor:
+        """Return the fp32 table for sequences of `seq_len` tokens; builds or extends it where necessary."""
         is_long = self.config.is_long(seq_len)
         rows = self._rows_for(seq_len)
         if is_long and self.config.rope_type == "dynamic":
@@ -214,6 +215,7 @@ class RopeTable:
         return seq_len
 
     def _extend(self, device: torch.device, rows: int, seq_len: int | None) -> Tensor:
+        """Store and return a table of at least `rows` rows; one that replaces another is at least twice as long."""
         key = (device, self.config.is_long(seq_len))
         with self._lock:
             table = self._on_device.get(key)
@@ -235,20 +237,20 @@ class RopeTable:
 
 
 def _cos_sin(config: RopeConfig, positions: Tensor, seq_len: int | None) -> Tensor:
-    """Rows [T, R] for positions [T], with angles in fp32 whatever the default dtype and autocast are."""
+    """Return rows [T, R] for positions [T], with angles in fp32 whatever the default dtype and autocast are."""
     frequencies = torch.from_numpy(config.frequencies(seq_len)).to(positions.device)
     angles = positions[:, None].to(torch.float32) * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * config.attention_factor_at(seq_len)
 
 
 def _with_index(device: torch.device | str) -> torch.device:
-    """The device with its index: `cuda` and `cuda:0` are one device and must share one table."""
+    """Return the device with its index: `cuda` and `cuda:0` are one device and must share one table."""
     device = torch.device(device)
     return device if device.index is not None or device.type == "cpu" else torch.empty(0, device=device).device
 
 
 def _consecutive(positions: Tensor) -> Tensor:
-    """0, 1, 2, ... in the shape of positions."""
+    """Return 0, 1, 2, ... in the shape of positions."""
     return torch.arange(positions.numel(), device=positions.device).view(positions.shape)
 
 

@@ -134,7 +134,7 @@ def _tracked(results: Iterator[Results], total: int) -> Iterator[Results]:
     return iter(track(results, "operators", total, console=console, transient=True, disable=not sys.stderr.isatty()))
 
 
-def _run_named(name: str, device: str) -> Results:
+def _run_named(name: str, device: str) -> Results:  # runs in a process that has its own `OPS`
     return _run_operator(OPS[name], device)
 
 
@@ -196,10 +196,11 @@ def _checks(op: Op, backend: str, device: str) -> Iterator[tuple[str, str | None
 
 
 def _speed(op: Op, backend: str, device: str) -> str:
+    """Return time and bandwidth of the first benchmark case as text; "" where there is none, and in the interpreter."""
     if not op.bench_cases or devices.is_interpreting():
         return ""
     case = op.bench_cases[0]
-    if devices.accelerator(device) is None:  # matrix products take the host seconds for each token
+    if devices.accelerator(device) is None:  # on the host matrix products of this size take seconds
         case = op.cases[1] if op.flops is not None else shrink(case, SPEED_TOKENS)
     values = op.make(**case, dtype=torch.bfloat16, device=device)
     num_bytes = op.bytes(values, tuple(answers(op, op.reference, values)))

@@ -18,14 +18,14 @@ FLUSH_BYTES = 256 * 2**20
 SHORT_BYTES = 32 * 2**20  # below this a call ends sooner than the host can launch the next one (8 us at 4 TB/s)
 SHORT_LAUNCHES = 128
 LONG_LAUNCHES = 8
-REPEATS, FEWEST = 100, 5
+REPEATS, FEWEST = 100, 5  # the most and the fewest repeats of a measurement
 BUDGET_US = 1e6  # of one measurement: long calls are repeated less often
 CALL_US = 2e4  # for longer calls the launch gap is negligible and no graph is recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """us: median microseconds of a call; how: the method; hot_us: the same with inputs in the cache."""
+    """The time of a call. us: median microseconds; how: the method, as text; hot_us: `us` with inputs in the cache."""
 
     us: float
     how: str
@@ -66,8 +66,9 @@ def num_buffers(num_bytes: int, device: str) -> int:
 def measure(runs: Sequence[Run], device: str, *, short: bool = False, recorded: bool = True) -> Timing:
     """Return the median time of one call. `runs` are the same call on different buffers.
 
-    A short call is timed twice: with cold buffers (`us`), and repeatedly on the first buffer (`hot_us`), since between
-    two small kernels of a decode step its inputs are in the cache. Without `recorded`, calls are timed one by one.
+    short: the call moves few bytes (`is_short`). It is then timed twice: with cold buffers (`us`), and repeatedly on
+    the first buffer (`hot_us`), since between two small kernels of a decode step its inputs are in the cache.
+    recorded: False times calls one by one, for a call that cannot be recorded as a graph.
     """
     if devices.accelerator(device) is None:
         return Timing(us=_by_clock(runs[0]), how="wall clock")
@@ -121,7 +122,7 @@ def _repeats(run: Run, device: str, most: int) -> int:
 
 
 def _between_events(run: Run, device: str, *, repeats: int, before: Run | None = None, times: int = 0) -> float:
-    """Return the median microseconds that the device spends on `run`."""
+    """Return the median microseconds that the device spends on `run`; `before` runs `times` times first, untimed."""
     pairs = [(devices.timing_event(device), devices.timing_event(device)) for _ in range(repeats)]
     for start, end in pairs:
         for _ in range(times):

@@ -178,7 +178,10 @@ def _causal_backward(values: Values, compiled: bool) -> list[Peer]:
 
 
 def _top_k(values: Values, compiled: bool) -> list[Peer]:
-    """torch.topk has no causal bounds, so it gets masked scores. Among equal scores it may take any."""
+    """Return torch.topk, which has no causal bounds and therefore gets masked scores.
+
+    Among equal scores it may take any, so the scores of the selected keys are compared, not their indices.
+    """
     (num_queries, num_keys), topk = values["scores"].shape, values["topk"]
     if values.get("ends") is not None or num_keys - num_queries + 1 < topk:
         return []

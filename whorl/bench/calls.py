@@ -1,8 +1,9 @@
 """Host overhead of eager calls: how long a call blocks the caller, however fast the device is.
 
 Tensors are so small that the device keeps up, and calls follow each other without synchronizing. Each operator is timed
-next to its chosen implementation called directly, torch's functions, bare Triton launches of the same kernels, and
-Liger. Figures are medians over repeats, in which all variants take turns.
+next to its chosen implementation called directly ("mechanism" is the difference: checks and choice of the backend),
+torch's functions, bare Triton launches of the same kernels, and Liger. Figures are medians over repeats, in which all
+variants take turns.
 """
 
 import functools
@@ -38,8 +39,11 @@ COLUMNS = ("whorl", "direct", "torch", "triton", "liger")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """An operator and its peers. values(dtype, device): its arguments by name; leaves: those that get gradients, empty
-    for an operator without a gradient; torch: the same in plain torch; liger: the module and class of Liger."""
+    """An operator and its peers.
+
+    values: function from dtype and device to its arguments by name. leaves: those that get gradients; () for an
+    operator without one. torch: the same in plain torch. liger: module and class of Liger; to_liger: its arguments.
+    """
 
     op: Op
     values: Callable[[torch.dtype, str], Values]

@@ -114,7 +114,7 @@ class Subject:
 def run(
     settings: DecodeSettings, make_proposer: Callable[[], Proposer], *, is_fixed: bool, num_prompts: int = 2
 ) -> Document:
-    """Run plain decoding and speculation by turns.
+    """Generate from every prompt by plain decoding and with speculation, in turns.
 
     Returns {"header": ..., "speculation": ..., "classes": [...]}.
     """
@@ -145,6 +145,7 @@ def _estimate(llm: LLM) -> str:
 
 
 def _summary(name: str, pairs: Sequence[tuple[Run, Run]]) -> Document:
+    """Return the row of one class of prompts; pairs: the plain and the drafting run of each prompt and repeat."""
     runs = [run for _, run in pairs]
     classes = [classify(run.token_ids) for run in runs]
     ok = [pair for pair, label in zip(pairs, classes, strict=True) if label == OK]
@@ -192,9 +193,9 @@ def render(document: Document) -> str:
         outputs = " ".join(
             f"{name} {count}" for name, count in sorted(row["outputs"].items(), key=lambda p: p[0] != OK)
         )
-        unlike = [f"{value:.2f}" for value in row["distinct"].values()]
+        diversity = [f"{value:.2f}" for value in row["distinct"].values()]
         share = "-" if row["acceptance"] is None else f"{row['acceptance']:.0%}"
-        cells.append([row["class"], outputs, *unlike, f"{row['equal']}/{row['runs']}", share])
+        cells.append([row["class"], outputs, *diversity, f"{row['equal']}/{row['runs']}", share])
         cells[-1] += [*_speed_cells(row["ok"]), *_speed_cells(row["degraded"])]
     lines += ["", *table(cells), "", "acceptance by position in the draft (number drafted)"]
     for row in document["classes"]:

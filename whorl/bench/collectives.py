@@ -132,6 +132,7 @@ def _rows(rank: Rank, options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _forms(rank: Rank, rows: int) -> dict[str, Form]:
+    """Return the collectives to time, by name, over tensors [rows, WIDTH]; rows is a multiple of the ranks."""
     size, device = rank.size, rank.device
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     ranks = Ranks(rank=rank.rank, size=size)

@@ -30,8 +30,8 @@ class DecodeSettings:
     """Validated settings of `whorl bench decode`.
 
     config: the model's config for random weights; None: the model `name` is loaded. contexts: numbers of keys that the
-    cache of each sequence is filled with before decoding is timed; (): only a short prompt is. prompt_tokens: length of
-    a prompt whose prefill is timed; 0: none. engine: settings, whose device is never None; sizes are replaced.
+    cache of each sequence is filled with before decoding is timed; (): a prompt of CONTEXT tokens. prompt_tokens: those
+    of a prompt whose prefill is timed; 0: none. engine: its device is never None; each row replaces its sizes.
     """
 
     name: str

@@ -25,7 +25,7 @@ from whorl.engine.sequence import SamplingParams
 from whorl.ops import _trial_store
 
 CONTEXT, STEP_TOKENS = 1536, 2048  # defaults
-_SLOW = 2.0  # a step is slow at this many times its second run, or the median step if that is longer
+_SLOW = 2.0  # a step is slow if it is longer than its second run by (_SLOW - 1) * max(second run, median step)
 
 
 class OneTimeWork(NamedTuple):
@@ -126,6 +126,7 @@ def _warm_up(llm: LLM, settings: DecodeSettings) -> list[tuple[str, float | None
 
 
 def _load(llm: LLM, settings: DecodeSettings) -> Document:
+    """Run the load twice; returns the figures of the first run and its steps that were slow or did one-time work."""
     first, again = (_steps(llm, settings) for _ in range(2))
     median = statistics.median(s["seconds"] for s in again)
     slow = []
@@ -147,7 +148,7 @@ def _load(llm: LLM, settings: DecodeSettings) -> Document:
 
 
 def _steps(llm: LLM, settings: DecodeSettings) -> list[Document]:
-    """Run the load; returns for every step its seconds, the running sequences, and its one-time work."""
+    """Run the load; returns for every step its seconds, the running sequences, and as "late" its one-time work."""
     rng = random.Random(0)
     longest, most = max(settings.contexts, default=CONTEXT), settings.num_tokens
     for _ in range(2 * max(settings.batches)):
@@ -174,6 +175,7 @@ def _steps(llm: LLM, settings: DecodeSettings) -> list[Document]:
 
 
 def _new_work(before: OneTimeWork, now: OneTimeWork) -> list[str]:
+    """Return the work that was done between two counts as text, such as ["2 graphs"]."""
     pairs = zip(OneTimeWork._fields, before, now, strict=True)
     return [f"{(b or 0) - (a or 0)} {name}" for name, a, b in pairs if a != b]
 

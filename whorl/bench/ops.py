@@ -66,6 +66,7 @@ class OpsSettings:
         )
 
     def cases(self, op: Op) -> list[Values]:
+        """Return the cases to time: the operator's benchmark cases or, for quick runs, small ones."""
         if self.quick and (op.flops is not None or (op.forward_only and not op.mutates)):
             # The benchmark cases have weights of whole models, which even a few tokens would read.
             return list(op.cases[1:3])

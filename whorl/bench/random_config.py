@@ -160,7 +160,7 @@ PRESETS["Qwen3-VL-30B-A3B"] = _with_vision(
 PRESETS["Qwen3-VL-8B"] = _with_vision(PRESETS["Qwen3-8B"], "qwen3_vl", "Qwen3VLForConditionalGeneration")
 
 
-_WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
+_WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")  # the columns of matrices, which groups divide
 
 
 def _quantised(config: dict[str, Any], scheme: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def build_benchmark(model: str | None, options: LoadOptions, engine: EngineSetti
         for number, load in enumerate(loads)
     ]
     if empty := [point for point in points if not point.requests]:
-        raise ValueError(f"bench serve: {empty[0].load}: no request in --seconds {options.seconds:g}; give more")
+        raise ValueError(f"bench serve: {empty[0].load}: no request is due in --seconds {options.seconds:g}; give more")
 
     def work() -> tuple[Document, str, bool]:
         document = run(target, points, options, slo)
@@ -94,6 +94,7 @@ def _warm_up(target: Target, point: Point, progress: Progress) -> int:
 
 @contextlib.contextmanager
 def _records(path: Path | None) -> Iterator[Callable[[Load, Sequence[Record]], None]]:
+    """Yield a function that writes the records of a load to a file as JSON lines; without a path it does nothing."""
     if path is None:
         yield lambda load, records: None
         return
@@ -110,6 +111,7 @@ def _records(path: Path | None) -> Iterator[Callable[[Load, Sequence[Record]], N
 
 
 def _check(model: str | None, options: LoadOptions, engine: EngineSettings) -> None:
+    """Raise ValueError for options that conflict, before anything is loaded."""
     if len([value for value in (options.rate, options.concurrency, options.sweep) if value is not None]) > 1:
         raise ValueError("bench serve: give only one of --rate, --concurrency and --sweep")
     if options.url is not None:
@@ -138,6 +140,7 @@ def _check(model: str | None, options: LoadOptions, engine: EngineSettings) -> N
 
 
 def _loads(options: LoadOptions) -> list[Load]:
+    """Return the loads to measure: those of --sweep, else one."""
     if options.sweep is not None:
         loads = parse_sweep(options.sweep)
     elif options.rate is not None:

@@ -32,7 +32,11 @@ def vocabulary(llm: LLM) -> tuple[int, ...]:
 
 
 class EngineLoad:
-    """One load on an engine. A request that arrives during a step waits for its end; that counts as queue time."""
+    """One load on an engine. A request that arrives during a step waits for its end; that counts as queue time.
+
+    ids: the token ids that prompts index, from `vocabulary`. seconds: a closed loop starts no request later. on_end:
+    called after each request.
+    """
 
     def __init__(
         self,
@@ -114,6 +118,7 @@ class EngineLoad:
         deltas = self._llm.step()
         now = self._clock()
         done = {delta.sequence for delta in deltas}
+        # A sequence that has blocks, or an output already, was scheduled by this step and has left the queue.
         for seq in [seq for seq in self._queued if seq.block_table or seq in done]:
             record = self._queued.pop(seq)
             record.queue = began - record.due

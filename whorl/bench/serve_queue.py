@@ -36,7 +36,7 @@ def parse_queue(text: str) -> dict[str, float]:
 def queue_between(before: dict[str, float], after: dict[str, float]) -> Document | None:
     """Return the queue time between two histograms in ms; None without requests.
 
-    The mean is exact, percentiles are the upper edges of their buckets.
+    The mean is exact, percentiles are the upper edges of their buckets (`are_bounds`), and the maximum is unknown.
     """
     new: dict[str, Any] = {name: value - before.get(name, 0.0) for name, value in after.items()}
     count = new.pop("count", 0.0)

@@ -58,8 +58,10 @@ class Record:
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / num_later if num_later > 0 else None
 
     def latencies(self) -> list[float]:
-        """Return a latency for each token after the first. Tokens of one piece share the wait for it; those that come
-        with the first token have a latency of 0."""
+        """Return a latency for each token after the first.
+
+        Tokens of one piece share the wait for it; those that come with the first token have a latency of 0.
+        """
         latencies = [0.0] * (self.arrivals[0][1] - 1)
         for (before, _), (now, count) in zip(self.arrivals, self.arrivals[1:], strict=False):
             latencies += [(now - before) / count] * count

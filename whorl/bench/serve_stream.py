@@ -33,8 +33,11 @@ class EventReader:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A piece of the response. at: when it arrived; num_chars: length of its text; total: tokens of the response so
-    far, where the server reports it."""
+    """A piece of the response.
+
+    at: when it arrived; num_chars: length of its text; total: tokens of the response so far, None where the server does
+    not report it.
+    """
 
     at: float
     num_chars: int

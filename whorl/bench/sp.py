@@ -27,7 +27,7 @@ from whorl.passes.cost import TABLE, CostModel, Traffic
 
 __all__ = ["SpSettings", "need_plot", "render", "render_simulation", "run", "simulate", "write_plot"]
 
-BYTES_TOLERANCE = 0.02  # allowed share beyond the report: gloo's headers, and the barriers around a run
+BYTES_TOLERANCE = 0.02  # allowed difference from the pass's report: gloo's headers, and the barriers around a run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,10 @@ class SpSettings:
 
 
 def run(settings: SpSettings) -> Document:
-    """Run the benchmark. Raises RuntimeError with a rank's output when it fails or exceeds the time limit."""
+    """Run the benchmark; returns {"header": ..., "model": the fitted cost model, "rows": [...]}.
+
+    Raises RuntimeError with a rank's output when it fails or exceeds the time limit.
+    """
     with _launch_environment(settings) as (prefixes, environment):
         result = _run_ranks(settings, prefixes, environment)
     for row in result["rows"]:
@@ -81,7 +84,7 @@ def run(settings: SpSettings) -> Document:
 
 
 def is_good(document: Document) -> bool:
-    """Return whether the bytes sent are those of the report; times are for the reader to judge."""
+    """Return whether the bytes sent are those that the pass reports; times are for the reader to judge."""
     return all(abs(row["bytes_error"]) <= BYTES_TOLERANCE for row in document["rows"])
 
 
@@ -215,7 +218,11 @@ VARIANTS = ("sp", "sp_int8", "sp, MLA")
 
 
 def simulate(hidden: int = 8192) -> Document:
-    """Return for every link of the cost model and TP 2 to 16 the threshold and the gain over all-reduce."""
+    """Return for every link of the cost model and TP 2 to 16 the threshold and the gain of sequence parallelism.
+
+    The threshold is the number of tokens from which it wins; the gain is the time of an all-reduce over that of the
+    collectives which replace it.
+    """
     rows = []
     for model in TABLE.values():
         for world in WORLDS:

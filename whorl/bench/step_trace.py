@@ -36,14 +36,16 @@ class Kernel(NamedTuple):
 
 
 class _Segment(NamedTuple):
+    """A stretch of host time that belongs to one part."""
+
     start: float
     end: float
     part: str
 
 
 def segments(events: Iterable[Event]) -> list[_Segment]:
-    """Return the time on the host in order, each stretch with its innermost mark."""
-    marks = sorted(
+    """Return the stretches of host time that are inside marks, in order, each with the part of its innermost mark."""
+    marks = sorted(  # the negative duration puts a mark before those that are nested in it
         (e["ts"], -e["dur"], e["name"].removeprefix(MARK))
         for e in events
         if e.get("cat") == "user_annotation" and e["name"].startswith(MARK)
@@ -58,13 +60,13 @@ def segments(events: Iterable[Event]) -> list[_Segment]:
             result.append(_Segment(at, time, open_marks[-1][1]))
         at = max(at, time)
 
-    for start, negative, part in marks:
+    for start, negative_duration, part in marks:
         while open_marks and open_marks[-1][0] <= start:
             until(open_marks[-1][0])
             open_marks.pop()
         until(start)
         at = start
-        open_marks.append((start - negative, part))
+        open_marks.append((start - negative_duration, part))
     while open_marks:
         until(open_marks[-1][0])
         open_marks.pop()
@@ -129,6 +131,7 @@ def _part_at(marked: Sequence[_Segment], starts: Sequence[float], time: float) -
 
 
 def _refined(name: str, part: str) -> str:
+    """Return the part of a kernel by its name where its mark is too coarse or missing, else the part of its mark."""
     if part not in (EXPERTS, OTHER, INPUTS):
         return part
     return next((known for word, known in _KERNELS.items() if word in name), part)
@@ -138,7 +141,7 @@ def with_eager_parts(replayed: Sequence[Kernel], eager: Sequence[Kernel]) -> lis
     """Return the kernels of a replayed graph with the parts of the eager ones, whose order is the same or nearly so."""
     names = [kernel.name for kernel in replayed], [kernel.name for kernel in eager]
     named = list(replayed)
-    by_name = {kernel.name: kernel.part for kernel in eager}
+    by_name = {kernel.name: kernel.part for kernel in eager}  # for kernels that the alignment below does not match
     for i, kernel in enumerate(named):
         named[i] = kernel._replace(part=by_name.get(kernel.name, kernel.part))
     for match in difflib.SequenceMatcher(None, *names, autojunk=False).get_matching_blocks():

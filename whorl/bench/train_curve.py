@@ -93,6 +93,7 @@ def set_coefficient(model: nn.Module, coefficient: float) -> None:
 def _train(
     settings: CurveSettings, model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor, step: int
 ) -> Document:
+    """Run one training step; returns its losses and gradient norm. tokens, labels: [batch, seq]."""
     for group in optimizer.param_groups:
         group["lr"] = settings.rate(step)
     tokens, labels = tokens.to(settings.device), labels.to(settings.device)

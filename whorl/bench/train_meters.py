@@ -13,7 +13,7 @@ LARGEST = 25  # number of kernels that a profile lists
 
 
 def profile(trainee: Trainee) -> list[Document]:
-    """Run one more step; returns its total kernel time and the kernels that took longest."""
+    """Run one more step; returns {"name", "count", "ms"} of all kernels together and of those that took longest."""
     from torch.profiler import ProfilerActivity
 
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

@@ -19,7 +19,7 @@ from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 from whorl.titan.swap_optimizer import SwapAdamW
 
 CONVERTED = ("dsa", "rms_norm", "rope", "permute", "gmm")  # whorl_* names of `--model.converters`
-SWITCHES = (*CONVERTED, "compile", "swap", "checkpoint")
+SWITCHES = (*CONVERTED, "compile", "swap", "checkpoint")  # the optimisations that a row can have
 CHUNK = 512  # tokens for which the cross entropy is computed at once
 LEARNING_RATE = 1e-5
 

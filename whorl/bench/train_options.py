@@ -13,7 +13,7 @@ class TrainOptions:
 
     rows: str = option(
         "small,fused,kernels,compile,swap",
-        "Rows: small, fused, kernels, compile, swap; or switches joined by +: dsa+swap.",
+        "Rows, each with more optimisations: small, fused, kernels, compile, swap; or switches joined by +: dsa+swap.",
         metavar="NAME,..",
     )
     layers: str = option("4,8", "Number of layers; the first is dense.", metavar="N,..")

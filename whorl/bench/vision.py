@@ -26,7 +26,11 @@ _PARTS = 6  # parts of the benchmark for each model, see `_parts`
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionSettings:
-    """Validated settings of `whorl bench vision`. configs: by name; side, frame: pixels, in multiples of a token."""
+    """Validated settings of `whorl bench vision`.
+
+    configs: config.json of each model, by name. pictures: number of images; side: of an image in pixels. frames: of the
+    video; frame: width and height of one in pixels. Sides are multiples of the pixels that one token covers.
+    """
 
     configs: dict[str, dict[str, Any]]
     device: str
@@ -208,7 +212,10 @@ def _peer(settings: VisionSettings, model: Any, values: dict[str, Any], matmul: 
 
 
 def _engine(settings: VisionSettings, model: Any, rows: list[Document]) -> Document:
-    """Time the first token after one image and after all, and decoding after an image and after as much text."""
+    """Time the first token after one image and after all, and decoding after an image and after as much text.
+
+    rows: the list to append the rows of decoding to, for `_text_model`.
+    """
     item = vision_engine.picture(model.tower.config, settings.grids(model.tower.config)[0])
     counts = sorted({1, settings.pictures})
     longest, length = (

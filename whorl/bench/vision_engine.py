@@ -98,7 +98,10 @@ def picture(config: TowerConfig, grid: Grid) -> MediaItem:
 
 
 def with_pictures(model: Any, item: MediaItem, count: int, salt: int = 0) -> Request:
-    """Return a prompt of text, images and text; each image has a new digest, so that none is in the encoder cache."""
+    """Return a prompt of text, images and text; each image has a new digest, so that none is in the encoder cache.
+
+    salt: prompts with different salts have different texts.
+    """
     tokens = model.config.vision.num_tokens(item.grid)
     text = _text(model, 2 * TEXT_TOKENS, salt)
     ids = [*text[:TEXT_TOKENS], *([model.config.image_token_id] * tokens + text[:1]) * count, *text[TEXT_TOKENS:]]
@@ -106,7 +109,7 @@ def with_pictures(model: Any, item: MediaItem, count: int, salt: int = 0) -> Req
 
 
 def _text(model: Any, length: int, salt: int = 0) -> list[int]:
-    """Return text tokens without placeholders of images."""
+    """Return random text tokens, none of them a placeholder of images; different salts give different texts."""
     config = model.config
     placeholders = {getattr(config, name, -1) for name in ("image_token_id", "video_token_id")}
     (token_ids,) = prompts(1, length + salt, min(model.vocab_size, 100_000))
@@ -114,7 +117,10 @@ def _text(model: Any, length: int, salt: int = 0) -> list[int]:
 
 
 def engine(model: Any, longest: int, batch: int, length: int, device: str, pictures: int) -> LLM:
-    """Return an engine for a prompt of `longest` tokens or `batch` sequences of `length`; pictures: image tokens."""
+    """Return an engine with room for one prompt of `longest` tokens, or for `batch` sequences of `length`.
+
+    pictures: the size of the encoder cache, in tokens of images.
+    """
     size = block_size(model.cache_specs(), device, None)
     return LLM(
         model=model,

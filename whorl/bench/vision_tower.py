@@ -17,7 +17,7 @@ from whorl.engine.features import MOST_PATCHES, runs_several
 from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
 
 _TRIED = (1, 16, 12)  # grid of patches on which outputs are compared
-_SAME = 1e-6  # relative error that is as good as equal, where a peer is exact
+_SAME = 1e-6  # relative error that our tower may have even where that of transformers is exact
 
 
 def flops(config: TowerConfig, grids: Sequence[Grid]) -> int:

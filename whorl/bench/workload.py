@@ -88,7 +88,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A line of a trace. at: seconds; blocks: hash_ids of its prompt."""
+    """A line of a trace. at: when it is sent, in seconds; blocks: ids of the blocks of its prompt (hash_ids)."""
 
     num_input: int
     num_output: int
@@ -110,7 +110,10 @@ class Workload:
     trace: tuple[Line, ...] = ()
 
     def requests(self, load: Load, vocab_size: int, *, point: int = 0) -> list[Request]:
-        """Return the requests in the order of sending. vocab_size: prompts are made of numbers below it."""
+        """Return the requests in the order of sending.
+
+        vocab_size: prompts are made of numbers below it. point: the point of a sweep, on which only the tokens depend.
+        """
         times = self._times(load)
         count = self._count(load) if times is None else len(times)
         lines = self.trace[:count] or self._lines(count)
@@ -151,6 +154,7 @@ class Workload:
         return [Line(num_input=int(i), num_output=int(o)) for i, o in zip(inputs, outputs, strict=True)]
 
     def _count(self, load: Load) -> int:
+        """Return how many requests to draw: enough for `seconds`, where that decides how many are sent."""
         if self.count is not None:
             return self.count
         if self.trace:
@@ -166,6 +170,7 @@ class Workload:
         return math.ceil(mean + 8 * math.sqrt(mean) + 8)  # more than will arrive, by eight standard deviations
 
     def _times(self, load: Load) -> list[float] | None:
+        """Return when to send each request; None where each follows the end of another."""
         if load.kind == "concurrency":
             return None
         if load.kind == "trace":

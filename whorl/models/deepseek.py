@@ -58,7 +58,7 @@ class DeepSeekConfig(DeepSeekV32Config):
 
 
 class Indexer(Module):
-    """The indexer's queries, keys and weights of heads, by which keys are selected. Every rank has all of it."""
+    """V3.2's lightning indexer, which selects the `topk` keys that a token attends to. Every rank has all of it."""
 
     def __init__(self, config: DeepSeekConfig) -> None:
         super().__init__()
@@ -71,6 +71,7 @@ class Indexer(Module):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
+        """The channels of the three tensors that `project` returns: queries, key and weights of heads."""
         return self.num_heads * self.head_dim, self.head_dim, self.num_heads
 
     def project(self, x: Tensor, q_low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,7 +194,7 @@ class MLP(llama.Normed):
 class MoE(llama.Normed):
     """Routed experts and shared ones.
 
-    Scores are sigmoids, with a bias that only selects; a token uses some of the groups of experts.
+    Scores are sigmoids; a bias takes part in the choice only. A token's experts come from its best groups of experts.
     """
 
     def __init__(self, config: DeepSeekConfig, ranks: Ranks) -> None:
@@ -248,7 +249,7 @@ class DeepSeek(llama.Llama):
         first = config.num_hidden_layers
         # The scales of the FP8 weights that DeepSeek publishes.
         self.block_scales = "ue8m0" if config.has_indexer else "float"
-        # Multi-token prediction layers have the numbers after the others.
+        # Multi-token prediction layers are numbered after the others; `Prediction` loads the first of them.
         self.ignored_layers = tuple(f"model.layers.{first + i}." for i in range(config.num_nextn_predict_layers))
 
     def prediction(self) -> Prediction:

@@ -1,8 +1,8 @@
 """DeepSeek's multi-token prediction layer, as a draft model beside the model it belongs to.
 
-Row t takes the model's hidden state of token t, after the final norm, and token t + 1; its own hidden state predicts
-token t + 2. Embedding and head are the model's. For further draft tokens its own hidden state replaces the model's: it
-goes through the same head.
+For token t it takes the model's hidden state of that token, after the final norm, and the embedding of token t + 1; its
+own hidden state predicts token t + 2. Embedding and head are the model's. For further draft tokens its own hidden state
+takes the place of the model's, which is possible because both go through the same head.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,10 @@ class Decoder(Module):
 
 
 class Prediction(Module):
-    """The first multi-token prediction layer of a model; further ones, which no one publishes, are not used."""
+    """The first multi-token prediction layer of a model. Published models have one; further ones are not used.
+
+    target: the model whose embedding, head and rotary table it shares.
+    """
 
     def __init__(self, target: "DeepSeek", ranks: Ranks = ONE) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from whorl.models.fields import count, flag, number
 from whorl.rope_config import RopeConfig
 
 MODEL_TYPES = ("deepseek_v32", "deepseek_v3")
-TRAINED = "trained_seq_len"  # not max_seq_len or seq_length: servers use the least of those they know
+TRAINED = "trained_seq_len"  # a name of our own: servers take max_seq_len or seq_length as the longest sequence
 # The values that this model implements, by key of config.json; None counts as absent.
 FIXED: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
@@ -169,7 +169,7 @@ class DeepSeekV32Config:
 
     @property
     def softmax_scale(self) -> float:
-        """The scale of the 192 channels of a head, absorbed or not; YaRN multiplies it by its factor, squared."""
+        """The factor of q . k, 192^-0.5 in the 671 B model, absorbed or not; YaRN multiplies by its factor squared."""
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.softmax_scale_correction
 
     @property
@@ -224,7 +224,7 @@ def _rotation(values: Mapping[str, Any], rope: Mapping[str, Any], default: Mappi
 
 
 def _mscales(rope: Mapping[str, Any]) -> tuple[float, float]:
-    """Return mscale and mscale_all_dim; if one is missing or 0, transformers scales by 0.1 ln(factor) + 1."""
+    """Return mscale and mscale_all_dim; if one is missing or 0, (1, 0): transformers' scale of 0.1 ln(factor) + 1."""
     mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
     if of_all and not mscale:
         raise ValueError(f"mscale_all_dim is {of_all} without mscale; give both, or neither")

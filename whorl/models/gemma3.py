@@ -72,7 +72,7 @@ class Gemma3Config(LlamaConfig):
 
 
 class Ropes:
-    """The two rotary tables; `rows` returns those of local layers, then those of global layers."""
+    """The two rotary tables; `rows` returns the pair (rows for local layers, rows for global layers)."""
 
     def __init__(self, config: Gemma3Config, max_length: int | None) -> None:
         self.full = Rope(config.rope, max_length)
@@ -84,7 +84,7 @@ class Ropes:
 
 
 class Attention(qwen3.Attention):
-    """Qwen3's attention with Gemma's scale; local and global layers read different rotary tables."""
+    """Qwen3's attention with Gemma's scale. `rotary` is the pair of `Ropes.rows`; global layers have no window."""
 
     plus_one = True
 

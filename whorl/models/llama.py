@@ -30,10 +30,13 @@ MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class Normed(Module):
-    """A part of a layer that is called with the norm before it, which may be fused into the part's first product."""
+    """Attention or a feed-forward network, called together with the norm before it.
+
+    Subclasses override `after_norm` where the norm can be fused into their first matrix product.
+    """
 
     def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return the part's output for norm(x + residual), and that sum; arguments: the part's other inputs."""
+        """Return the module's output for norm(x + residual), and x + residual; arguments: its other inputs."""
         x, residual = norm(x, residual)
         return self(x, *arguments), residual
 
@@ -104,7 +107,10 @@ class Attention(Normed):
         return self.o_proj(mix(self, qkv)), residual
 
 
-Mix = Callable[[Attention, Tensor], Tensor]  # attention between tokens, from a layer's qkv
+# Attention between tokens: a function from a layer's attention and its projections [T, ...] to the output [T, HQ D]. It
+# is passed to a layer, because it differs: over the paged cache when serving, over packed sequences in training, and
+# outside of the graph where the rest of the model is captured.
+Mix = Callable[[Attention, Tensor], Tensor]
 
 
 class MLP(Normed):
@@ -150,7 +156,11 @@ class Layer(Module):
         return MLP(config, layer, ranks)
 
     def forward(self, x: Tensor, residual: Tensor | None, mix: Mix) -> tuple[Tensor, Tensor]:
-        """Run the layer; the residual is returned beside x and added by the next norm, which reads both anyway."""
+        """Return the layer's output as two summands, x and the residual, [T, C] each.
+
+        The next norm adds them, because it reads both anyway. The arguments are such a pair, too; the residual is None
+        before the first layer. mix: attention between tokens.
+        """
         x, residual = self.self_attn.after_norm(self.input_layernorm, x, residual, mix)
         return self.mlp.after_norm(self.post_attention_layernorm, x, residual)
 
@@ -172,11 +182,15 @@ class Decoder(Module):
 
 
 class Llama(Module):
-    """Llama for the engine; other families subclass it."""
+    """Llama for the engine (`whorl.nn.Model`); other families subclass it.
+
+    config: of `config_class`. dtype: of weights and hidden states. ranks: the tensor-parallel group. max_length: tokens
+    of the longest sequence; default: what the model was made for.
+    """
 
     config_class: type[LlamaConfig] = LlamaConfig
     layer_class: type[Layer] = Layer
-    # Tensors that some checkpoints have and that are computed here.
+    # Ends of the names of tensors that some checkpoints have and that are not loaded, because they are computed here.
     ignored = ("rotary_emb.inv_freq",)
 
     def __init__(
@@ -239,7 +253,10 @@ class Llama(Module):
         return ops.token_logprobs(logits, packed.token_ids[packed.scored])  # type: ignore[no-any-return]
 
     def hidden(self, token_ids: Tensor, mix: Mix, inserted: Inserted | None = None) -> Tensor:
-        """Return hidden states of token_ids [T]; apart from `mix`, every token is computed by itself."""
+        """Return hidden states [T, C] of token_ids [T], after the final norm.
+
+        Apart from `mix`, every token is computed by itself. inserted: features of images and videos.
+        """
         decoder = self.decoder
         x, residual = self.embed(token_ids), None
         x = x if inserted is None else inserted.embed(x)

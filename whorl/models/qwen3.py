@@ -42,6 +42,7 @@ class Qwen3Config(LlamaConfig):
         if not is_sparse:
             values = {"head_dim": 128, **values}  # the default of Hugging Face's dense class; its sparse one has none
         experts = _experts(values) if is_sparse else None
+        # As in transformers, whose sparse class applies the window to all layers.
         windows = by_layer(values, first=0, named=False) if is_sparse else by_layer(values)
         return LlamaConfig.read(values) | {"windows": windows, "experts": experts}
 

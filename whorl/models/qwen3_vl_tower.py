@@ -51,7 +51,7 @@ class PatchEmbedding(Module):
 
 
 class LearnedPositions(Weighted):
-    """A square of learned positions, interpolated to the rows and columns of an image; corners stay corners."""
+    """A square of learned positions, interpolated to the rows and columns of an image, from corner to corner."""
 
     weight: Tensor
 
@@ -117,7 +117,10 @@ class Block(Module):
 
 
 class Merger(Module):
-    """Merges a block of neighbouring patches to one token. Deepstack's norms span the whole block."""
+    """Merges a block of neighbouring patches to one token.
+
+    norms_block: the norm is over the channels of the whole block, as for deepstack, instead of each patch.
+    """
 
     def __init__(self, config: TowerConfig, *, norms_block: bool) -> None:
         super().__init__()
@@ -141,7 +144,7 @@ class Encoding:
     x: Tensor  # [P, C]
     rotary: Tensor  # [P, R]
     starts: Tensor  # [frames + 1] int32: a patch attends to those of its frame
-    merged: list[Tensor] = field(default_factory=list)  # features of deepstack, [N, text width] each
+    merged: list[Tensor] = field(default_factory=list)  # deepstack features so far, [N tokens, text width] each
     layer: int = 0
 
     @property

@@ -11,8 +11,8 @@ _KINDS = {"sliding_attention", "full_attention"}
 def by_layer(values: Mapping[str, Any], *, first: int | None = None, named: bool = True) -> tuple[int | None, ...]:
     """Return the window of each layer, as Qwen configures them.
 
-    Windows hold in the layers that layer_types names, or in those from max_window_layers on. first: used in place of
-    max_window_layers. named: whether layer_types is read.
+    The layers that layer_types calls sliding have a window, or without layer_types those from max_window_layers on.
+    first: used in place of max_window_layers. named: False ignores layer_types.
     """
     layers, values = count(values, "num_hidden_layers"), {"sliding_window": 4096, **values}
     if not flag(values, "use_sliding_window") or not values["sliding_window"]:

@@ -17,8 +17,9 @@ class Rope:
     """The rotary table of a model, long enough for `max_length` tokens.
 
     config: the rotation of config.json. max_length: tokens of the longest sequence; default: what the model was made
-    for. `dynamic` and `longrope` have other frequencies past a length. Here every token uses those of `max_length`:
-    with those of the longest sequence in the batch, a token's result would depend on what runs beside it.
+    for. The rope types `dynamic` and `longrope` have other frequencies for long sequences. Here every token uses those
+    of a sequence of `max_length` tokens: if the longest sequence in the batch decided, as it does in transformers, a
+    token's result would depend on the other sequences.
     Raises ValueError for dual chunk attention, and for a `max_length` that the rotation does not reach.
     """
 
@@ -58,9 +59,10 @@ class Rope:
 
 
 def attend(q: Tensor, step: Step, cache: KVCache, *, scale: float, window: int | None) -> Tensor:
-    """Attend over the paged cache: every query sees its sequence's cache, new keys and values included.
+    """Attend over the paged cache. The keys and values of the step's tokens must have been written to it before.
 
-    q: [T, HQ, D]; returns [T, HQ, D]. window: keys that a query sees, itself included; None: all.
+    q: [T, HQ, D], rotated; returns [T, HQ, D]. A query sees the keys of its sequence up to its own, the last `window`
+    of them; None: all.
     """
     return ops.paged_attention.unchecked(
         q,

@@ -46,9 +46,9 @@ class CacheSpec(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedKV:
-    """Keys and values of the same heads, side by side.
+    """The cache of ordinary attention: a key and a value for each KV head.
 
-    dtype: int8 or float8_e4m3fn stores codes, with one scale per token and head beside them.
+    dtype: with int8 or float8_e4m3fn both are stored as codes, with one fp32 scale per token and head.
     """
 
     num_kv_heads: int
@@ -92,8 +92,8 @@ class PagedKV:
 class KVCache:
     """The blocks of one layer: k and v [num_blocks, block_size, HK, D].
 
-    Caches of codes also have their scales, [num_blocks, HK, block_size] fp32; `ops.write_kv` and `ops.paged_attention`
-    define them.
+    Caches of codes also have their scales, [num_blocks, HK, block_size] fp32. `ops.write_kv` writes both,
+    `ops.paged_attention` reads them.
     """
 
     k: Tensor

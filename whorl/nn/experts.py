@@ -11,9 +11,10 @@ from .weights.dense import Dense
 
 
 class Experts(Weighted):
-    """E stacked feed-forward networks of C -> F -> C, of which a token takes `per_token`.
+    """E feed-forward networks (SwiGLU) of C -> F -> C channels, of which each token uses `per_token`.
 
-    Ranks shard F; the output is summed over ranks.
+    num_experts: E; width: C; inner: F. The matrices of all experts are stacked, gate above up: gate_up_proj
+    [E, 2 F, C] and down_proj [E, C, F]. Ranks shard F; the output is summed over ranks.
     """
 
     def __init__(self, num_experts: int, width: int, inner: int, *, per_token: int, ranks: Ranks = ONE) -> None:
@@ -42,6 +43,7 @@ class Experts(Weighted):
             )
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, [T, C]; x: [T, C]; weights, ids: [T, K], of `ops.route`."""
         product = self.gate_up_proj.format.experts
         return self.ranks.sum(product(self.gate_up_proj, self.down_proj, x, weights, ids))
 
@@ -77,7 +79,7 @@ class Experts(Weighted):
 class StackedExperts(Experts):
     """Experts of checkpoints that store all of them in two tensors, [E, 2 F, C] and [E, C, F], or transposed.
 
-    Where weights are quantised, the format names the tensors of each expert instead.
+    A quantised checkpoint of such a model has separate tensors for each expert, as for `Experts`.
     """
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:

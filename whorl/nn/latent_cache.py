@@ -1,4 +1,7 @@
-"""The cache of latent attention: one row per token that all heads share, and the indexer's key of the token."""
+"""The cache of latent attention (MLA): per token one latent and one rotated key, which all heads share.
+
+Where the model has an indexer, the cache also has the indexer's key of the token.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -13,9 +16,9 @@ from whorl.ops.latent.codes import index_bytes, latent_bytes
 class LatentKV:
     """What latent attention stores for a token.
 
-    rank: channels of the latent; turning: channels of the rotated key behind it; index_dim: channels of the indexer's
-    key, 0 without an indexer. dtype: float8_e4m3fn stores codes in pages of bytes, in DeepSeek's layouts; see
-    `ops.latent_write`.
+    rank: channels of the latent (kv_lora_rank); turning: channels of the rotated key, which are stored after the latent
+    (qk_rope_head_dim); index_dim: channels of the indexer's key, 0 without an indexer. dtype: float8_e4m3fn stores
+    codes and scales as bytes in DeepSeek's layouts; see `ops.latent_write`.
     """
 
     rank: int
@@ -36,6 +39,7 @@ class LatentKV:
 
     @property
     def is_coded(self) -> bool:
+        """Whether the blocks hold bytes, codes and their scales, instead of numbers of `dtype`."""
         return self.dtype == torch.float8_e4m3fn
 
     @property
@@ -69,9 +73,9 @@ class LatentKV:
         return LatentCache(latent=latent, index=index, turned=turned)
 
     def step_bytes(self, num_keys: int) -> int:
-        """Return the bytes that a decode step moves.
+        """Return the bytes that a decode step of one sequence reads and writes.
 
-        The indexer reads the keys of all tokens, attention the rows of those it selected; the new token is written.
+        The indexer reads its keys of all tokens, attention the latents of the selected ones; the new token is written.
         """
         read = min(num_keys, self.topk) if self.index_dim else num_keys
         return read * self.latent_bytes + num_keys * self.index_bytes + self.token_bytes
@@ -87,9 +91,9 @@ class LatentKV:
 class LatentCache:
     """The blocks of one layer.
 
-    latent: [num_blocks, block_size, rank + turning]; index: [num_blocks, block_size, index_dim]. Caches of codes hold
-    bytes in place of numbers. Where a device's attention takes the rotated channels as a separate tensor, latent has
-    `rank` channels and turned has the others.
+    latent: [num_blocks, block_size, rank + turning]; index: [num_blocks, block_size, index_dim], None without an
+    indexer. Caches of codes have uint8 bytes in place of these channels. Where a device's attention takes the rotated
+    key as a separate tensor, latent has `rank` channels and turned [num_blocks, block_size, turning] has the others.
     """
 
     latent: Tensor

@@ -16,14 +16,16 @@ from .weights.dense import DENSE, Dense
 class LatentHeads(Linear):
     """kv_b_proj [H (Dn + Dv), Dc], split by head.
 
-    It is never multiplied as one matrix, so it is stored in the model's dtype whatever the checkpoint's format:
+    H: heads; Dn: channels of a head's key that are not rotated (nope); Dv: of its value; Dc: of the latent. The matrix
+    is multiplied head by head, never as a whole, so it is stored in the model's dtype whatever the checkpoint's format:
     quantised values are unpacked once, at loading. Ranks shard the heads.
     """
 
     def __init__(self, heads: Mapping[str, int], rank: int, *, rank_heads: slice, ranks: Ranks) -> None:
         """Build the projection for this rank's heads.
 
-        heads: "count" of all ranks together, "nope" and "value" channels of each head; rank_heads: this rank's.
+        heads: {"count": heads of all ranks together, "nope": Dn, "value": Dv}; rank: Dc, the channels of the latent
+        (kv_lora_rank); rank_heads: the heads of this rank.
         """
         self.nope = heads["nope"]
         head_rows = self.nope + heads["value"]
@@ -49,7 +51,7 @@ class LatentHeads(Linear):
     def absorb(self, q: Tensor) -> Tensor:
         """Return queries [T, H, Dc] in the latent space, from q [T, H, Dn].
 
-        Their products with latents are those of q with keys.
+        A head's key is W latent, so q . key = (W^T q) . latent: W^T q is the query returned here.
         """
         return ops.head_linear.unchecked(q, self._by_head()[:, : self.nope].transpose(1, 2))  # type: ignore[no-any-return]
 

@@ -11,10 +11,13 @@ from .weight import Formats, Matrix, Norm, Part, Slot
 
 
 class Linear(Matrix):
-    """y = x W^T + b. `outputs` may name several projections of the checkpoint, stored as one weight.
+    """y = x W^T + b, where W may have several projections of the checkpoint one below the other.
 
-    shard "column": each rank has a share of every projection's rows; "row": a share of the columns, and y is summed
-    over ranks. parts: this rank's rows of each projection, or its columns; default: `Ranks.share`.
+    inputs: columns of W. outputs: rows of W, or the rows of each projection by its name in the checkpoint. shard: how W
+    is split over ranks, by Megatron's names. "column": each rank has a share of every projection's rows; "row": a share
+    of the columns, and y is summed over ranks; None: every rank has all of W. parts: this rank's rows of each
+    projection or, with "row", its columns; default: shares as equal as possible (`Ranks.share`).
+    Attribute splits: this rank's rows of each projection.
     """
 
     bias: Tensor | None
@@ -31,8 +34,8 @@ class Linear(Matrix):
     ) -> None:
         sizes = {"": outputs} if isinstance(outputs, int) else dict(outputs)
         ranks = ranks if shard else ONE
-        cut = {"inputs": inputs} if shard == "row" else sizes
-        shares = parts or [ranks.share(name or "outputs", size, unit=ranks.cut) for name, size in cut.items()]
+        sharded = {"inputs": inputs} if shard == "row" else sizes
+        shares = parts or [ranks.share(name or "outputs", size, unit=ranks.cut) for name, size in sharded.items()]
         rows = [slice(0, size) for size in sizes.values()] if shard == "row" else list(shares)
         columns = shares[0] if shard == "row" else slice(0, inputs)
         splits = [part.stop - part.start for part in rows]
@@ -58,9 +61,10 @@ class Linear(Matrix):
         return y if self.bias is None else y + self.bias
 
     def after_norm(self, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the product of norm(x + residual), that norm and that sum, in one kernel where there is one.
+        """Return (y, normed, total): total = x + residual, normed = norm(total), and y, this layer's output for normed.
 
-        It is not for layers whose output is summed over ranks, because their input is a shard.
+        One kernel computes all of them where there is one. It is not for layers whose output is summed over ranks,
+        because their input is a shard. residual None: total is x.
         """
         assert not self.is_summed or self.ranks.size == 1, (
             "the input of a row-sharded layer is a shard, which cannot be normalised"

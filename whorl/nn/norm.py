@@ -26,7 +26,7 @@ class RMSNorm(Weighted):
         self.register_parameter("weight", nn.Parameter(torch.empty(self.size, dtype=dtype), requires_grad=False))
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum."""
+        """Return norm(x + residual) and x + residual; residual None: norm(x) and x."""
         if residual is None:
             return ops.rms_norm.unchecked(x, self.weight, self.eps, plus_one=self.plus_one), x
         return ops.add_rms_norm.unchecked(x, residual, self.weight, self.eps, plus_one=self.plus_one)

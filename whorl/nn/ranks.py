@@ -37,15 +37,18 @@ class Ranks:
 
     @property
     def cut(self) -> int:
-        """The unit of a size that is the rows of one matrix and the columns of another, as in a feed-forward part."""
+        """The unit at which the inner size of a feed-forward network is cut.
+
+        It is rows of the first matrix (gate, up) and columns of the second (down), so it must fit both units.
+        """
         return math.lcm(*self.unit)
 
     def share(self, name: str, total: int, *, unit: int = 1) -> slice:
-        """Return this rank's part of `total` rows, cut at multiples of `unit`.
+        """Return this rank's share of `total` rows, columns or heads, cut at multiples of `unit`.
 
-        Parts are equal where that is possible; otherwise they are cut at multiples of 16, for aligned reads, or at any
-        unit where that would leave a rank with nothing. name: of the size, for the error. Raises ValueError
-        when there are fewer units than ranks.
+        Shares are equal where that is possible. Otherwise, where `total` is a multiple of 16, they are cut at multiples
+        of 16, too, for aligned reads, unless a rank would have nothing. name: what is shared, for the error. Raises
+        ValueError when there are fewer units than ranks.
         """
         aligned = math.lcm(unit, 16)
         if total % (self.size * unit) and total % 16 == 0 and total >= aligned * self.size:
@@ -81,9 +84,9 @@ class Ranks:
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over ranks of x [T, N], in rank order, in fp32 and rounded once.
 
-        So the bits of a token do not depend on the tokens beside it. Each rank sums T / size rows and sends them to the
-        others, which moves as many bytes as an all-reduce. A small x takes one collective instead of two: every rank
-        gathers all summands and adds them itself, to the same bits. In a captured graph the sum is one node, which
+        Therefore the bits of a token do not depend on the other tokens. Each rank sums T / size rows and sends them to
+        the others, which moves as many bytes as an all-reduce. A small x takes one collective instead of two: every
+        rank gathers all summands and adds them itself, to the same bits. In a captured graph the sum is one node, which
         `whorl.passes` may split.
         """
         if self.size == 1:
@@ -101,7 +104,7 @@ class Ranks:
         return total
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return x [T, N] of every rank side by side: [T, size * N]."""
+        """Return the x [T, N] of all ranks next to each other, in rank order: [T, size * N]."""
         if self.size == 1:
             return x
         out = x.new_empty(self.size * x.shape[0], x.shape[1])

@@ -11,9 +11,9 @@ from .weight import Formats, Slot, Weighted
 
 
 class Router(Weighted):
-    """Scores of E experts, and the bias that is added only for choosing among them.
+    """The linear layer that scores E experts, and the bias that is added to scores only for choosing among them.
 
-    Both are fp32 whatever the model's dtype: rounded scores would choose other experts.
+    Weight [E, C] and bias [E] are fp32 whatever the model's dtype: rounded scores would choose other experts.
     """
 
     weight: Tensor
@@ -28,7 +28,7 @@ class Router(Weighted):
             self.register_parameter(key, nn.Parameter(torch.empty(shape), requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the scores of x [T, C], [T, E] fp32."""
+        """Return the logits [T, E] fp32 of x [T, C], without the bias; `ops.route` makes scores of them."""
         return ops.linear.unchecked(x.float(), self.weight)  # type: ignore[no-any-return]
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:

@@ -28,7 +28,7 @@ class Inserted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """The tensors of one forward call: T tokens of B sequences, those of a sequence side by side.
+    """The tensors of one forward call: T tokens of B sequences, one sequence after the other.
 
     max_position: highest position + 1, known on the host so that nothing waits for the device.
     """
@@ -36,8 +36,8 @@ class Step:
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, or [A, T] where they have several axes
     slots: Tensor  # [T] int64: block * block_size + offset of each token's cache entry; -1 writes none
-    block_tables: Tensor  # [B, MB] int32
-    query_starts: Tensor  # [B + 1] int32
+    block_tables: Tensor  # [B, MB] int32: cache blocks of each sequence in order, up to MB
+    query_starts: Tensor  # [B + 1] int32: where the tokens of each sequence begin
     context_lens: Tensor  # [B] int32: keys that the last query of each sequence sees, new tokens included
     max_position: int
     inserted: Inserted | None = None

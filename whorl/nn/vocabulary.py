@@ -10,7 +10,9 @@ from .weight import Matrix, Part
 class Vocabulary(Matrix):
     """One row per token id, for the embedding and for the output head.
 
-    Ranks shard the rows; the last may have fewer. is_embedding, is_head: what the model uses it for, which may be both.
+    size: the number of token ids; width: channels. Ranks shard the rows: each has equally many in memory, and those of
+    the last ranks that are past `size` are padding. is_embedding, is_head: what the model uses it for, which may be
+    both.
     """
 
     def __init__(
@@ -29,7 +31,7 @@ class Vocabulary(Matrix):
         if self.ranks.size == 1:
             return self.format.lookup(self, token_ids)
         is_local = (token_ids >= self.start) & (token_ids < self.stop)
-        rows = self.format.lookup(self, (token_ids - self.start) * is_local)
+        rows = self.format.lookup(self, (token_ids - self.start) * is_local)  # row 0 for tokens of other ranks
         return self.ranks.sum(torch.where(is_local[:, None], rows, 0))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ FEW = 8  # tokens: up to so many, a norm may be fused into the product behind it
 
 
 class Norm(Protocol):
-    """A norm of x + residual that returns the norm and the sum."""
+    """A norm layer that returns norm(x + residual) and x + residual, such as `whorl.nn.RMSNorm`."""
 
     weight: Tensor
     eps: float
@@ -35,10 +35,10 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """The destination of a checkpoint's tensor: its `index` part is copied `into` a view of a parameter.
+    """The destination of a checkpoint's tensor: tensor[index] is copied to `into`, a view of a parameter.
 
-    dtype: the stored dtype must be this one, and values are copied as they are; None: any floating point dtype of 16
-    bits or more, or one of `also`, is converted. more: slots for other parts of the same tensor, where a rank's shard
+    dtype: the tensor must have this dtype, and values are copied as they are; None: any floating point dtype of 16 bits
+    or more, or one of `also`, is converted. more: slots for other parts of the same tensor, where a rank's shard
     is not one contiguous range of it. default: the value that fills `into` when the checkpoint has no such tensor;
     None: it must have one. is_either_way: the last two dims may be transposed in the file; where they are equal, they
     are taken as they are. A tensor of one number may have any number of dims.
@@ -64,14 +64,14 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A projection of the checkpoint, and the part of it that a matrix has."""
+    """A projection of the checkpoint, and which part of it this rank has in a matrix."""
 
     name: str  # its name in the checkpoint, where the matrix has several projections; "": that of the matrix
     shape: tuple[int, int]  # of the full projection
     rows: slice  # this rank's
     columns: slice
     first: int = 0  # row of the matrix at which the projection begins
-    entry: int | None = None  # its index in a stack of matrices
+    entry: int | None = None  # in a stack of matrices, the index of the one it belongs to: its expert
 
     @property
     def place(self) -> tuple[int | slice, ...]:
@@ -90,7 +90,7 @@ class Format(ABC):
     A format that implements `values` works everywhere; products of its own make it faster.
     """
 
-    unit = Unit()
+    unit = Unit()  # rows and columns that shards must not separate
     is_weight_only = True  # products equal those of `values`, so the matrix may be unpacked to the model's dtype
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Format(ABC):
     def norm_linear(
         self, matrix: "Matrix", norm: "Norm", x: Tensor, residual: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the product of norm(x + residual), that norm and that sum."""
+        """Return the product of normed = norm(x + residual) with W, then normed, then x + residual."""
         normed, total = norm(x, residual)
         return self.linear(matrix, normed, bias), normed, total
 
@@ -160,7 +160,7 @@ class Weighted(nn.Module):
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Do what is left to do when a checkpoint's tensors have been copied."""
+        """Rearrange the parameters for the kernels, after the checkpoint's tensors have been copied."""
 
     def unpack(self, plain: Format) -> None:
         """Replace quantised weights by their values in the model's dtype, if that does not change products.
@@ -183,7 +183,10 @@ class Weighted(nn.Module):
 
 
 class Matrix(Weighted):
-    """A matrix [rows, columns], or a stack of them: one or several projections of a checkpoint as one weight."""
+    """A matrix that has one or several projections of a checkpoint, one below the other; or a stack of such matrices.
+
+    shape: this rank's [rows, columns], or [E, rows, columns] of a stack. parts: its projections, in their order.
+    """
 
     format: Format
     name: str  # in the model

@@ -1,4 +1,8 @@
-"""Formats of weights by the `quant_method` of config.json. Each is one file, imported when a checkpoint needs it."""
+"""Formats of weights by the `quant_method` of config.json. Each is one file, imported when a checkpoint needs it.
+
+Shapes in these files: a matrix is [N, K], with N rows (outputs) and K columns (inputs). ".." before them stands for the
+experts of a stack, or for nothing.
+"""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -12,7 +16,8 @@ if TYPE_CHECKING:
     from .fp8_blocks import BlockRounding
     from .rounding import Rounding
 
-# "module:function", which makes `Formats` of the values of `quantization_config`. Other packages may add theirs.
+# By quant_method: "module:function", a function from the values of `quantization_config` to `Formats`. Other packages
+# may add theirs.
 FORMATS: dict[str, str] = {
     "fp8": "whorl.nn.weights.fp8:formats",
     "compressed-tensors": "whorl.nn.weights.compressed:formats",
@@ -62,8 +67,8 @@ SCHEMES = ("w4a16", "w8a8", "fp8")  # schemes that `rounding_to` can round weigh
 def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | None = None) -> "Rounding | BlockRounding":
     """Return how matrices are rounded to `scheme`.
 
-    columns: of each matrix, by name. block_scales: for a model whose makers publish FP8 in blocks, the kind of their
-    scales, "ue8m0" or "float".
+    columns: the number of columns of each matrix, by name. block_scales: for a model that is published in FP8 with a
+    scale per block, the kind of these scales, "ue8m0" or "float"; None for other models.
     """
     if scheme == "fp8" and block_scales is not None:
         from .fp8_blocks import BlockRounding

@@ -1,4 +1,4 @@
-"""AWQ in the "gemm" layout: everything is packed along N, the eight columns of a word in a special order."""
+"""AWQ in the "gemm" layout: the matrix is transposed, and eight neighbours along N share a word, in a special order."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class Awq(Packed):
 
 
 def unpack_columns(words: Tensor) -> Tensor:
-    """Unpack uint8 [.., N] from int32 [.., N / 8], in the order of the columns."""
+    """Return uint8 codes [.., N] from int32 words [.., N / 8], in the order of the matrix's rows."""
     numbers = unpacked(words, 4, words.shape[-1] * PER_WORD).unflatten(-1, (-1, PER_WORD))
     return numbers[..., list(POSITIONS)].flatten(-2)
 

@@ -20,6 +20,7 @@ PACKED, INTS, FLOATS, NAIVE, DENSE_NAME = (
     "dense",
 )
 KNOWN = (PACKED, INTS, FLOATS, NAIVE, DENSE_NAME)
+# Ends of the names of KV cache scales, which a checkpoint may have and which are not used.
 CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 

@@ -1,4 +1,7 @@
-"""compressed-tensors' pack-quantized: weights packed along K and zero points along N, as offsets from 2^(bits - 1)."""
+"""compressed-tensors' pack-quantized: weights are packed along K and zero points along N.
+
+Both are signed numbers, stored with 2^(bits - 1) added.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +21,8 @@ from .quantised import ONE_EACH, entry_index, entry_parts, narrow_scales, part_s
 class CompressedPacked(Packed):
     """pack-quantized weights: weight_packed int32 [N, ceil(K / 8)], weight_scale [N, groups], weight_shape.
 
-    Asymmetric ones also have weight_zero_point int32 [ceil(N / 8), groups], ordered ones weight_g_idx [K]. These are
-    the shapes of 4 bits; of 8 bits there are 4 in a word.
+    Asymmetric ones also have weight_zero_point int32 [ceil(N / 8), groups], those with act-order weight_g_idx [K].
+    These are the shapes for 4 bits; with 8 bits a word has 4 numbers instead of 8.
     """
 
     has_zeros: bool

@@ -39,8 +39,9 @@ SPREAD = 8.0  # standard deviation of random codes: far below the largest, 448, 
 class Fp8(Quantised):
     """FP8 weights [N, K] and their scales.
 
-    Scales in memory: of kind "block" [rows of blocks, columns of blocks], where each part begins a new row of blocks;
-    else [N]. value = weight * scale in fp32, rounded to the model's dtype. end: the checkpoint's name of the scales.
+    kind: what shares a scale: a "block" of rows and columns, a "row", or a projection ("matrix"). Scales in memory: for
+    blocks [rows of blocks, columns of blocks], where each projection begins a new row of blocks; else [N]. value =
+    weight * scale in fp32, rounded to the model's dtype. end: how the names of scales end in the checkpoint.
     """
 
     end: str
@@ -96,6 +97,7 @@ class Fp8(Quantised):
             for part in parts:
                 rows[..., part.place[-1]] = matrix.scales[..., first[part.first] : first[part.first] + 1]
             parameters["scales"] = rows
+        # A projection that does not begin at a multiple of the block's rows needs an index of its rows of scales.
         if self.kind == "block" and any(part.first != first[part.first] * self.block[0] for part in parts):
             parameters["scale_rows"] = self._scale_rows(matrix)
         if not self._lay_out_for_kernels(matrix, **parameters):
@@ -113,7 +115,7 @@ class Fp8(Quantised):
         return lay_out_bytes(matrix, weight, scales.index_select(-2, scale_rows), columns=self.block[1])
 
     def _scale_rows(self, matrix: Any) -> Tensor:
-        """Return the row of scales that each row of the matrix has; needed where a part ends within a block."""
+        """Return for each row of the matrix its row of scales, [N]; needed where a projection ends within a block."""
         first, scale_rows = part_starts(matrix, self.block[0])[0], torch.zeros(matrix.shape[-2], dtype=torch.int32)
         for part in entry_parts(matrix):
             place = part.place[-1]

@@ -72,10 +72,12 @@ class GgufBlocks(Quantised):
 
 
 def _count(part: Part) -> int:
+    """Return the rows of a projection that this rank has."""
     return part.rows.stop - part.rows.start
 
 
 def _number(matrix: Matrix, part: Part) -> int:
+    """Return the number n of the parameter blocks<n> that stores a projection."""
     return next(i for i, candidate in enumerate(entry_parts(matrix)) if candidate.first == part.first)
 
 

@@ -1,6 +1,6 @@
-"""GPTQ: weights packed along K, zero points along N, act-order by g_idx.
+"""GPTQ: weights are packed along K, zero points along N; with act-order, g_idx has the group of each column.
 
-Version 1 stores zero points minus one.
+Version 1 of the format stores every zero point minus one.
 """
 
 import re
@@ -36,7 +36,7 @@ from .quantised import (
 class Gptq(Packed):
     """GPTQ weights: qweight [K / 8, N] and qzeros [groups, N / 8] of int32, scales [groups, N], g_idx [K].
 
-    These are the shapes of 4 bits; of 8 bits there are 4 in a word.
+    These are the shapes for 4 bits; with 8 bits a word has 4 numbers instead of 8.
     """
 
     adds_one: bool  # zero points are stored minus one (version 1)
@@ -59,7 +59,7 @@ class Gptq(Packed):
         if part.shape[0] % self.per_word or part.shape[1] % self.per_word:
             raise ValueError(
                 f"{part.source(matrix.name)}: {part.shape[0]} rows and {part.shape[1]} columns, expected multiples of "
-                f"{self.per_word}: GPTQ packs so many into a word"
+                f"{self.per_word}: GPTQ packs that many into a word"
             )
 
     def slots(self, matrix: Any, part: Part) -> Iterator[tuple[str, Slot]]:
@@ -85,7 +85,7 @@ class Gptq(Packed):
         yield "g_idx", Slot(into=into, shape=(columns,), index=(part.columns,), dtype=torch.int32, default=-1)
 
     def finish(self, matrix: Any) -> None:
-        """Bring the tensors into the common layout; a word of qweight is a word of it, only transposed."""
+        """Convert the tensors to the common layout of packed.py, which has the same words as qweight, transposed."""
         zeros = torch.zeros(*matrix.scales.shape, dtype=torch.int16, device=matrix.scales.device)
         first, per = part_starts(matrix, self.per_word)[0], self.per_word
         for part in entry_parts(matrix):

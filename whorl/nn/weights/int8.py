@@ -22,7 +22,7 @@ SPREAD = 127 / 3**0.5  # standard deviation of random codes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8(Quantised):
-    """Int8 weights [N, K] with fp32 scales, [N] in memory."""
+    """Int8 weights [N, K] with fp32 scales, [N] in memory; kind: the checkpoint has one per row or per projection."""
 
     kind: Literal["row", "matrix"]
     is_weight_only: bool  # True: activations stay in the model's dtype; False: int8 with a scale per token

@@ -1,7 +1,7 @@
 """Matrices rearranged for the operators that read packed weights, `ops.packed_linear` and `ops.packed_experts`.
 
-The parameters are codes, scales and, where they are not in the middle, zeros; `layout` describes their order. A CPU has
-no such kernels; there formats keep the tensors of the checkpoint.
+A matrix that is laid out has the parameters codes, scales and, unless all zero points have the default value, zeros.
+Its attribute `layout` describes their order. A CPU has no kernels for it; there a matrix keeps its format's parameters.
 """
 
 import warnings
@@ -20,7 +20,7 @@ Pick = slice | Tensor
 
 
 class PackedLayout(NamedTuple):
-    """The layout as `ops.packed_linear` takes it: rows and columns per scale, and whether codes are tiled."""
+    """Keywords of `ops.packed_linear`: rows and columns per scale (columns 0: all), and whether codes are tiled."""
 
     rows: int
     columns: int
@@ -35,14 +35,15 @@ def is_tiled_on(device: torch.device) -> bool | None:
 
 
 def layout_of(matrix: Matrix) -> PackedLayout | None:
-    """Return the layout of a matrix; None: it has the tensors of its checkpoint."""
+    """Return the layout of a matrix; None if it is not laid out for kernels."""
     return getattr(matrix, "layout", None)
 
 
 def lay_out_bytes(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, **block: int) -> bool:
     """Rearrange a matrix of 8-bit codes for the device's kernels. Returns False where it has none.
 
-    codes: int8 or fp8 [.., N, K] in plain order; block: rows and columns per scale.
+    codes: int8 or fp8 [.., N, K] in plain order; scales and zeros: [.., ceil(N / rows), ceil(K / columns)]; block: rows
+    and columns per scale, by default 1 row and all columns.
     """
     tiled = is_tiled_on(codes.device)
     if tiled is None or (not tiled and codes.dtype != torch.int8):  # torch_npu has no product of fp8 and bf16
@@ -75,7 +76,8 @@ def lay_out_int4(
 ) -> bool:
     """Rearrange a matrix of 4-bit codes for the device's kernels. Returns False where it has none.
 
-    unpack: returns codes from 0 to 15, [N, K], of one matrix's words.
+    words: as in packed.py; unpack: a function from the words of one matrix to its codes [N, K], 0 to 15; scales and
+    zeros: [.., N, groups]; columns: per group, 0 for one group per row.
     """
     if not is_tiled_on(words.device):
         return False
@@ -86,7 +88,10 @@ def lay_out_int4(
 
 
 def _by_entry(x: Tensor, change: Callable[[Tensor], Tensor], packed_width: int) -> Tensor:
-    """Apply `change` to one matrix of a stack at a time, in place where the width fits: experts are most of a model."""
+    """Apply `change` to one matrix of a stack at a time, in place where the width stays the same.
+
+    This saves memory, since experts are most of a model's weights.
+    """
     if x.dim() == 2:
         return change(x)
     changed = x if x.shape[-1] == packed_width else x.new_empty(*x.shape[:-1], packed_width)
@@ -101,7 +106,7 @@ def _set_parameters(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | 
 
 
 def _spread_rows(matrix: Any) -> None:
-    """Repeat the scales so that every row has its own."""
+    """Repeat scales that several rows share, so that every row has its own; the values do not change."""
     rows = matrix.layout.rows
     if rows > 1:
         scales = matrix.scales.repeat_interleave(rows, -2)[..., : matrix.shape[-2], :].contiguous()
@@ -126,12 +131,15 @@ def values_of(matrix: Any, pick: Pick) -> Tensor:
 
 
 def linear(matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + bias for a matrix that is laid out."""
     parameters = matrix.codes, matrix.scales, getattr(matrix, "zeros", None)
     return ops.packed_linear(x, *parameters, bias, **matrix.layout._asdict())  # type: ignore[no-any-return]
 
 
 def experts(gate_up: Any, down: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    if gate_up.layout != down.layout:  # a block that ends within gate has made its scales per row
+    """Return the output of experts whose matrices are laid out, as `ops.experts` does."""
+    # The operator takes one layout for both. gate_up has scales per row where a block would span gate and up.
+    if gate_up.layout != down.layout:
         for matrix in (gate_up, down):
             _spread_rows(matrix)
     parameters = [getattr(matrix, name, None) for matrix in (gate_up, down) for name in ("codes", "scales", "zeros")]

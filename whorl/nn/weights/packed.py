@@ -28,7 +28,7 @@ class Packed(Quantised):
 
     bits: int
     group: int | None  # columns per group; None: a row is one group
-    is_ordered: bool = False  # act-order: a column may be in any group, so every rank has the scales of all groups
+    is_ordered: bool = False  # act-order: a column may be in any group (g_idx), so every rank has all groups' scales
 
     @property
     def per_word(self) -> int:
@@ -63,7 +63,8 @@ class Packed(Quantised):
     ) -> None:
         """Set the final parameters; zeros and order are dropped where they have their default values.
 
-        order: [.., parts, K], the group of each column, counted over the full matrix; -1: the checkpoint does not say.
+        words, scales and zeros are in the common layout. order: g_idx of each projection, [.., parts, K]: the group of
+        each column, counted over the columns of all ranks; -1: the checkpoint has no g_idx.
         """
         parameters = {"words": words, "scales": scales}
         if zeros is not None and not bool((zeros == 1 << (self.bits - 1)).all()):
@@ -72,8 +73,8 @@ class Packed(Quantised):
             parameters["groups"] = groups
         if "groups" not in parameters and self._lay_out_for_kernels(matrix, words, scales, parameters.get("zeros")):
             return
-        unordered = " with columns in any order (g_idx)" if "groups" in parameters else ""
-        warn_unpacked(words.device, f"weights of {self.bits} bits{unordered}")
+        reason = " with columns in any order (g_idx)" if "groups" in parameters else ""
+        warn_unpacked(words.device, f"weights of {self.bits} bits{reason}")
         matrix.replace(**parameters)
 
     def _lay_out_for_kernels(self, matrix: Matrix, words: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
@@ -88,7 +89,10 @@ class Packed(Quantised):
         return lay_out_bytes(matrix, codes, scales, zeros, columns=columns)
 
     def _groups(self, matrix: Matrix, order: Tensor, count: int) -> Tensor | None:
-        """Return the group of each column, or None where groups are in order; raises ValueError for a wrong g_idx."""
+        """Return the group of each column, [.., K], or None where the columns of a group are neighbours.
+
+        count: the groups that have scales on this rank. Raises ValueError for a g_idx that does not fit.
+        """
         parts = entry_parts(matrix)
         groups = order[..., 0, :]
         for number, part in enumerate(parts):
@@ -103,6 +107,7 @@ class Packed(Quantised):
         if bool((groups == -1).all()) or torch.equal(groups, in_order.expand(groups.shape).to(groups.dtype)):
             if not self.is_ordered or self.group is None or count == self.num_groups(matrix.shape[-1]):
                 return None
+            # With act-order a rank has the scales of all groups, but only some columns: they need their group's index.
             return in_order.expand(groups.shape).to(groups.dtype).contiguous()
         if not self.is_ordered:
             raise ValueError(

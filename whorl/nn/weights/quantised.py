@@ -15,10 +15,10 @@ from whorl.nn.weight import Format, Matrix, Part
 from . import laid_out
 
 TILE_VALUES = 1 << 23  # values unpacked at a time on a CPU: 32 MiB in fp32
-ONE_EACH = 1 << 62  # more rows than any part has: one row of the parameter for each part
+ONE_EACH = 1 << 62  # `size` of `part_starts` for parameters with one row per part: more rows than any part has
 SCALES = (torch.bfloat16, torch.float16)  # dtypes that fp32 scales are narrowed to where that loses nothing
 
-Pick = slice | Tensor
+Pick = slice | Tensor  # which rows of a matrix, or which matrices of a stack
 
 
 class Quantised(Format):
@@ -76,10 +76,10 @@ def entry_parts(matrix: Matrix) -> list[Part]:
 
 
 def part_starts(matrix: Matrix, size: int) -> tuple[dict[int, int], int]:
-    """Return the row of a parameter at which each part begins, and the number of its rows.
+    """Return at which row of a parameter each part begins, and how many rows the parameter has.
 
-    Each part has a row of the parameter for every `size` of its rows; the last may cover fewer. The beginnings are
-    keyed by the part's first row in the matrix.
+    The parameter has one row for every `size` rows of a part, such as a row of scales; the last of a part may stand for
+    fewer. The beginnings are keyed by `Part.first`, the part's first row in the matrix.
     """
     starts, total = {}, 0
     for part in entry_parts(matrix):
@@ -94,7 +94,7 @@ def stack_dims(matrix: Matrix) -> tuple[int, ...]:
 
 
 def entry_index(part: Part, *index: int | slice) -> tuple[int | slice, ...]:
-    """Return an index into the part's matrix of a stack."""
+    """Return `index`, after the index of the part's matrix where it belongs to a stack."""
     return index if part.entry is None else (part.entry, *index)
 
 

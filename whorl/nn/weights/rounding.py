@@ -1,6 +1,7 @@
 """Rounds weights to fewer bits: to nearest, with the scale that gives the least error.
 
-The scales tried clip the largest values a little. The result is what compressed-tensors stores, by the ends of names.
+Smaller scales are tried, too, which clip the largest values. The result is the tensors that compressed-tensors stores,
+by the ends of their names.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,21 +13,22 @@ from torch import Tensor
 
 from .packed import packed
 
-CLIPS = tuple(1 - step / 40 for step in range(17))  # shares of the largest magnitude that are tried as the largest code
+# The scales that are tried map these shares of the largest magnitude to the largest code.
+CLIPS = tuple(1 - step / 40 for step in range(17))
 GROUPS = (128, 64, 32, 16, 8)
 MOST_VALUES = 1 << 22  # values rounded at a time
 
-Ends = dict[str, Tensor]
+Ends = dict[str, Tensor]  # tensors to store, by the ends of their names, such as "weight_scale"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """A way to round weights; stored: compressed-tensors' name of the layout; largest: the largest code."""
+    """A way to round weights. stored: compressed-tensors' name of the layout; largest: the largest code."""
 
     stored: str
     largest: float
-    weights: Mapping[str, Any]  # as config.json describes them
-    inputs: Mapping[str, Any] | None
+    weights: Mapping[str, Any]  # `weights` of a config group in config.json
+    inputs: Mapping[str, Any] | None  # `input_activations` of it
     codes: Callable[[Tensor], Tensor]  # rounds scaled values to codes, as floats
     kind: torch.dtype = torch.int32  # dtype of the stored codes
 
