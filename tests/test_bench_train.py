@@ -128,7 +128,7 @@ def test_nothing_begins_after_the_time_limit() -> None:
     [
         (("--rows", "fast"), "fast is neither a row"),
         (("--layers", "four"), "--layers is four, expected whole numbers"),
-        (("--seq", "1"), "--seq 1: expected"),
+        (("--seq", "1"), "--seq is 1, expected"),
         (("--peer", "vllm"), "--peer is vllm, expected transformers"),
         (("--profile", "swap", "--rows", "small"), "--profile is swap, expected one of --rows small"),
         (("--rows", ""), "--rows is empty"),

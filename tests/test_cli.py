@@ -117,7 +117,7 @@ def test_ops_names_every_operator_with_a_reason_for_each_absent_backend(monkeypa
     ("arguments", "message"),
     [
         (["bench", "ops", "ropes"], "no operator ropes; expected"),
-        (["bench", "ops", "--plot", "x.txt"], "ending in one of .png, .svg, .pdf"),
+        (["bench", "ops", "--plot", "x.txt"], "ends in one of .png, .svg, .pdf"),
         (["bench", "ops", "--plot", "nowhere/x.png"], "there is no folder nowhere"),
         (["selftest", "--device", "npu"], "device 'npu' is not available; this machine has only"),
         (["selftest", "--device", "tpu"], "tpu"),

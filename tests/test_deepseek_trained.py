@@ -199,7 +199,7 @@ def test_pieces_of_several_ranks(tmp_path: Path) -> None:
     read.state_dict_metadata["layers.3.moe.experts.w1"].chunks.pop()
     (tmp_path / dcp.METADATA).write_bytes(pickle.dumps(read))
     lost = dcp.open_dcp(tmp_path, NAMES)["model.layers.3.mlp.experts.4.gate_proj.weight"]
-    with pytest.raises(ValueError, match=r"layers\.3\.moe\.experts\.w1 hold 0 of 24 numbers"):
+    with pytest.raises(ValueError, match=r"layers\.3\.moe\.experts\.w1 hold 0 of its 24 numbers"):
         lost.read((slice(0, 4), slice(0, 6)))
 
 

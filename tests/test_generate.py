@@ -53,7 +53,7 @@ def test_tensor_parallelism_by_environment() -> None:
 def test_prompts_the_engine_refuses(with_llm: Any) -> None:
     with_llm(mock_llm(max_model_len=16))
     for arguments, message in {
-        ("--prompt", ""): "prompt: 0 tokens",
+        ("--prompt", ""): "prompt: it has 0 tokens",
         ("--prompt", "a b c " * 9): "tokens leave no room for an answer",
         ("--prompt", "a", "-n", "99"): "max_tokens 99 make 100",
     }.items():

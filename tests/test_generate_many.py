@@ -100,7 +100,7 @@ def test_files_that_are_wrong(tmp_path: Path, name: str, text: str, said: str) -
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--prompts", "x", "-p", "y"], "--prompt and --prompts: say one"),
+        (["--prompts", "x", "-p", "y"], "give only one of --prompt and --prompts"),
         (["--samples", "2", "--interactive"], "are not for --interactive"),
         (["--prompts", "x", "--chat", "--image", "y"], "go with one prompt"),
         (["--prompts", "none/such"], "none/such: cannot be read: No such file"),

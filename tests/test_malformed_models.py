@@ -329,7 +329,7 @@ def test_gguf_headers_of_an_attacker(tmp_path: Path, data: bytes, message: str) 
 
 @pytest.mark.parametrize(
     ("dims", "kind", "message"),
-    [((0, 3), 0, r"is \[3, 0\], which is no whole number of blocks of F32"), ((31, 3), 2, "blocks of Q4_0"),
+    [((0, 3), 0, r"is \[3, 0\], expected a whole number of F32 blocks"), ((31, 3), 2, "whole number of Q4_0 blocks"),
      ((32, 3), 999, "is of type 999, which the gguf package does not know")],
 )  # fmt: skip
 def test_gguf_tensors_of_an_attacker(tmp_path: Path, dims: tuple[int, ...], kind: int, message: str) -> None:

@@ -365,7 +365,7 @@ def test_a_grammar_follows_copies_and_drafts_back_and_forth() -> None:
     for moved in (one, one.fork()):
         for output in (ids[:3], other, ids[:9], ids[:2], other[:4], ids, [], ids[:5]):
             assert moved(output).equal(fresh()(output)), tokenizer.decode(output)
-        with pytest.raises(AllowError, match="left the JSON schema"):
+        with pytest.raises(AllowError, match="violates the JSON schema"):
             moved(tokenizer.encode('{"x'))
         assert moved(ids).nonzero().flatten().tolist() == sorted(tokenizer.eos_ids)
         assert moved(ids[:1]).equal(fresh()(ids[:1]))

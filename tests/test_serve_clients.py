@@ -118,7 +118,7 @@ def test_json_schema(served: Served) -> None:
 
 def test_errors_are_the_clients_own(served: Served) -> None:
     create = client(served).chat.completions.create
-    with pytest.raises(openai.NotFoundError, match="not here"):
+    with pytest.raises(openai.NotFoundError, match="not served here"):
         create(model="gpt-9", messages=user("hi"))
     with pytest.raises(openai.BadRequestError, match="2000 more") as caught:
         create(model=MODEL, messages=user("hi"), max_tokens=2000)

@@ -101,7 +101,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 50}, "logprobs"),
-        (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1, "n": 2}, "n = 1"),
+        (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1, "n": 2}, "n is 2, expected 1"),
         (COMPLETIONS, {"prompt": ["a", "x" * 2000]}, "tokens"),
         (COMPLETIONS, {"prompt": "a\udfff"}, "Unicode"),
         (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, "template failed"),

@@ -135,7 +135,7 @@ def test_metadata_equals_the_gguf_package(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a GGUF file"):
         read_metadata(path)
     path.write_bytes(data[:4] + (1).to_bytes(4, "little") + data[8:])
-    with pytest.raises(ValueError, match="GGUF version 1"):
+    with pytest.raises(ValueError, match="GGUF version is 1, expected 2 or 3"):
         read_metadata(path)
 
 

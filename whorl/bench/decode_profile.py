@@ -92,23 +92,23 @@ def _mark(module: Any, part: str) -> list[Any]:
         open_marks.pop().__exit__(None, None, None)
 
     handles: list[Any] = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-    return handles if getattr(module, "after", None) is None else [*handles, _MarkedAfter(module, part)]
+    return handles if getattr(module, "after_norm", None) is None else [*handles, _MarkedAfter(module, part)]
 
 
 class _MarkedAfter:
-    """Marks a module that is called through its `after` method, which fuses the norm before it."""
+    """Marks a module that is called through its `after_norm` method, which fuses the norm before it."""
 
     def __init__(self, module: Any, part: str) -> None:
-        self._module, original = module, module.after
+        self._module, original = module, module.after_norm
 
         def after(*args: Any) -> Any:
             with record_function(MARK + part):
                 return original(*args)
 
-        module.after = after
+        module.after_norm = after
 
     def remove(self) -> None:
-        del self._module.after
+        del self._module.after_norm
 
 
 def need_profiler(device: str) -> None:
