@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from .table import CONTRACTS
 
+# By release: what differs in the signatures of the rotary operators.
 SUPPORTED_TORCH_NPU: Final[dict[str, str]] = {
     "2.9": "npu_mrope has no cache_mode (interleaved sections are not fused), npu_rotary_mul has no rotate",
     "2.10": "cache_mode and rotate exist; npu_apply_rotary_pos_emb still defaults to layout BSH",
