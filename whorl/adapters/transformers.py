@@ -22,7 +22,7 @@ from whorl.ops.rope import table_dtype
 
 _NAME = "whorl.adapters.transformers"
 _OLDEST = (5, 17)
-# By transformers' folder: the prefix of its class names; the rest of a name is the role.
+# By transformers' folder: the prefix of its class names, which is followed by one of _ROLES ("LlamaAttention").
 _FAMILIES = {
     "llama": "Llama",
     "qwen3": "Qwen3",
@@ -31,6 +31,7 @@ _FAMILIES = {
     "qwen3_vl_moe": "Qwen3VLMoeText",
 }
 _ROLES = ("Attention", "Experts", "MLP", "RMSNorm", "RotaryEmbedding")
+# (module, class name) -> role, of the classes that `install` knows, and those of vision towers, which it leaves alone.
 _KNOWN = {
     (f"transformers.models.{family}.modeling_{family}", prefix + role): role
     for family, prefix in _FAMILIES.items()
@@ -287,9 +288,12 @@ def _rope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, None
 
 
 def _mrope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the same for positions [3, B, S]: return a table [3 B S, R] with a row for each, and indices [3, B, S]."""
+    """Replace the forward of an MRoPE module, for positions [3, B, S].
+
+    Returns, in place of (cos, sin), a table [3 * B * S, R] with one row per position and its row indices [3, B, S].
+    """
     axes, batch, length = position_ids.shape
-    # For positions that are equal on all axes, transformers has nothing to merge and returns plain rows.
+    # Where the three axes are equal, transformers' merge of the axes changes nothing and its forward gives plain rows.
     equal_axes = position_ids.reshape(1, axes * batch, length).expand(axes, -1, -1)
     table = _own_rows(self, x, equal_axes).flatten(0, 1).to(table_dtype(x.device, x.dtype))
     index = torch.arange(table.shape[0], device=table.device).view(axes, batch, length)
@@ -297,9 +301,10 @@ def _mrope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Ten
 
 
 def _own_rows(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
-    """Return [*tokens, R] from transformers' own forward, which keeps its frequencies, scaling and their updates.
+    """Return rows [cos | sin], [*tokens, R] in fp32, from transformers' own forward.
 
-    It computes in fp32 and rounds to the dtype of x, of which it reads nothing else but the device.
+    So its frequencies, their scaling and their updates stay in force. That forward computes in fp32 and rounds to the
+    dtype of its x, from which it reads only dtype and device; it gets an empty fp32 x here, so nothing is rounded.
     """
     cos, sin = type(self).forward(self, x.new_empty(0, dtype=torch.float32), position_ids)
     half = cos.shape[-1] // 2
@@ -307,7 +312,10 @@ def _own_rows(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def _rotation(sections: tuple[int, ...] | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the replacement of apply_rotary_pos_emb; its cos and sin are what our rotary forward returned."""
+    """Return the replacement of apply_rotary_pos_emb.
+
+    Its arguments `cos` and `sin` are what the replaced rotary forward returned: `_rope_rows` or `_mrope_rows`.
+    """
 
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, unsqueeze_dim: int = 1
@@ -325,6 +333,7 @@ def _rotation(sections: tuple[int, ...] | None) -> Callable[..., tuple[Tensor, T
 
 
 def _check_rows(sin: Tensor | None) -> None:
+    """Raise ValueError if `sin` is transformers' own sine, and not None or the indices of `_mrope_rows`."""
     if sin is not None and sin.is_floating_point():
         raise ValueError(
             f"{_NAME}: an attention layer got (cos, sin) of transformers. While installed, position_embeddings "
@@ -373,7 +382,10 @@ def _fused_attention(names: dict[str, Any], sections: tuple[int, ...] | None) ->
 
 
 def _install_norms(installation: TransformersInstallation, modules: _Modules, *, heads: bool) -> None:
-    """Replace the norms; heads: those of q and k, too, which the fused operator reads without calling them."""
+    """Replace the forward of the norms.
+
+    heads: also of those of q and k. With qk_norm_rope these are not called; the fused operator reads their weights.
+    """
     skipped_paths = () if heads else tuple(f"{f.path}." for f in modules.known.get("Attention", ()))
     for norm in modules.require("RMSNorm", "norm"):
         if not norm.path.startswith(skipped_paths):
