@@ -57,7 +57,8 @@ def install(
     operator: "rope" passes angles to the layers; cos and sin are computed once per step and shared by the layers.
         "mrope" passes positions, and the kernel looks them up in a table of `max_position` rows (MRoPE models only).
     layout: how an MRoPE model assigns its sections to channels, "chunked" or "interleaved". None: chunked for
-        Megatron's own rotary class; a class of another library keeps its own merge.
+        Megatron's own rotary class; a class of another library still computes its angles itself.
+    max_position: the rows of the table of operator "mrope"; every position must be below it.
     enabled: False installs with the switch off.
     Returns the installation. Raises ValueError for options that do not fit the model, RuntimeError for an unsupported
     version and for a second installation before `uninstall()`.

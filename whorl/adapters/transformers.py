@@ -57,7 +57,7 @@ class ReplacedMethod(Replaced):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A module that an installation leaves as it is, and why."""
+    """A module, or method, that an installation leaves as it is on purpose, and why."""
 
     path: str
     why: str
@@ -138,7 +138,7 @@ def install(
             _install_norms(installation, modules, heads=not qk_norm_rope)
         if swiglu:
             _install_swiglu(installation, modules)
-    installation.kept += [Kept(f.path, "the vision tower's own rotary, norms and MLP") for f in modules.vision]
+    installation.kept += [Kept(tower.path, "the vision tower's own rotary, norms and MLP") for tower in modules.vision]
     return installation
 
 
@@ -174,7 +174,7 @@ class _Modules:
     def require(self, role: str, switch: str) -> list[_Module]:
         """Return the modules of a role; raises ValueError, naming the option, if there are none."""
         if role not in self.known:
-            counts = {r: len(f) for r, f in self.known.items()}
+            counts = {known_role: len(entries) for known_role, entries in self.known.items()}
             raise ValueError(f"{_NAME}: {switch}=True needs {role} modules; found {counts}. Pass {switch}=False.")
         return self.known[role]
 
@@ -218,9 +218,10 @@ def _install_rotation(installation: TransformersInstallation, modules: _Modules,
         installation.set_method(
             rotary, "forward", rows, f"cos and sin in fp32, half width: {kind_of_rows} once a forward"
         )
-        attentions = [f for f in all_attentions if f.path.startswith(f"{owner}." if owner else "")]
+        attentions = [entry for entry in all_attentions if entry.path.startswith(f"{owner}." if owner else "")]
         merged = None if sections is None else tuple(sections)
-        forwards = {kind: _rotating_forward(kind, merged, fused) for kind in {type(f.module) for f in attentions}}
+        kinds = {type(attention.module) for attention in attentions}
+        forwards = {kind: _rotating_forward(kind, merged, fused) for kind in kinds}
         for attention in attentions:
             installation.set_method(attention, "forward", *forwards[type(attention.module)])
 
@@ -386,7 +387,7 @@ def _install_norms(installation: TransformersInstallation, modules: _Modules, *,
 
     heads: also of those of q and k. With qk_norm_rope these are not called; the fused operator reads their weights.
     """
-    skipped_paths = () if heads else tuple(f"{f.path}." for f in modules.known.get("Attention", ()))
+    skipped_paths = () if heads else tuple(f"{entry.path}." for entry in modules.known.get("Attention", ()))
     for norm in modules.require("RMSNorm", "norm"):
         if not norm.path.startswith(skipped_paths):
             installation.set_method(norm, "forward", _norm_forward, "through whorl.ops.rms_norm")
@@ -400,9 +401,10 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 def _install_swiglu(installation: TransformersInstallation, modules: _Modules) -> None:
     gated = [*modules.known.get("MLP", ()), *modules.known.get("Experts", ())]
-    other_gates = [f for f in gated if not _is_silu(f.module.act_fn)]
+    other_gates = [entry for entry in gated if not _is_silu(entry.module.act_fn)]
     if len(other_gates) == len(gated):
-        activations = sorted({type(f.module.act_fn).__name__ for f in other_gates}) or "no MLP or Experts modules"
+        names = {type(entry.module.act_fn).__name__ for entry in other_gates}
+        activations = sorted(names) or "no MLP or Experts modules"
         raise ValueError(f"{_NAME}: swiglu=True needs a SiLU gate; found {activations}. Pass swiglu=False.")
     for entry in gated:
         if entry in other_gates:

@@ -81,7 +81,7 @@ def npu_fused_infer_attention_score(
 
     Example: out, _ = npu_fused_infer_attention_score(q, k, v, num_heads=8, input_layout="BSND", scale=128**-0.5)
     """
-    arguments = dict(locals())
+    arguments = dict(locals())  # every argument by name
     refuse_gradient(_NAME, query, key, value)
     if is_npu(query):
         return call_torch_npu(_NAME, **arguments)

@@ -50,7 +50,7 @@ def npu_lightning_indexer(
 
     Example: indices, _ = npu_lightning_indexer(q, k, weights, sparse_count=2048)
     """
-    name, arguments = "npu_lightning_indexer", dict(locals())
+    name, arguments = "npu_lightning_indexer", dict(locals())  # every argument by name
     if is_npu(query):
         return call_torch_npu(name, **arguments)
     limit = contracts.lightning_indexer_limit(
@@ -146,9 +146,10 @@ def npu_dense_lightning_indexer_softmax_lse(
     for queries, keys in split_sequences(name, layout, query_index, key_index, actual_seq_qlen, actual_seq_klen):
         q, k, factors = query_index[queries], key_index[keys][:, 0], weights[queries]
         starts, ends = full_bounds(len(q), len(k), *key_bounds(sparse_mode, len(q), len(k), q.device), q.device)
-        for rows in chunks(len(q), len(k)):
+        for rows in chunks(len(q), len(k)):  # some queries at a time, to limit memory
             scores = index_scores(q[rows], k, factors[rows], starts[rows], ends[rows])
             visible = visible_keys(len(scores), len(k), starts[rows], ends[rows], None, q.device)
+            # With top 0 for a query that sees no key, its sum below is 0 as well.
             top = torch.where(visible, scores, -torch.inf).amax(-1)
             top = torch.where(visible.any(-1), top, 0)
             tops[queries][rows] = top

@@ -50,7 +50,7 @@ def npu_sparse_flash_attention(
     Example: out, top, total = npu_sparse_flash_attention(
         q, k, k, indices, scale, query_rope=q_rope, key_rope=k_rope, attention_mode=2)
     """
-    name, arguments = "npu_sparse_flash_attention", dict(locals())
+    name, arguments = "npu_sparse_flash_attention", dict(locals())  # every argument by name
     if is_npu(query):
         return call_torch_npu(name, **arguments)
     is_training = needs_gradient(*(x for x in (query, key, value, query_rope, key_rope) if x is not None))

@@ -67,7 +67,10 @@ class Installed:
 
 
 def probe(version: str, schema_arguments: Mapping[str, Sequence[str]]) -> Installed:
-    """Return an Installed for a torch_npu version and its schemas; raises RuntimeError for an unsupported version."""
+    """Return the Installed of a torch_npu version and its schemas' arguments, which `schema_arguments` reads.
+
+    Raises RuntimeError for an unsupported version.
+    """
     major_minor = "{}.{}".format(*release(version))
     if major_minor not in SUPPORTED_TORCH_NPU:
         raise RuntimeError(

@@ -80,7 +80,8 @@ class Report:
             return "up to the order of sums, which is left to the backend"
         if self.gemms:
             return (
-                f"bitwise where a product's row does not depend on the rows beside it ({len(self.gemms)} run on fewer)"
+                "bitwise where a row of a matmul does not depend on the rows beside it "
+                f"({len(self.gemms)} matmuls see fewer rows)"
             )
         return "bitwise"
 
