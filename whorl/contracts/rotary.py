@@ -24,8 +24,9 @@ def rotary_mul_limit(
 ) -> str | None:
     """Return the limit of npu_rotary_mul that a call breaks, or None.
 
-    The operator has no layout argument. Where `layout` is None, 4-D tensors are within the limits if they are so read
-    as BNSD, as BSND or as SBND; 3-D tensors are read as TND, with B = 1. Document of 2026-07-23.
+    The operator has no layout argument. Where `layout` is None, 4-D tensors are within the limits if they are within
+    them in one of the orders BNSD, BSND and SBND; 3-D tensors count as TND, with B = 1. Document of 2026-07-23, which
+    has TND.
     """
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason

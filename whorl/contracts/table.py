@@ -258,8 +258,8 @@ _TABLE = (
         added={"2.10": "x_dtype weight_dtype scale_dtype per_token_scale_dtype"},
         gradient="silently lost",
         note="group_type -1: one matmul for each pair of x and weight; 0: the rows of x in groups; 2: the sum over the "
-        "rows of each group, for the gradient of weight. group_list is cumulative (type 0) or has counts (type 1). From "
-        "2.10 on output_dtype is an int, which may also be a torch.dtype.",
+        "rows of each group, for the gradient of weight. group_list is cumulative (type 0) or has counts (type 1). "
+        "From 2.10 on output_dtype is an int, which may also be a torch.dtype.",
     ),
     from_schema(
         "npu_quant_matmul",

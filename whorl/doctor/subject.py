@@ -41,7 +41,7 @@ class Subject:
 
     @property
     def positions(self) -> Any:
-        """The first argument of the rotary object's first call: position ids, positions, or a sequence length."""
+        """The position ids, positions or sequence length that the rotary object's first call got; None without one."""
         arguments = self.record.rotary[0] if self.record.rotary else {}
         return arguments.get("position_ids", arguments.get("positions", arguments.get("max_seq_len")))
 

@@ -32,7 +32,7 @@ EVIDENCE: Final = {
     r"aten::view_as_complex": "torch_complex",
 }
 UNFUSED: Final = "aten::neg, aten::cat, aten::mul in a row"
-# Names of events of the backward pass, which are ignored: the predicted path is that of the forward.
+# Names of events of the backward pass, which no comparison uses: the predicted path is that of the forward.
 BACKWARD: Final = re.compile(r"(?i)backward|grad")
 
 

@@ -87,8 +87,8 @@ class _Stream:
     """The traceback that one rank or process is printing, as far as it has been read.
 
     last_seen: the line number of the last header or frame; wants_code: the next line may be the last frame's source;
-    message: number and text of each line of the exception's message; decorated: whether a logger's prefix stood before
-    the message's first line, as it must before the others.
+    message: number and text of each line of the exception's message; decorated: whether the message's first line has a
+    logger's prefix; a line that differs in this does not belong to the message.
     """
 
     frames: list[Frame] = field(default_factory=list)

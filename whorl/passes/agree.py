@@ -134,7 +134,7 @@ def compare(gm: GraphModule, group: str, topic: str) -> frozenset[str]:
 def checksum(x: Any) -> list[Any]:
     """Return what is compared across ranks, and last whether x looks like one repeated value.
 
-    For a tensor: shape, dtype, the sum of its elements' bits as integers, a hash of SAMPLES of its elements, and
+    For a tensor: shape, dtype, the sum of its elements' bits as integers, a hash of about SAMPLES of its elements, and
     whether these are all equal. For anything else: its repr and True.
     """
     if not isinstance(x, Tensor):

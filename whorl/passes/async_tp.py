@@ -63,9 +63,9 @@ NOT_EXACT = "rows of aten's mm may change with the rows beside them; whorl's lin
 
 
 def _product(node: Any) -> tuple[Node, Node, str] | None:
-    """Return input, weight and kind ("mm" or "linear") of a matmul; None for any other node.
+    """Return input, weight and kind ("mm" or "linear") of a plain matmul; None for any other node.
 
-    A matmul with a bias or a forced backend does not count: the fused operators have neither.
+    A plain matmul has no bias and no forced backend, because the fused operators have neither.
     """
     if not isinstance(node, Node):
         return None
@@ -88,7 +88,7 @@ def _before_views(node: Any) -> Any:
 
 
 def _find_products(value: Node) -> list[Node]:
-    """Return the matmuls without bias that read `value`, directly or through views that keep its shape."""
+    """Return the plain matmuls that read `value`, directly or through views that keep its shape."""
     products, todo = [], list(value.users)
     while todo:
         user = todo.pop(0)
@@ -143,7 +143,7 @@ def _fuse_sum(target: Any) -> Fuser:
         source, out = _before_views(node.args[0]), _result(node)
         parts = _product(source)
         if parts is None:
-            return "its input is not a matmul without bias"
+            return "its input is not a plain matmul (no bias, no forced backend)"
         if len(source.users) > 1 or out is None:
             return "the matmul's result, or the collective before it is waited for, is read elsewhere too"
         x, weight, product = parts
@@ -163,7 +163,7 @@ def _fuse_gather(graph: Graph, node: Node, ordered: bool, exact: bool) -> str | 
     products = [] if out is None else _find_products(out)
     kinds = {parts[2] for p in products if (parts := _product(p))}
     if out is None or len(kinds) != 1:
-        return "matmuls of several kinds read it" if kinds else "no matmul without bias reads it"
+        return "matmuls of several kinds read it" if kinds else "no plain matmul reads it"
     if exact and "mm" in kinds:
         return NOT_EXACT
     arguments: Any = node.args

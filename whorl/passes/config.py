@@ -33,7 +33,7 @@ class SequenceParallel:
     sharded: names of parameters and inputs (a dot-separated part of a name, or an fnmatch pattern) that differ between
         ranks where nothing else shows it. DTensor parameters and differences that `probe` sees need no mention.
     probe: compare a checksum of every parameter and input across ranks once, at compile time; those that differ are
-        never taken to be equal. False: everything that is not a DTensor and not in `sharded` is.
+        varying. False: everything that is not a DTensor and not in `sharded` is taken to be equal on all ranks.
     fuse: run collectives and the matmuls beside them as one operator, part by part. A matmul then sees fewer rows at a
         time, which may change the last bits of aten's mm; whorl's linear keeps its bits.
     skip: names of passes to leave out.
