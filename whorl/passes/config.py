@@ -27,7 +27,8 @@ class SequenceParallel:
     quantize: gather activations as int8 or fp8 with one fp32 scale per token where that moves fewer bytes. This rounds.
         A model that quantises its activations itself needs None: its quantised tensors are gathered as they are.
     pad: pad token counts that are not a multiple of the number of ranks inside the graph; False: such counts take the
-        plain graph. `rewrite` makes one graph and cannot know a symbolic number of tokens, so its caller must choose.
+        plain graph. `rewrite` makes only the rewritten graph: where the number of tokens is a symbol, its caller must
+        run the plain graph for such counts.
     ordered: sum over ranks in rank order, in the plain graph too, so that both graphs give the same bits. False leaves
         the order to the backend's own collectives.
     sharded: names of parameters and inputs (a dot-separated part of a name, or an fnmatch pattern) that differ between

@@ -78,7 +78,7 @@ def order_sum(editor: Editor, node: Node, group: str) -> bool:
 
 
 def other_rows(rows: Any, tokens: Any, size: int) -> int | None:
-    """Return the number of rows at capture, or None if they are the graph's tokens, padded to the ranks or not."""
+    """Return the number of rows at capture, or None if they are the graph's tokens, with or without padding."""
     pairs = ((rows, tokens), (tokens, rows))
     is_filled = any(same(a, size * collectives.rows_per_rank(b, size)) for a, b in pairs)
     return None if is_filled or same(rows, tokens) else example(rows)
