@@ -13,7 +13,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """One replaced attribute; `before` is the value that the owner itself had, or a marker if it was inherited."""
+    """One replaced attribute; `before` is the value that the owner itself had, or _ABSENT if it was inherited."""
 
     owner: Any
     name: str
@@ -26,7 +26,7 @@ class Replaced:
 
 
 class Installation:
-    """What an `install` replaced: listed in `replaced`, undone by `uninstall()` or at the end of a `with` block."""
+    """The record of what an `install` replaced. `uninstall()`, or the end of a `with` block, restores it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -38,7 +38,7 @@ class Installation:
         return tuple(self._replaced)
 
     def replace(self, owner: Any, name: str, after: Any, why: str) -> None:
-        """Set owner.name on that owner alone.
+        """Set the attribute `name` of `owner` to `after`, on that object alone, and record why.
 
         Raises RuntimeError when an installation has already replaced it, or when the owner has no such attribute.
         """
@@ -99,9 +99,9 @@ class Installation:
 
 
 def _own_value(owner: Any, name: str) -> Any:
-    """Return the value that the owner itself has, unbound, or a marker.
+    """Return the value that the owner itself has, without binding it, or _ABSENT if it is inherited or missing.
 
-    torch modules keep children and parameters in separate tables.
+    torch modules keep their children, parameters and buffers in separate tables.
     """
     for table in (vars(owner), *(vars(owner).get(kind, {}) for kind in ("_modules", "_parameters", "_buffers"))):
         if name in table:

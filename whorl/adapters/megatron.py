@@ -26,6 +26,7 @@ from whorl.positions import context_slice, packed_positions
 
 Operator = Literal["rope", "mrope"]
 Layout = Literal["chunked", "interleaved"]
+# The method of Megatron's Attention that receives q, k and the rotary embedding directly before they are rotated.
 _SITE = "_adjust_key_value_for_inference"
 _SITE_ARGUMENTS = ["inference_context", "query", "key", "value", "rotary_pos_emb"]
 
@@ -56,7 +57,8 @@ def install(
     operator: "rope" passes angles to the layers; cos and sin are computed once per step and shared by the layers.
         "mrope" passes positions, and the kernel looks them up in a table of `max_position` rows (MRoPE models only).
     layout: how an MRoPE model assigns its sections to channels, "chunked" or "interleaved". None: chunked for
-        Megatron's own rotary class; a class of another library keeps its own merge.
+        Megatron's own rotary class; a class of another library still computes its angles itself.
+    max_position: the rows of the table of operator "mrope"; every position must be below it.
     enabled: False installs with the switch off.
     Returns the installation. Raises ValueError for options that do not fit the model, RuntimeError for an unsupported
     version and for a second installation before `uninstall()`.
@@ -83,7 +85,10 @@ def install(
 
 
 def _has_rotary(module: nn.Module) -> bool:
-    """Return whether a module is a language model; a vision tower has no position_embedding_type."""
+    """Return whether a module is a language model with rotary embeddings.
+
+    A vision tower has no position_embedding_type.
+    """
     rotary = getattr(module, "rotary_pos_emb", None)
     return isinstance(rotary, nn.Module) and hasattr(module, "position_embedding_type")
 
@@ -162,7 +167,9 @@ def _check_attention(attention: Any) -> None:
 class _Call:
     """What is known where q and k are rotated: the tokens, how they are packed, and which part of them this rank has.
 
-    start: with an inference context, where the tokens begin in the sequence; positions: those of a dynamic context.
+    tokens, batch: S (T when packed) and B of this rank's q; cu_seqlens: the bounds of packed sequences; rank, size: in
+    the context-parallel group; mscale: YaRN's attention factor; dtype: that of q; start: with a static inference
+    context, where the tokens begin in the sequence; positions: those of a dynamic context, one per token.
     """
 
     tokens: int
@@ -178,7 +185,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _RotaryArguments:
-    """Arguments for `rope` (cos_sin, positions) or `mrope` (positions)."""
+    """The arguments of `ops.rope` (cos_sin, and positions or None), or of `ops.mrope` (positions; cos_sin is None)."""
 
     cos_sin: Tensor | None
     positions: Tensor | None
@@ -200,7 +207,7 @@ class _TensorVersion:
 
 
 class _Branch:
-    """One rotary embedding and what its attention layers share."""
+    """One rotary embedding of the model: its options, and the operator's arguments that its attention layers share."""
 
     def __init__(
         self,
@@ -227,9 +234,10 @@ class _Branch:
     def rotary_forward(
         self, position_ids: Tensor, mrope_section: Sequence[int] | None = None, *_: Any, **__: Any
     ) -> Tensor:
-        """Replace the forward of an MRoPE class.
+        """Compute what the layers get; this replaces the forward of an MRoPE object.
 
-        Returns [N, B, 1, ...] of the full sequence; each attention takes this rank's part.
+        position_ids: [3, B, N], or [B, N] where the axes are equal. Returns angles [N, B, 1, R], or positions
+        [N, B, 1, 3] with operator "mrope", of the full sequence; each attention takes this rank's part.
         """
         if mrope_section is not None and list(mrope_section) != self.sections:
             raise ValueError(
@@ -264,7 +272,7 @@ class _Branch:
     def _arguments(self, carried: Tensor, call: _Call) -> _RotaryArguments:
         """Return the operator's arguments, computed once for all layers that get the same tensors.
 
-        They are computed anew while work is captured or traced for a replay.
+        Nothing is cached while a graph is captured or traced, because a replay must compute them again.
         """
         if call.positions is not None or _is_recording(carried, call.cu_seqlens):
             return self._prepare(carried, call)
@@ -319,6 +327,7 @@ class _Branch:
         return self._widen(positions.float()[..., axes])
 
     def _widen(self, positions: Tensor) -> Tensor:
+        """Return the angles of fp32 positions [..., R/2 or 1] in Megatron's full width R, every angle twice."""
         if self._stretch is not None:
             positions = positions * (1 / self._stretch)
         half = positions * self._inv_freq.to(positions.device)
@@ -336,7 +345,7 @@ class _Branch:
 
 
 class _Site:
-    """Where one self-attention rotates q and k."""
+    """The two methods of one self-attention that are replaced: its forward, and `_SITE`, where q and k are rotated."""
 
     def __init__(self, attention: Any, branch: _Branch) -> None:
         self._attention = attention
@@ -350,6 +359,7 @@ class _Site:
         self._mscale = concentration._yarn_get_concentration_factor_from_config(attention.config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Remember the packed_seq_params of the call, which `adjust` does not get, and run the attention's forward."""
         is_positional = len(args) > self._packed_index
         self._packed = args[self._packed_index] if is_positional else kwargs.get("packed_seq_params")
         return self._forward(*args, **kwargs)
@@ -357,7 +367,10 @@ class _Site:
     def adjust(
         self, inference_context: Any, query: Tensor, key: Tensor, value: Tensor, carried: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Rotate here and pass no rotary embedding on, or let Megatron rotate with `carried` in its own format."""
+        """Rotate q and k and pass no rotary embedding on, or pass it on in the format with which Megatron rotates.
+
+        carried: the pair (for q, for k) that Megatron passes as rotary_pos_emb, or None.
+        """
         if carried is None:
             return self._adjust(inference_context, query, key, value, None, *args, **kwargs)
         calls = self._branch.installation.calls
@@ -394,7 +407,10 @@ class _Site:
         )
 
     def _static_reason(self, context: Any, reason: str | None) -> str | None:
-        """Decide with the first tokens of a sequence: cached keys must be all rotated, or none of them."""
+        """Return why Megatron rotates with a static context, or None.
+
+        The first tokens of a sequence decide for the others, because cached keys must be all rotated, or none of them.
+        """
         if context.sequence_len_offset == 0 and context.batch_size_offset == 0:
             self._rotated = [
                 reference for reference in self._rotated if reference() is not None and reference() is not context
@@ -415,6 +431,7 @@ class _Site:
         )
 
     def _call(self, x: Tensor, context: Any = None) -> _Call:
+        """Describe the call for x, q or k [S, B, H, D]."""
         group = self._attention.pg_collection.cp
         packed = self._packed
         cu_seqlens = None

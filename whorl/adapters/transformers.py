@@ -22,7 +22,7 @@ from whorl.ops.rope import table_dtype
 
 _NAME = "whorl.adapters.transformers"
 _OLDEST = (5, 17)
-# By transformers' folder: the prefix of its class names; the rest of a name is the role.
+# By transformers' folder: the prefix of its class names, which is followed by one of _ROLES ("LlamaAttention").
 _FAMILIES = {
     "llama": "Llama",
     "qwen3": "Qwen3",
@@ -31,6 +31,7 @@ _FAMILIES = {
     "qwen3_vl_moe": "Qwen3VLMoeText",
 }
 _ROLES = ("Attention", "Experts", "MLP", "RMSNorm", "RotaryEmbedding")
+# (module, class name) -> role, of the classes that `install` knows, and those of vision towers, which it leaves alone.
 _KNOWN = {
     (f"transformers.models.{family}.modeling_{family}", prefix + role): role
     for family, prefix in _FAMILIES.items()
@@ -56,7 +57,7 @@ class ReplacedMethod(Replaced):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A module that an installation leaves as it is, and why."""
+    """A module, or method, that an installation leaves as it is on purpose, and why."""
 
     path: str
     why: str
@@ -137,7 +138,7 @@ def install(
             _install_norms(installation, modules, heads=not qk_norm_rope)
         if swiglu:
             _install_swiglu(installation, modules)
-    installation.kept += [Kept(f.path, "the vision tower's own rotary, norms and MLP") for f in modules.vision]
+    installation.kept += [Kept(tower.path, "the vision tower's own rotary, norms and MLP") for tower in modules.vision]
     return installation
 
 
@@ -173,7 +174,7 @@ class _Modules:
     def require(self, role: str, switch: str) -> list[_Module]:
         """Return the modules of a role; raises ValueError, naming the option, if there are none."""
         if role not in self.known:
-            counts = {r: len(f) for r, f in self.known.items()}
+            counts = {known_role: len(entries) for known_role, entries in self.known.items()}
             raise ValueError(f"{_NAME}: {switch}=True needs {role} modules; found {counts}. Pass {switch}=False.")
         return self.known[role]
 
@@ -217,9 +218,10 @@ def _install_rotation(installation: TransformersInstallation, modules: _Modules,
         installation.set_method(
             rotary, "forward", rows, f"cos and sin in fp32, half width: {kind_of_rows} once a forward"
         )
-        attentions = [f for f in all_attentions if f.path.startswith(f"{owner}." if owner else "")]
+        attentions = [entry for entry in all_attentions if entry.path.startswith(f"{owner}." if owner else "")]
         merged = None if sections is None else tuple(sections)
-        forwards = {kind: _rotating_forward(kind, merged, fused) for kind in {type(f.module) for f in attentions}}
+        kinds = {type(attention.module) for attention in attentions}
+        forwards = {kind: _rotating_forward(kind, merged, fused) for kind in kinds}
         for attention in attentions:
             installation.set_method(attention, "forward", *forwards[type(attention.module)])
 
@@ -287,9 +289,12 @@ def _rope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, None
 
 
 def _mrope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the same for positions [3, B, S]: return a table [3 B S, R] with a row for each, and indices [3, B, S]."""
+    """Replace the forward of an MRoPE module, for positions [3, B, S].
+
+    Returns, in place of (cos, sin), a table [3 * B * S, R] with one row per position and its row indices [3, B, S].
+    """
     axes, batch, length = position_ids.shape
-    # For positions that are equal on all axes, transformers has nothing to merge and returns plain rows.
+    # Where the three axes are equal, transformers' merge of the axes changes nothing and its forward gives plain rows.
     equal_axes = position_ids.reshape(1, axes * batch, length).expand(axes, -1, -1)
     table = _own_rows(self, x, equal_axes).flatten(0, 1).to(table_dtype(x.device, x.dtype))
     index = torch.arange(table.shape[0], device=table.device).view(axes, batch, length)
@@ -297,9 +302,10 @@ def _mrope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Ten
 
 
 def _own_rows(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
-    """Return [*tokens, R] from transformers' own forward, which keeps its frequencies, scaling and their updates.
+    """Return rows [cos | sin], [*tokens, R] in fp32, from transformers' own forward.
 
-    It computes in fp32 and rounds to the dtype of x, of which it reads nothing else but the device.
+    So its frequencies, their scaling and their updates stay in force. That forward computes in fp32 and rounds to the
+    dtype of its x, from which it reads only dtype and device; it gets an empty fp32 x here, so nothing is rounded.
     """
     cos, sin = type(self).forward(self, x.new_empty(0, dtype=torch.float32), position_ids)
     half = cos.shape[-1] // 2
@@ -307,7 +313,10 @@ def _own_rows(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def _rotation(sections: tuple[int, ...] | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the replacement of apply_rotary_pos_emb; its cos and sin are what our rotary forward returned."""
+    """Return the replacement of apply_rotary_pos_emb.
+
+    Its arguments `cos` and `sin` are what the replaced rotary forward returned: `_rope_rows` or `_mrope_rows`.
+    """
 
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, unsqueeze_dim: int = 1
@@ -325,6 +334,7 @@ def _rotation(sections: tuple[int, ...] | None) -> Callable[..., tuple[Tensor, T
 
 
 def _check_rows(sin: Tensor | None) -> None:
+    """Raise ValueError if `sin` is transformers' own sine, and not None or the indices of `_mrope_rows`."""
     if sin is not None and sin.is_floating_point():
         raise ValueError(
             f"{_NAME}: an attention layer got (cos, sin) of transformers. While installed, position_embeddings "
@@ -373,8 +383,11 @@ def _fused_attention(names: dict[str, Any], sections: tuple[int, ...] | None) ->
 
 
 def _install_norms(installation: TransformersInstallation, modules: _Modules, *, heads: bool) -> None:
-    """Replace the norms; heads: those of q and k, too, which the fused operator reads without calling them."""
-    skipped_paths = () if heads else tuple(f"{f.path}." for f in modules.known.get("Attention", ()))
+    """Replace the forward of the norms.
+
+    heads: also of those of q and k. With qk_norm_rope these are not called; the fused operator reads their weights.
+    """
+    skipped_paths = () if heads else tuple(f"{entry.path}." for entry in modules.known.get("Attention", ()))
     for norm in modules.require("RMSNorm", "norm"):
         if not norm.path.startswith(skipped_paths):
             installation.set_method(norm, "forward", _norm_forward, "through whorl.ops.rms_norm")
@@ -388,9 +401,10 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 def _install_swiglu(installation: TransformersInstallation, modules: _Modules) -> None:
     gated = [*modules.known.get("MLP", ()), *modules.known.get("Experts", ())]
-    other_gates = [f for f in gated if not _is_silu(f.module.act_fn)]
+    other_gates = [entry for entry in gated if not _is_silu(entry.module.act_fn)]
     if len(other_gates) == len(gated):
-        activations = sorted({type(f.module.act_fn).__name__ for f in other_gates}) or "no MLP or Experts modules"
+        names = {type(entry.module.act_fn).__name__ for entry in other_gates}
+        activations = sorted(names) or "no MLP or Experts modules"
         raise ValueError(f"{_NAME}: swiglu=True needs a SiLU gate; found {activations}. Pass swiglu=False.")
     for entry in gated:
         if entry in other_gates:

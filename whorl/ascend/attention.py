@@ -72,15 +72,16 @@ def npu_fused_infer_attention_score(
     head size. With block_table [B, blocks] the KV cache is paged, and key and value are [blocks, block_size, HK * D] or
     [blocks, HK, block_size, D]. atten_mask: True hides a key. sparse_mode 0: atten_mask, and the window from pre_tokens
     before to next_tokens after, aligned at the first query; 1: atten_mask only; 2, 3: causal, aligned at the first or
-    at the last query; 4: the window of mode 0, aligned at the last query. With one query only the atten_mask of modes 0
-    and 1 counts. Lengths are per sequence; in TND they are cumulative, except those of a paged KV cache. Returns the
-    result in query's dtype and layout (BNSD_BSND: BSND), with zeros for a query that sees no key; and with
-    softmax_lse_flag the log-sum-exp, fp32 [B, N, S, 1] or [T, N, 1] in TND, else an empty tensor. Raises RuntimeError
-    when a gradient is needed (torch_npu drops it silently), and off the NPU ValueError for the other arguments.
+    at the last query; 4: the window of mode 0, aligned at the last query. Without atten_mask modes 0 and 1 hide no key.
+    With one query only the atten_mask of modes 0 and 1 counts. Lengths are per sequence; in TND they are cumulative,
+    except those of a paged KV cache. Returns the result in query's dtype and layout (BNSD_BSND: BSND), with zeros for a
+    query that sees no key; and with softmax_lse_flag the log-sum-exp, fp32 [B, N, S, 1] or [T, N, 1] in TND (inf for
+    the padding behind a sequence), else an empty tensor. Raises RuntimeError when a gradient is needed (torch_npu drops
+    it silently). Off the NPU the arguments not named here are refused with ValueError.
 
     Example: out, _ = npu_fused_infer_attention_score(q, k, v, num_heads=8, input_layout="BSND", scale=128**-0.5)
     """
-    arguments = dict(locals())
+    arguments = dict(locals())  # every argument by name
     refuse_gradient(_NAME, query, key, value)
     if is_npu(query):
         return call_torch_npu(_NAME, **arguments)
@@ -220,7 +221,11 @@ def _sequence_keys(x: Tensor, options: _Options, b: int) -> Tensor:
 
 
 def _hidden_keys(options: _Options, b: int, count: int, keys: int, *, is_single: bool) -> Tensor:
-    """Return which keys a query does not see, bool [count, keys]. With one query only a mask of mode 0 or 1 counts."""
+    """Return which keys each query of sequence b does not see, bool [count, keys].
+
+    is_single: every sequence has one query, so only the mask of mode 0 or 1 counts. The mask is [B, S, keys], with or
+    without a head dim of 1, or one [S, keys] for all sequences ([B, keys] if is_single).
+    """
     query, key = torch.arange(count)[:, None], torch.arange(keys)
     diagonal = query + keys - count  # the key of the same position, aligned at the last query
     if is_single or options.sparse_mode in (0, 1):

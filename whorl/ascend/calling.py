@@ -1,7 +1,7 @@
 """What every function of whorl.ascend does before it computes.
 
 It refuses gradients that torch_npu does not have, calls torch_npu itself for tensors on an NPU, and elsewhere enforces
-the documented limits. On an NPU torch_npu checks the arguments: whorl adds no limit and no check.
+the limits that the vendor documents. On an NPU torch_npu alone checks the arguments.
 """
 
 import importlib
@@ -41,7 +41,7 @@ class limits:
 
 
 def enforce_limit(name: str, limit: str | None) -> None:
-    """Raise ValueError if the call breaks `limit` (None: it breaks none) and limits are enforced."""
+    """Raise ValueError if a limit is broken and limits are enforced; limit: the broken limit in words, or None."""
     if limit is not None and _limits == "enforce":
         raise ValueError(f"{name}: {limit}. The device documents this limit; whorl.ascend.limits('ignore') lifts it")
 
@@ -62,7 +62,11 @@ def is_npu(x: Tensor) -> bool:
 
 
 def call_torch_npu(name: str, *required: Any, **optional: Any) -> Any:
-    """Call torch_npu's operator with the optional arguments that the installed version has."""
+    """Call torch_npu's operator.
+
+    required: passed by position as they are; optional: passed by name. One of them that the installed version lacks is
+    left out if it has its default value, otherwise RuntimeError names the version that is needed.
+    """
     function = getattr(importlib.import_module("torch_npu"), name)
     return function(*required, **installed().call_arguments(name, **optional))
 

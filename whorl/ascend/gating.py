@@ -57,7 +57,7 @@ def npu_moe_gating_top_k(
     its best two (1). Sigmoid weights, and with `renorm` softmax weights, are divided by their sum + eps; all are
     multiplied by routed_scaling_factor. Returns the weights [T, k] in x's dtype, differentiable in x, the ids [T, k]
     int32, and with out_flag the scores [T, E] in fp32, else zeros. Raises ValueError when k, k_group, group_count and E
-    do not fit, and off the NPU for input_ids and tid2eid.
+    do not fit. Off the NPU input_ids and tid2eid raise ValueError.
 
     Example: weights, ids, _ = npu_moe_gating_top_k(logits, 8, k_group=4, group_count=8, norm_type=1)
     """

@@ -45,12 +45,12 @@ def npu_lightning_indexer(
     query: [B, S, N, D] or, in TND, [T, N, D]; key: the same with one head; weights: [..., N]; sparse_mode 3: causal,
     aligned at the last query, 0: every key. Lengths are per sequence, in TND cumulative. Returns the indices, int32
     [B, S, 1, sparse_count] or [T, 1, sparse_count], and with return_value their scores in query's dtype, which are
-    differentiable, else an empty tensor. Off the NPU the indices ascend, equal scores go to the lowest index, and -1
-    follows the last. Raises off the NPU ValueError for block_table, other layouts and windows.
+    differentiable, else an empty tensor. Off the NPU a query's indices are in ascending order with -1 after the last,
+    and of equal scores the lowest index is taken; block_table, other layouts and windows raise ValueError.
 
     Example: indices, _ = npu_lightning_indexer(q, k, weights, sparse_count=2048)
     """
-    name, arguments = "npu_lightning_indexer", dict(locals())
+    name, arguments = "npu_lightning_indexer", dict(locals())  # every argument by name
     if is_npu(query):
         return call_torch_npu(name, **arguments)
     limit = contracts.lightning_indexer_limit(
@@ -94,8 +94,9 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     """Return the gradients of query_index, key_index and weights, and the loss of whorl.ops.indexer_kl_loss, fp32 [1].
 
     The loss is the sum over queries, as in the vendor's formula, not their mean; key has one head. query, key and both
-    rotary parts are those of the attention, softmax_max and softmax_sum its statistics. Raises RuntimeError when a
-    gradient of this call is needed, and off the NPU ValueError for sinks, other layouts and modes.
+    rotary parts are the inputs of the attention, softmax_max and softmax_sum the statistics of its softmax. Raises
+    RuntimeError when a gradient of this call is needed. Off the NPU sinks, other layouts and other modes raise
+    ValueError.
     """
     name, arguments = "npu_sparse_lightning_indexer_grad_kl_loss", dict(locals())
     layout = layout or "BSND"
@@ -131,8 +132,8 @@ def npu_dense_lightning_indexer_softmax_lse(
 ) -> tuple[Tensor, Tensor]:
     """Return the max and the sum of the softmax over each query's index scores, fp32 [B, 1, S], in TND [1, T].
 
-    Both are 0 for a query that sees no key. Raises RuntimeError when a gradient is needed, and off the NPU ValueError
-    for other layouts and modes.
+    Both are 0 for a query that sees no key. Raises RuntimeError when a gradient is needed. Off the NPU other layouts
+    and modes raise ValueError.
     """
     name, arguments = "npu_dense_lightning_indexer_softmax_lse", dict(locals())
     layout = layout or "BSND"
@@ -145,9 +146,10 @@ def npu_dense_lightning_indexer_softmax_lse(
     for queries, keys in split_sequences(name, layout, query_index, key_index, actual_seq_qlen, actual_seq_klen):
         q, k, factors = query_index[queries], key_index[keys][:, 0], weights[queries]
         starts, ends = full_bounds(len(q), len(k), *key_bounds(sparse_mode, len(q), len(k), q.device), q.device)
-        for rows in chunks(len(q), len(k)):
+        for rows in chunks(len(q), len(k)):  # some queries at a time, to limit memory
             scores = index_scores(q[rows], k, factors[rows], starts[rows], ends[rows])
             visible = visible_keys(len(scores), len(k), starts[rows], ends[rows], None, q.device)
+            # With top 0 for a query that sees no key, its sum below is 0 as well.
             top = torch.where(visible, scores, -torch.inf).amax(-1)
             top = torch.where(visible.any(-1), top, 0)
             tops[queries][rows] = top
@@ -178,10 +180,10 @@ def npu_dense_lightning_indexer_grad_kl_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what npu_sparse_lightning_indexer_grad_kl_loss returns, over every visible key.
 
-    key has as many heads as query. Both softmaxes use the statistics passed in, and the attention is averaged over the
-    heads; with statistics of these tensors this is the normalised sum. The loss is not clipped where a probability is
-    tiny. Raises RuntimeError when a gradient of this call is needed, and off the NPU ValueError for other layouts and
-    modes.
+    key has as many heads as query. The softmaxes of the attention and of the indexer are computed from the statistics
+    passed in, and the attention is averaged over the heads. If the statistics are those of these tensors, the average
+    sums to 1 over the keys, as in the sparse loss. Tiny probabilities are not clipped in the loss. Raises RuntimeError
+    when a gradient of this call is needed. Off the NPU other layouts and modes raise ValueError.
     """
     name, arguments = "npu_dense_lightning_indexer_grad_kl_loss", dict(locals())
     layout = layout or "BSND"
@@ -200,9 +202,9 @@ def npu_dense_lightning_indexer_grad_kl_loss(
         starts, ends = full_bounds(count, num_keys, *key_bounds(sparse_mode, count, num_keys, q.device), q.device)
         index_k = key_index[keys][:, 0]
         for rows in chunks(count, num_keys * query_index.shape[-2]):
-            limits = (starts[rows], ends[rows])
-            visible = visible_keys(rows.stop - rows.start, num_keys, *limits, None, q.device)
-            target = dense_indexer_target(q[queries][rows], k[keys], lse[queries][rows], scale_value, *limits)
+            bounds = (starts[rows], ends[rows])
+            visible = visible_keys(rows.stop - rows.start, num_keys, *bounds, None, q.device)
+            target = dense_indexer_target(q[queries][rows], k[keys], lse[queries][rows], scale_value, *bounds)
             part = (*queries[:-1], slice(queries[-1].start + rows.start, queries[-1].start + rows.stop))
             target = target / query.shape[-2]
             index_q = query_index[part]
@@ -213,8 +215,9 @@ def npu_dense_lightning_indexer_grad_kl_loss(
 def _kl_loss(
     q: Tensor, k: Tensor, weights: Tensor, target: Tensor, lse: Tensor, visible: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss [T], KL(target from exp(scores - lse)), and its gradients, in fp32.
+    """Return the loss KL(target || exp(scores - lse)) [T] and the gradients of q, k and weights, in fp32.
 
+    scores are the index scores of q [T, H, D], k [S, D] and weights [T, H]; target and visible are [T, S], lse is [T].
     The gradients of a query that sees no key are 0.
     """
     q, k, weights = q.float(), k.float(), weights.float()
@@ -241,12 +244,14 @@ class _Gradients:
     def add(
         self, queries: SequenceIndex, keys: SequenceIndex, loss_and_gradients: tuple[Tensor, Tensor, Tensor, Tensor]
     ) -> None:
+        """Store the gradients of some queries, each of which is added once, and accumulate those of their keys."""
         loss, dq, dk, dweights = loss_and_gradients
         self.loss += loss.sum()
         self.dq[queries], self.dweights[queries] = dq.float(), dweights.float()
         self.dk[keys] += dk[:, None]
 
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and weights, rounded to their dtypes, and the loss in fp32."""
         dq, dk, dweights = (g.to(d) for g, d in zip((self.dq, self.dk, self.dweights), self.dtypes, strict=True))
         return dq, dk, dweights, self.loss
 

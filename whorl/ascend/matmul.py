@@ -1,4 +1,4 @@
-"""Grouped matmul."""
+"""npu_grouped_matmul: one matmul for each group of rows, or for each pair of two lists."""
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ def npu_grouped_matmul(
     [E, K, N] or a list; 2: x [M, rows] times weight [rows, N] for each group of rows, [E, M, N]. group_list: the
     cumulative number of rows (group_list_type 0) or the rows of each group (1). split_item 0 and 1 return a tensor per
     group, 2 and 3 one tensor in a list. bias: [N] per group. Raises RuntimeError when a gradient is needed (torch_npu
-    drops it silently), ValueError when groups and weights do not fit, and off the NPU for the arguments of quantisation
-    and activations.
+    drops it silently), and ValueError when groups and weights do not fit. Off the NPU the arguments of quantisation and
+    activations raise ValueError.
 
     Example: (y,) = npu_grouped_matmul([x], [weight], group_list=ends, group_type=0, split_item=3)
     """

@@ -38,8 +38,8 @@ def npu_moe_init_routing_v2(
       counts (1) or (expert, count) pairs (2); drop_pad_mode 1 always returns counts;
     - the scale of each copy: with quant_mode 1 that of the quantisation, otherwise that of `scale` [T].
     Values that the device leaves undefined are 0 or -1; without expert_tokens_num_flag the third result is one 0.
-    Raises RuntimeError when a gradient is needed (torch_npu drops it silently), ValueError for shapes and modes that do
-    not fit, and off the NPU for x_dtype.
+    Raises RuntimeError when a gradient is needed (torch_npu drops it silently), and ValueError for shapes and modes
+    that do not fit. Off the NPU x_dtype raises ValueError.
 
     Example: rows, places, counts, _ = npu_moe_init_routing_v2(
         x, ids, expert_num=64, expert_tokens_num_type=1, expert_tokens_num_flag=True)
@@ -126,7 +126,10 @@ def npu_moe_init_routing_v2(
 
 
 def _padded_rows(experts: Tensor, counts: Tensor, capacity: int) -> Tensor:
-    """Return the row of each copy, sorted by expert, in [experts, capacity]; -1 past its expert's capacity."""
+    """Return the row of each copy in the flattened [experts, capacity]; -1 for a copy past its expert's capacity.
+
+    experts: the expert of each copy, ascending; counts: the number of copies of each expert.
+    """
     within = torch.arange(experts.numel(), device=experts.device) - (counts.cumsum(0) - counts)[experts]
     return torch.where(within < capacity, experts * capacity + within, -1)
 
@@ -140,7 +143,10 @@ def _copy_tokens(
     offset: Tensor | None,
     quant_mode: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the copies in the order of their experts, quantised by quant_mode, and a scale for each."""
+    """Return the copies in the order of their experts, quantised by quant_mode, and a scale for each.
+
+    order: the copies i * K + j to make, sorted by expert; experts: the expert of each; top_k: K.
+    """
     source = order // top_k
     rows, no_scales = x[source], torch.zeros(order.numel(), device=x.device)
     if quant_mode == -1:
@@ -229,7 +235,7 @@ def npu_moe_token_permute(
 
     tokens: [T, H]; indices: [T, K] or [T], the experts. num_out_tokens: how many rows to return (None or 0: all; below
     0: all but that many). Returns permuted [rows, H], differentiable, and sorted [T * K] int32. Raises ValueError for
-    shapes that do not fit, and off the NPU for padded_mode.
+    shapes that do not fit. Off the NPU padded_mode raises ValueError.
 
     Example: permuted, places = npu_moe_token_permute(tokens, ids)
     """
@@ -261,7 +267,7 @@ def npu_moe_token_unpermute(
 
     permuted_tokens: [rows, H]; sorted_indices: [T * K]; probs: [T, K]; without probs K is 1 and nothing is summed. An
     index past the rows belongs to a dropped token and counts as zeros. Returns [T, H] in permuted_tokens' dtype,
-    differentiable in permuted_tokens and probs. Raises off the NPU ValueError for padded_mode and restore_shape.
+    differentiable in permuted_tokens and probs. Off the NPU padded_mode and restore_shape raise ValueError.
 
     Example: y = npu_moe_token_unpermute(permuted, places, probs=weights)
     """

@@ -8,7 +8,7 @@ from whorl.ops._torch_npu import dtype_name
 
 from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
 
-# Formats by dst_type: a torch.dtype, or its number, which is the type in torch_npu's schema.
+# The format of each dst_type. A dst_type is a torch.dtype, or the number of one, as torch_npu's schema declares it.
 _FORMATS = {None: "int8", torch.int8: "int8", 1: "int8", torch.quint4x2: "quint4x2", 16: "quint4x2"}
 _PACKED = 8  # int4 codes in one int32
 
@@ -27,8 +27,8 @@ def npu_dynamic_quant(
     scale is the token's largest magnitude divided by 127 (int8) or 7 (int4). input: [..., C], multiplied first by
     smooth_scales [C], or, with group_index, by smooth_scales[g] for the tokens from group_index[g - 1] to
     group_index[g]. Returns y like input in int8 or, for dst_type torch.quint4x2, packed [..., C / 8] int32 with the
-    first of eight codes in the lowest bits; and scale [...] fp32. Raises RuntimeError when a gradient is needed, and
-    off the NPU ValueError for other types and modes.
+    first of eight codes in the lowest bits; and scale [...] fp32. Raises RuntimeError when a gradient is needed. Off
+    the NPU other types and modes raise ValueError.
 
     Example: codes, scale = npu_dynamic_quant(x)
     """
@@ -73,6 +73,7 @@ def _quantise_int4(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _token_smooth_scales(name: str, x: Tensor, scales: Tensor, group_index: Tensor | None) -> Tensor:
+    """Return the smooth scales in fp32: [C], or with group_index those of each token's group in the shape of x."""
     if scales.shape[-1] != x.shape[-1] or scales.dim() != (1 if group_index is None else 2):
         raise ValueError(
             f"{name}: smooth_scales is {list(scales.shape)}, input {list(x.shape)}; expected [C], or [G, C] with groups"

@@ -292,7 +292,7 @@ def _rotate_by_matrix(x: Tensor, cos: Tensor, sin: Tensor, rotate: Tensor) -> Te
 
 
 def _halves(x: Tensor, order: str) -> tuple[Tensor, Tensor]:
-    half = x.shape[-1] // 2
+    half = x.shape[-1] // 2  # the channels of a pair are neighbours ("pairs"), or one in each half ("half")
     return (x[..., ::2], x[..., 1::2]) if order == "pairs" else (x[..., :half], x[..., half:])
 
 

@@ -1,4 +1,4 @@
-"""Split a batch of DeepSeek sparse attention into sequences: the queries and keys of each, and which keys are seen."""
+"""What DeepSeek's sparse operators share: splitting a batch into sequences, visible keys, and checks of arguments."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -22,6 +22,7 @@ def check_layout(name: str, layout: str, key_layout: str) -> None:
 
 
 def check_window(name: str, *tokens: int | None) -> None:
+    """Raise ValueError unless pre_tokens and next_tokens (`tokens`) are None or FAR: windows are not supported."""
     if any(t not in (None, FAR) for t in tokens):
         raise ValueError(f"{name}: pre_tokens and next_tokens are {tokens}, expected their default {FAR}")
 
@@ -33,6 +34,7 @@ def check_mode(name: str, mode: int | None) -> None:
 
 
 def check_absorbed(name: str, key: Tensor, value: Tensor | None, block: int) -> None:
+    """Raise ValueError unless value is key or None, key has one head and sparse_block_size (`block`) is 1."""
     if value is not None and value is not key and not torch.equal(value, key):
         raise ValueError(
             f"{name}: value differs from key, expected the same tensor or None: absorbed attention uses keys as values"
@@ -66,9 +68,10 @@ def split_sequences(
 
 
 def key_bounds(mode: int | None, queries: int, keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Return the first key and the end of the keys that each query sees.
+    """Return the first key that each query sees and the end of its keys, int32 [queries] each.
 
-    sparse_mode 3, the default: causal, aligned at the last query (None, None); 0: every key.
+    sparse_mode 0: every key. sparse_mode 3, the default: (None, None), which `whorl.ops` reads as causal with the last
+    query aligned at the last key.
     """
     if mode in (None, 3):
         return None, None
@@ -77,7 +80,7 @@ def key_bounds(mode: int | None, queries: int, keys: int, device: torch.device) 
 
 
 def sort_indices(indices: Tensor, mode: int | None, num_keys: int) -> Tensor:
-    """Return the key indices of one sequence, [S, K], ascending, without those the mode hides, and -1 at the end."""
+    """Return the key indices of one sequence, int32 [S, K], sorted, with -1 at the end for keys that the mode hides."""
     indices = indices.squeeze(1) if indices.dim() == 3 else indices
     _, ends = full_bounds(
         len(indices), num_keys, *key_bounds(mode, len(indices), num_keys, indices.device), indices.device

@@ -39,18 +39,18 @@ def npu_sparse_flash_attention(
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend each query to the keys of sparse_indices, with key also as value; return the softmax's max and sum too.
+    """Attend each query to the keys that sparse_indices lists; key is also the value (absorbed attention).
 
     query: [B, S, N, 512], query_rope: [B, S, N, 64], key: [B, S, 1, 512], key_rope: [B, S, 1, 64], or the same in TND;
     value: key itself or None; sparse_indices: int32 [..., 1, K], -1 after the last. Returns the result like query, and
-    max and sum in fp32 [B, 1, S, N] ([1, T, N] in TND), empty without return_softmax_lse. Differentiable in query, key,
-    value and both rotary parts, by npu_sparse_flash_attention_grad. Raises RuntimeError when a gradient is needed
-    without return_softmax_lse, and off the NPU ValueError for block_table, sinks, other layouts and other modes.
+    the softmax's max and sum in fp32 [B, 1, S, N] ([1, T, N] in TND), empty without return_softmax_lse. Differentiable
+    in query, key, value and both rotary parts, by npu_sparse_flash_attention_grad. Raises RuntimeError when a gradient
+    is needed without return_softmax_lse. Off the NPU block_table, sinks, other layouts and other modes are refused.
 
     Example: out, top, total = npu_sparse_flash_attention(
         q, k, k, indices, scale, query_rope=q_rope, key_rope=k_rope, attention_mode=2)
     """
-    name, arguments = "npu_sparse_flash_attention", dict(locals())
+    name, arguments = "npu_sparse_flash_attention", dict(locals())  # every argument by name
     if is_npu(query):
         return call_torch_npu(name, **arguments)
     is_training = needs_gradient(*(x for x in (query, key, value, query_rope, key_rope) if x is not None))
@@ -101,7 +101,7 @@ def npu_sparse_flash_attention_grad(
 
     d_out: the gradient of `out`; out, softmax_max and softmax_sum: the forward's results. In absorbed attention keys
     and values are one tensor, whose gradient is the sum of the gradients of key and value. Raises RuntimeError when a
-    gradient of this call is needed, and off the NPU ValueError for other layouts and modes.
+    gradient of this call is needed. Off the NPU other layouts and modes raise ValueError.
     """
     name, arguments = "npu_sparse_flash_attention_grad", dict(locals())
     refuse_gradient(name, query, key, d_out)

@@ -22,7 +22,10 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class Indexer(torch.autograd.Function):
-    """Return the indices and values of every sequence; the values are differentiable for fixed indices."""
+    """npu_lightning_indexer: return the indices [..., 1, count] and their index scores (values), sequence by sequence.
+
+    The values are differentiable while the indices are held fixed. mode: sparse_mode.
+    """
 
     @staticmethod
     def forward(
@@ -61,7 +64,11 @@ class Indexer(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Attend every sequence to its listed keys; with `with_statistics` return the softmax's max and sum too."""
+    """npu_sparse_flash_attention: attend the queries of every sequence to their listed keys.
+
+    Returns the output and, with `with_statistics`, the softmax's max and sum (otherwise empty tensors), which the
+    backward needs. mode: sparse_mode.
+    """
 
     @staticmethod
     def forward(

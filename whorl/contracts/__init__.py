@@ -1,7 +1,8 @@
 """Signatures and documented limits of the Ascend operators, by version: plain data and pure functions, without torch.
 
-`CONTRACTS` holds the signatures of torch_npu 2.13 (and one of MindSpeed). `<operator>_limit` returns the documented
-device limit that a call breaks, or None. `probe` reads the signatures of an installed torch_npu. The limits are those
+`CONTRACTS` holds the signatures of torch_npu 2.13 (and one of MindSpeed). `<operator>_limit` takes the shapes, dtypes
+and options of a call and returns the documented device limit that the call breaks, in words, or None.
+`schema_arguments` reads the signatures of an installed torch_npu, and `probe` checks its version. The limits are those
 documented for Atlas A2 and A3; the date in each docstring is that of the vendor's page (docs/zh/custom_APIs of
 op-plugin, read in November 2026). `whorl.ops`, `whorl.ascend` and the doctor all use this package.
 """

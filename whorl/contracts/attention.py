@@ -1,4 +1,7 @@
-"""Limits of attention in training and inference, of writing the KV cache, and of sampling."""
+"""Limits of attention in training and inference, of writing the KV cache, and of sampling.
+
+The document that a docstring names by its date is the vendor's page of the operator.
+"""
 
 from math import prod
 
@@ -14,9 +17,7 @@ def scatter_pa_kv_cache_limit(
 ) -> str | None:
     """Return the limit of npu_scatter_pa_kv_cache with cache_mode 'Norm' that a call breaks, or None.
 
-    It writes key [T, N, D] into a cache [blocks, block size, N, D].
-
-    Document of 2026-08-05.
+    The operator writes key [T, N, D] into a cache [blocks, block size, N, D]. Document of 2026-08-05.
     """
     if (reason := dtype_limit("key", dtype, (*FLOATS, "int8"))) is not None:
         return reason
@@ -35,7 +36,8 @@ def scatter_pa_kv_cache_limit(
 def scatter_nd_update_limit(*, shape: Shape, index_shape: Shape, updates_shape: Shape, dtype: str) -> str | None:
     """Return the limit of npu_scatter_nd_update_ on rows that a call breaks, or None.
 
-    input [S, D], indices [T, 1], updates [T, D]. Document of 2026-07-01.
+    The operator writes row i of updates [T, D] to row indices[i] of input [S, D]; indices are [T, 1]. Document of
+    2026-07-01.
     """
     if (reason := dtype_limit("input", dtype, (*FLOATS, "bool", "int64", "int8"))) is not None:
         return reason
@@ -124,6 +126,7 @@ def fusion_attention_limit(*, query_shape: Shape, key_shape: Shape, value_dim: i
 
 
 def _page_limit(queries: int, block_size: int) -> str | None:
+    """Return the limit of a paged KV cache, in all layouts but TND, that a call breaks, or None."""
     if queries > 1 and block_size and block_size not in PAGE_SIZES:
         return f"block size must be one of {PAGE_SIZES} with more than one query, got {block_size}"
     if block_size > 512 or block_size % 16:

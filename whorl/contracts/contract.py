@@ -28,7 +28,7 @@ class Contract:
     `gradient`: "yes", "raises", "silently lost" (the result has no grad_fn), or "partial"; `in_place`: parameters it
     overwrites; `namespace`: its torch.ops namespace, None where it is not a torch operator; `since`: the first
     supported release that has it; `changes`: the defaults that later releases changed (the parameters they added are in
-    `Parameter.since`).
+    `Parameter.since`); `library`: the Python package that has it; `note`: what else a caller must know.
     """
 
     name: str

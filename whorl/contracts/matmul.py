@@ -1,18 +1,18 @@
-"""Limits of matmuls: plain, batched, grouped, and fused with a collective."""
+"""Limits of matmuls: plain, batched, grouped, and fused with a collective.
+
+The document that a docstring names by its date is the vendor's page of the operator.
+"""
 
 from collections.abc import Sequence
 
 from .contract import Shape
 from .dtypes import FLOATS, dtype_limit
 
-INNER = 65536  # every last dim of x and weight must be below it
+INNER = 65536  # the last dims of x and weight must be below it
 
 
 def linear_limit(*, shape: Shape, weight_shape: Shape, dtype: str, bias_dtype: str | None = None) -> str | None:
-    """Return the limit of npu_linear that a call breaks, or None: 2-D tensors, bias in input's dtype.
-
-    Document of 2026-05-13.
-    """
+    """Return the limit of npu_linear that a call breaks, or None. Document of 2026-05-13."""
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason
     if len(shape) != 2 or len(weight_shape) != 2:
@@ -84,10 +84,11 @@ def _group_limit(groups: int | None, num_weights: int, group_type: int, group_li
     return "a group_list of counts must have more than one group" if group_list_type == 1 and groups == 1 else None
 
 
-COMMUNICATING_RANKS = (2, 4, 8)  # in one server; the fused kernels are not documented for more
+COMMUNICATING_RANKS = (2, 4, 8)  # ranks of one server; the fused kernels are not documented for other numbers
 
 
 def _communicating_limit(shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
+    """Return the limit that all matmuls fused with a collective share and a call breaks, or None; world: the ranks."""
     if (reason := dtype_limit("input", dtype, ("float16", "bfloat16"))) is not None:
         return reason
     if len(shape) != 2 or len(weight_shape) != 2:

@@ -1,4 +1,7 @@
-"""Limits of the operators that route tokens to experts."""
+"""Limits of the operators that route tokens to experts.
+
+The document that a docstring names by its date is the vendor's page of the operator.
+"""
 
 from math import prod
 

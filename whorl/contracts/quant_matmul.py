@@ -10,9 +10,10 @@ GROUP = 32  # the group size of scales must be a multiple of it
 
 
 def quant_matmul_limit(*, shape: Shape, weight_shape: Shape, dtype: str, output_dtype: str) -> str | None:
-    """Return the limit of npu_quant_matmul that a call breaks, or None: int8 with a scale per token; weight [K, N].
+    """Return the limit of npu_quant_matmul on int8 tensors with a scale per token that a call breaks, or None.
 
-    op-plugin's page as read in November 2026 (commit 22e8a33).
+    shape: of x1 [T, K]; weight_shape: of x2 [K, N]. The limits are those of op-plugin's page, read in November 2026
+    (commit 22e8a33).
     """
     if dtype != "int8":
         return f"x1 and x2 must be int8, got {dtype}"
@@ -26,9 +27,8 @@ def weight_quant_matmul_limit(
 ) -> str | None:
     """Return the limit of npu_weight_quant_batchmatmul with int8 weights that a call breaks, or None; weight [K, N].
 
-    group: how many of the K inputs share a scale, 0 for all of them.
-
-    op-plugin's page as read in November 2026 (commit 22e8a33).
+    group: how many of the K inputs share a scale, 0 for all of them. The limits are those of op-plugin's page, read in
+    November 2026 (commit 22e8a33).
     """
     if (reason := dtype_limit("x", dtype, HALF)) is not None:
         return reason
@@ -50,11 +50,10 @@ def _size_limit(shape: Shape, weight_shape: Shape) -> str | None:
 
 
 def quant_grouped_matmul_limit(*, weight_shape: Shape, dtype: str, scale_dtype: str, output_dtype: str) -> str | None:
-    """Return the limit of npu_grouped_matmul that a call breaks, or None: int8 with a scale per token.
+    """Return the limit of npu_grouped_matmul on int8 tensors with a scale per token that a call breaks, or None.
 
-    A bfloat16 result needs bfloat16 scales, a float16 result float32 scales.
-
-    op-plugin's page as read in November 2026 (commit 02ea475); weight [E, K, N].
+    weight_shape: [E, K, N]. A bfloat16 result needs bfloat16 scales, a float16 result float32 scales. The limits are
+    those of op-plugin's page, read in November 2026 (commit 02ea475).
     """
     if dtype != "int8":
         return f"x and weight must be int8, got {dtype}"
@@ -71,9 +70,8 @@ def antiquant_grouped_matmul_limit(
 ) -> str | None:
     """Return the limit of npu_grouped_matmul with int8 weights [E, K, N] that a call breaks, or None.
 
-    antiquant_scale: one scale per output channel, [E, N] or [E, N, 1], in x's dtype.
-
-    op-plugin's page as read in November 2026 (commit 02ea475).
+    scale_shape: of antiquant_scale, which has one scale per output channel, [E, N] or [E, N, 1], in x's dtype. The
+    limits are those of op-plugin's page, read in November 2026 (commit 02ea475).
     """
     if (reason := dtype_limit("x", dtype, HALF)) is not None:
         return reason

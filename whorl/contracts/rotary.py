@@ -1,4 +1,7 @@
-"""Limits of the rotary operators. Each function returns the documented limit that a call breaks, or None."""
+"""Limits of the rotary operators.
+
+The document that a docstring names by its date is the vendor's page of the operator.
+"""
 
 from math import prod
 
@@ -7,7 +10,7 @@ from .dtypes import FLOATS, dtype_limit
 from .sections import FUSED_MROPE_SECTIONS
 
 _FOUR_AXES = {"BNSD": (0, 1, 2), "BSND": (0, 2, 1), "SBND": (1, 2, 0)}  # the dims of B, N and S
-_AXES = _FOUR_AXES | {"TND": (0, 2, 1)}  # with a leading B of 1
+_AXES = _FOUR_AXES | {"TND": (0, 2, 1)}  # TND gets a leading B of 1 first
 
 
 def rotary_mul_limit(
@@ -21,8 +24,9 @@ def rotary_mul_limit(
 ) -> str | None:
     """Return the limit of npu_rotary_mul that a call breaks, or None.
 
-    Without a `layout` the call is within the limits if it is so as BNSD, BSND or SBND, or, in 3-D, as TND. Document of
-    2026-07-23, which has TND; B of TND counts as 1.
+    The operator has no layout argument. Where `layout` is None, 4-D tensors are within the limits if they are within
+    them in one of the orders BNSD, BSND and SBND; 3-D tensors count as TND, with B = 1. Document of 2026-07-23, which
+    has TND.
     """
     if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
         return reason

@@ -1,4 +1,7 @@
-"""Limits of operators along the last dim: norms, activations, quantisation."""
+"""Limits of operators along the last dim: norms, activations, quantisation.
+
+The document that a docstring names by its date is the vendor's page of the operator.
+"""
 
 from math import prod
 

@@ -4,13 +4,15 @@ from typing import Final, Literal
 
 from .contract import Shape
 
+# The only sections that npu_mrope documents.
 FUSED_MROPE_SECTIONS: Final = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (16, 16, 16, 16))
 
 
 def interleaved_axes(sections: Shape, formula: Literal["transformers", "vendor"] = "transformers") -> tuple[int, ...]:
     """Return the axis (0 t, 1 h, 2 w) of each of the R/2 channels when sections (t, h, w) interleave with stride 3.
 
-    transformers gives w the channels 2::3 below 3*w; the vendor's published formula stops both h and w at 3*h.
+    h has the channels 1::3 below 3*h, and w the channels 2::3 below an end that differs: 3*w in transformers, 3*h in
+    the vendor's published formula. All other channels belong to t.
     """
     _, h, w = sections
     ends = {1: 3 * h, 2: 3 * w if formula == "transformers" else 3 * h}

@@ -1,4 +1,7 @@
-"""Contracts and limits of DeepSeek sparse attention: the indexer, the attention, and the indexer's loss."""
+"""Contracts and limits of DeepSeek sparse attention: the indexer, the attention, and the indexer's loss.
+
+The document that a docstring names by its date is the vendor's page of the operator.
+"""
 
 from typing import Final
 
@@ -6,6 +9,7 @@ from .contract import Contract, Shape, from_schema
 from .dtypes import dtype_limit
 
 _HALF: Final = ("bfloat16", "float16")
+# Parts of schemas that several operators share. The `int` or `int?` of pre_tokens stands before _FAR in each schema.
 _LENGTHS = "SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_klen=None, str? layout='BSND', int? sparse_mode=3, "
 _FAR = "pre_tokens=9223372036854775807, int{0} next_tokens=9223372036854775807"
 
@@ -57,8 +61,8 @@ SPARSE: Final[tuple[Contract, ...]] = (
         + ", Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)",
         added={"2.13": "sinks"},
         gradient="silently lost",
-        note="Returns the loss and its gradients in one call. The loss is the sum over queries of KL(attention summed "
-        "over heads and normalised, from the softmax of the scores). sparse_mode 3 only.",
+        note="Returns the loss and its gradients in one call. The loss is the sum over queries of KL(p || softmax of "
+        "the index scores), where p is the attention, summed over heads and normalised. sparse_mode 3 only.",
     ),
     from_schema(
         "npu_dense_lightning_indexer_softmax_lse",

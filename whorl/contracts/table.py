@@ -95,8 +95,8 @@ _TABLE = (
         "str quant_mode='pertoken', float dst_type_max=0.0) -> (Tensor, Tensor)",
         added={"2.10": "quant_mode dst_type_max"},
         gradient="silently lost",
-        note="Symmetric: scale is the row's largest magnitude over the largest code, float32; y is input / scale. From "
-        "2.10 on dst_type is an int, which may also be a torch.dtype.",
+        note="Symmetric: scale is a row's largest magnitude divided by the largest code, float32; y is input / scale. "
+        "From 2.10 on dst_type is an int, which may also be a torch.dtype.",
     ),
     # Matmuls fused with a collective.
     from_schema(
@@ -144,7 +144,7 @@ _TABLE = (
         gradient="yes",
         note="True in atten_mask hides a key; sparse_mode 3 needs a 2048 x 2048 upper triangle for any lengths, and "
         "aligns the last query with the last key. scale defaults to 1. The softmax's max and sum are float32 "
-        "[B, N, S, 8], with each number 8 times.",
+        "[B, N, S, 8], each number repeated 8 times.",
     ),
     # Inference.
     from_schema(
@@ -163,15 +163,15 @@ _TABLE = (
         gradient="silently lost",
         in_place=("key_cache", "value_cache"),
         note="Writes [T, N, D] into [blocks, block size, N, D]; that layout is cache_mode 'Norm', not the default. "
-        "Slots must be inside the cache and different; no slot value means skip.",
+        "Slots must be inside the cache and different from each other; there is no value that skips a token.",
     ),
     from_schema(
         "npu_scatter_nd_update_",
         "(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)",
         gradient="silently lost",
         in_place=("input",),
-        note="input[indices[i]] = updates[i]. Indices must be in range; no value means skip, and of equal indices any "
-        "may win.",
+        note="input[indices[i]] = updates[i]. Indices must be in range, and there is no value that skips a row; of "
+        "equal indices any update may win.",
     ),
     from_schema(
         "npu_transpose_batchmatmul",
@@ -257,9 +257,9 @@ _TABLE = (
         "int? weight_dtype=None, int? scale_dtype=None, int? per_token_scale_dtype=None) -> Tensor[]",
         added={"2.10": "x_dtype weight_dtype scale_dtype per_token_scale_dtype"},
         gradient="silently lost",
-        note="group_type -1: one matmul for each pair; 0: the rows of x in groups; 2: the sum over grouped rows, for "
-        "the gradient of weight. group_list is cumulative (type 0) or has counts (type 1). From 2.10 on output_dtype "
-        "is an int, which may also be a torch.dtype.",
+        note="group_type -1: one matmul for each pair of x and weight; 0: the rows of x in groups; 2: the sum over the "
+        "rows of each group, for the gradient of weight. group_list is cumulative (type 0) or has counts (type 1). "
+        "From 2.10 on output_dtype is an int, which may also be a torch.dtype.",
     ),
     from_schema(
         "npu_quant_matmul",

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from .table import CONTRACTS
 
+# By release: what differs in the signatures of the rotary operators.
 SUPPORTED_TORCH_NPU: Final[dict[str, str]] = {
     "2.9": "npu_mrope has no cache_mode (interleaved sections are not fused), npu_rotary_mul has no rotate",
     "2.10": "cache_mode and rotate exist; npu_apply_rotary_pos_emb still defaults to layout BSH",
@@ -66,7 +67,10 @@ class Installed:
 
 
 def probe(version: str, schema_arguments: Mapping[str, Sequence[str]]) -> Installed:
-    """Return an Installed for a torch_npu version and its schemas; raises RuntimeError for an unsupported version."""
+    """Return the Installed of a torch_npu version and its schemas' arguments, which `schema_arguments` reads.
+
+    Raises RuntimeError for an unsupported version.
+    """
     major_minor = "{}.{}".format(*release(version))
     if major_minor not in SUPPORTED_TORCH_NPU:
         raise RuntimeError(

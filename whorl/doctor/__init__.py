@@ -1,7 +1,8 @@
-"""The doctor reports what is wrong with a rotary configuration before it runs. It works without torch.
+"""The doctor finds mistakes in a rotary configuration before the launch. Only `checklist` needs torch.
 
 `check` reads configurations, launch flags, logs and traces; `guard` checks a live model; `checklist` runs a live model
-through ten cases. Every check is one function in `whorl/doctor/checks`; docs/doctor.md describes every code.
+through ten cases. Every check of a launch is one function in `whorl/doctor/checks`, and its findings carry a code;
+docs/doctor.md describes every code.
 """
 
 from whorl.doctor.checkup import check

@@ -59,7 +59,10 @@ def _assignment_settings(name: str, value: str, place: str, variables: dict[str,
 
 
 def _flag_settings(flag: Flag | None) -> list[Setting]:
-    """Return the setting of a flag whose words have all been read; nothing if there is no flag."""
+    """Return the setting of a flag whose words have all been read, in a list; an empty list if there is no flag.
+
+    A flag without words is a switch: True, or False for --no-..., whose prefix `make_setting` removes from the key.
+    """
     if flag is None:
         return []
     name, words, place = flag
@@ -79,13 +82,14 @@ def _shell_words(line: str) -> list[str]:
         words = shlex.split(line, comments=True)
     except ValueError:
         words = shlex.split(re.sub(r"[\"'\\\\]", " ", line), comments=True)
+    # ARGS=(--a b) is a bash array: drop "ARGS=(" and ")".
     words = [re.sub(r"^(\w+=)?\((.*)", r"\2", word) for word in words]
     words = [re.sub(r"^([^(]*)\)$", r"\1", word.rstrip(";")) for word in words]
     return [word for word in words if word not in ("", "export")]
 
 
 def _substitute(line: str, variables: Mapping[str, str]) -> str:
-    """Replace $NAME, ${NAME} and ${NAME:-default} by the values known so far."""
+    """Replace $NAME, ${NAME} and ${NAME:-default} by the values assigned in the lines above; unknown ones stay."""
 
     def value(match: re.Match[str]) -> str:
         name, default = match.group(1) or match.group(3), match.group(2)

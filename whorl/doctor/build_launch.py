@@ -59,11 +59,13 @@ def build_launch(inputs: Inputs, *, framework: str | None, train: bool, device: 
 
 
 def _path_and_value(setting: Setting) -> str:
+    """Return "path=value", the text that SIGNS and NPU_SIGNS are matched against."""
     path = setting.path.lstrip("+").replace("-", "_")
     return f"{path}={setting.value}"
 
 
 def _infer_framework(inputs: Inputs) -> tuple[str, str]:
+    """Return the framework and the reason for it."""
     for framework, pattern in SIGNS:
         for setting in inputs.settings:
             if re.fullmatch(pattern, _path_and_value(setting), re.DOTALL):
@@ -72,6 +74,7 @@ def _infer_framework(inputs: Inputs) -> tuple[str, str]:
 
 
 def _infer_device(inputs: Inputs, framework: str) -> tuple[str, str]:
+    """Return the device and the reason for it."""
     if framework in ("mindspeed", "mindspeed-mm"):
         return "npu", f"inferred from the framework, {framework}"
     for setting in inputs.settings:
@@ -104,9 +107,11 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _rope_config(text: Mapping[str, Any] | None) -> tuple[RopeConfig | None, str | None, list[warnings.WarningMessage]]:
-    """Return the RopeConfig of the text model, the error that refused its config (or None), and RopeConfig's warnings.
+    """Return the RopeConfig of the text model, the first error that RopeConfig raised (or None), and its warnings.
 
-    A config whose sections are refused is read again without them, because the checks need the rotary size.
+    The checks need the rotary size even where RopeConfig refuses the config. So a refused config is read again without
+    its MRoPE sections, and then, because model_type may imply sections, once more as Llama's. The RopeConfig is None
+    when all three attempts fail.
     """
     if text is None:
         return None, None, []

@@ -16,14 +16,15 @@ from typing import Any, Final
 from whorl.doctor.arguments import read_arguments
 from whorl.doctor.settings import BadInput, Kind, Setting, make_setting, parse_value
 
-MODEL_KEYS: Final = ("model_type", "architectures")
+MODEL_KEYS: Final = ("model_type", "architectures")  # a JSON file with one of these keys is the model config
 # Other JSON files of a Hugging Face folder; none of them holds launch settings.
 NOT_SETTINGS: Final = re.compile(
     r"(generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|.*processor_config|chat_template|.*\.index"
     r"|quant.*_description)\.json"
 )
 READ_SUFFIXES: Final = (".json", ".yaml", ".yml", ".toml", ".sh", ".bash", ".slurm", ".args", ".txt", ".env", ".log")
-OTHER_TOWERS: Final = ("vision_config", "audio_config")
+OTHER_TOWERS: Final = ("vision_config", "audio_config")  # configs that are not the language model's
+# Keys that --set adds to a model config that lacks them; any other key it only replaces.
 ROPE_KEYS: Final = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "head_dim")
 TRACEBACK: Final = "Traceback (most recent call last)"
 PACKAGES: Final = (
@@ -35,7 +36,10 @@ LONG_FILE: Final = 20_000_000  # bytes; launch files and logs worth reading are 
 
 @dataclass(kw_only=True, slots=True)
 class Inputs:
-    """The model config, the settings and the logs, in reading order; `read` lists the names of the files."""
+    """What the files hold: the model config, the settings and the logs (name and text), in reading order.
+
+    `model_where` is the name of the model config's file, `read` the names of all files.
+    """
 
     model: dict[str, Any] | None = None
     model_where: str = "no config.json"
@@ -160,6 +164,7 @@ def _is_argument_list(value: Any) -> bool:
 
 
 def _flatten(data: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[Setting]:
+    """Yield a setting for every key of nested mappings, under its dotted path, and those of argument lists in them."""
     for name, value in data.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -174,6 +179,7 @@ def _is_requirements(file: Path) -> bool:
 
 
 def _has_flags(file: Path) -> bool:
+    """Return whether a text file has a line that starts with a flag, or a traceback."""
     text = file.read_text(encoding="utf-8", errors="replace")
     return TRACEBACK in text or re.search(r"^\s*--[a-z]", text, re.MULTILINE) is not None
 
@@ -190,7 +196,7 @@ def _read_requirements(text: str, where: str) -> list[Setting]:
 
 
 def _override(key: str, value: Any, inputs: Inputs) -> None:
-    """Apply one --set: it changes the model config where that has the key, and always counts as a launch setting."""
+    """Apply one --set: change the key in the model config, if the config has it, and add a launch setting."""
     if inputs.model is not None:
         changed = _replace_key(inputs.model, key.split("."), value)
         inputs.model = changed | {key: value} if changed == inputs.model and key in ROPE_KEYS else changed

@@ -17,7 +17,13 @@ DEVICES: Final = ("cuda", "npu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A launch of one framework. A verl launch has two parts, the actor and the rollout: see `parts`."""
+    """A launch of one framework. A verl launch has two parts, the actor and the rollout: see `parts`.
+
+    framework_because and device_because: why these values hold, for the report; text: the language model's config, with
+    --hf-overrides merged in; rope: its RopeConfig, None where it cannot be read; rope_problem: why RopeConfig refused
+    the config as it is written (`rope` is then that of a reduced config, see `build_launch`); rope_warnings and
+    unknown_family: the warnings of RopeConfig; scope: "verl actor" or "verl rollout" for a part, otherwise empty.
+    """
 
     framework: str
     framework_because: str
@@ -33,23 +39,24 @@ class Launch:
     scope: str = ""
 
     def find(self, key: str) -> Setting | None:
-        """Return the setting that takes effect, or None.
+        """Return the setting of `key` that takes effect, or None.
 
-        --set comes first. Megatron's model prefers its config to its arguments, other frameworks their arguments.
+        --set overrides all others. Megatron's model prefers its config to its arguments, other frameworks prefer their
+        arguments. Of several settings of the same kind the last one wins.
         """
-        order = ("argument", "config") if self.framework in MEGATRON_FAMILY else ("config", "argument")
-        for kind in ("set", *reversed(order)):
+        weakest_first = ("argument", "config") if self.framework in MEGATRON_FAMILY else ("config", "argument")
+        for kind in ("set", *reversed(weakest_first)):
             settings = [s for s in self.find_all(key) if s.kind == kind]
             if settings:
                 return settings[-1]
         return None
 
     def find_all(self, key: str) -> list[Setting]:
-        """Return every setting of `key`, in reading order."""
+        """Return every setting of `key`, in reading order, without package versions and environment variables."""
         return [s for s in self.inputs.settings if s.key == key and s.kind not in ("version", "environment")]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value that takes effect."""
+        """Return the value of `key` that takes effect, or `default`."""
         setting = self.find(key)
         return default if setting is None else setting.value
 
@@ -120,10 +127,12 @@ class Launch:
 
     @property
     def style(self) -> str:
+        """Which two channels form a rotary pair: "half" (i and i + R/2) or "pairs" (2i and 2i + 1)."""
         return self.rope.style if self.rope else "pairs" if self.on("rotary_interleaved") else "half"
 
     @property
     def layout(self) -> str | None:
+        """How the MRoPE sections are assigned to channels (chunked, interleaved or hwt); None for plain RoPE."""
         return self.rope.layout if self.rope else None
 
     @property
@@ -163,6 +172,7 @@ class Launch:
         return (actor, self._part("rollout", "vllm", train=False))
 
     def _part(self, scope: str, framework: str, *, train: bool) -> "Launch":
+        """Return the launch of one verl role, with the settings of that role and those that all roles share."""
         settings = [s for s in self.inputs.settings if not _belongs_to_other_role(s.path, scope)]
         inputs = Inputs(model=self.inputs.model, model_where=self.inputs.model_where, settings=settings)
         return replace(self, framework=framework, train=train, inputs=inputs, scope=f"verl {scope}")
@@ -197,6 +207,7 @@ VERL_ROLES: Final = ("actor", "rollout", "ref")
 
 
 def _belongs_to_other_role(path: str, scope: str) -> bool:
+    """Return whether a verl setting is of another model, or of another role (actor, rollout, ref) than `scope`."""
     parts = path.lstrip("+~").split(".")
     if len(parts) > 1 and (parts[0] in VERL_OTHER_MODELS or any("teacher" in part for part in parts)):
         return True

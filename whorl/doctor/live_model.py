@@ -26,7 +26,10 @@ class GuardError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotaryOwner:
-    """A module that owns a rotary object, with the config and launch arguments that decide how the object is called."""
+    """A module that owns a rotary object, with the config and launch arguments that decide how the object is called.
+
+    branch: Megatron's position_embedding_type ("rope", "mrope", ...), None in models without branches.
+    """
 
     name: str
     module: Any
@@ -55,7 +58,7 @@ class RotaryOwner:
         return any(getattr(owner, name, False) is True for owner in (self.config, self.args))
 
 
-BuildCheck = Callable[[RotaryOwner], Iterator[Finding]]
+BuildCheck = Callable[[RotaryOwner], Iterator[Finding]]  # a check of a built model, before its first forward
 
 
 def guard(model: Any, *, args: Any = None, action: Literal["raise", "warn"] = "raise") -> Report:
@@ -112,6 +115,7 @@ def _mrope_fix(owner: RotaryOwner) -> tuple[str, ...]:
 
 
 def check_branch_and_class(owner: RotaryOwner) -> Iterator[Finding]:
+    """Report an MRoPE class outside the mrope branch, or another rotary class inside it."""
     kind = type(owner.rotary).__name__
     if owner.branch is None or owner.is_mrope_class == (owner.branch == "mrope"):
         return
@@ -143,6 +147,7 @@ def check_branch_and_class(owner: RotaryOwner) -> Iterator[Finding]:
 
 
 def check_config_and_module(owner: RotaryOwner) -> Iterator[Finding]:
+    """Report a module whose position_embedding_type is not that of its config."""
     config_branch = getattr(owner.config, "position_embedding_type", None)
     if config_branch is None or owner.branch is None or config_branch == owner.branch:
         return
@@ -207,6 +212,7 @@ BUILD_CHECKS: Final[tuple[BuildCheck, ...]] = (
 
 
 def _check_precision(model: Any) -> Iterator[Finding]:
+    """Report every inv_freq in 16 bits."""
     for name, module in model.named_modules():
         dtype = str(getattr(getattr(module, "inv_freq", None), "dtype", ""))
         if dtype in LOW_PRECISION:
@@ -229,6 +235,7 @@ def _check_precision(model: Any) -> Iterator[Finding]:
 
 
 def _watch_first_forward(owner: RotaryOwner, action: Literal["raise", "warn"]) -> None:
+    """Hook an MRoPE object so that the arguments of its first call are checked; the hook then removes itself."""
     is_module = hasattr(owner.rotary, "register_forward_pre_hook")
     if not is_module or not (owner.is_mrope_class or owner.branch == "mrope"):
         return
@@ -242,7 +249,7 @@ def _watch_first_forward(owner: RotaryOwner, action: Literal["raise", "warn"]) -
 
 
 def _arguments(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Map argument names to values. The call may not fit the signature: that is one of the mistakes to report."""
+    """Map argument names to values. A call that does not fit the signature is accepted here and reported later."""
     names = list(inspect.signature(module.forward).parameters)
     return dict(zip(names, positional, strict=False)) | keywords
 
@@ -276,6 +283,7 @@ def _check_first_call(owner: RotaryOwner, arguments: dict[str, Any]) -> Iterator
 
 
 def check_position_shape(owner: RotaryOwner, shape: tuple[int, ...]) -> Iterator[Finding]:
+    """Report position_ids of an MRoPE class that are not [axes, B, S]."""
     axes = len(owner.sections or (0, 0, 0))
     if len(shape) == 3 and shape[0] == axes:
         return
@@ -295,6 +303,7 @@ def check_position_shape(owner: RotaryOwner, shape: tuple[int, ...]) -> Iterator
 
 
 def check_position_values(owner: RotaryOwner, positions: Any) -> Iterator[Finding]:
+    """Report positions that are a strided view on an NPU, or that lie past the end of the cos/sin table."""
     on_npu = str(getattr(positions, "device", "")).startswith("npu")
     if on_npu and not positions.is_contiguous():
         why = "Every known caller of npu_mrope makes positions contiguous first; a slice of a larger buffer is strided."
@@ -323,6 +332,10 @@ def check_position_values(owner: RotaryOwner, positions: Any) -> Iterator[Findin
 
 
 def check_sliced_once(owner: RotaryOwner, packed: Any) -> Iterator[Finding]:
+    """Report packed positions that the rotary class would slice for context parallelism a second time.
+
+    packed: the call's packed_seq_params, None where sequences are not packed.
+    """
     group = getattr(owner.rotary, "cp_group", None)
     ranks = group.size() if group is not None else 1
     if packed is None or ranks == 1 or getattr(owner.rotary, "is_thd_format", None) is not False:

@@ -1,4 +1,8 @@
-"""Check the call that a launch makes of a vendor's operator against the limits that whorl.contracts documents."""
+"""Check the call of a vendor's operator that a launch will make against the limits in whorl.contracts.
+
+Each function returns the documented limit that the call breaks, or None. Sizes that do not matter for the limits, such
+as the number of tokens, are set to 1.
+"""
 
 from collections.abc import Callable
 from typing import Final
@@ -55,7 +59,7 @@ def _apply_rotary(launch: Launch) -> str | None:
     assert launch.rope is not None
     head, dtype = launch.rope.head_dim, _dtype(launch)
     if launch.rope.rotary_dim != head:
-        return None  # the check partial-rotary reports it
+        return None  # the check `partial-rotary` reports a rotary size below the head size
     return contracts.apply_rotary_pos_emb_limit(
         query_shape=(1, 1, _heads(launch), head),
         key_shape=(1, 1, 1, head),
@@ -66,7 +70,7 @@ def _apply_rotary(launch: Launch) -> str | None:
     )
 
 
-# By operator: returns the documented limit that the launch breaks, or None.
+# By operator name: the function that checks its call.
 LIMITS: Final[dict[str, Callable[[Launch], str | None]]] = {
     "npu_mrope": _mrope,
     "npu_rotary_mul": _rotary_mul,

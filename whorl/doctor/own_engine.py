@@ -1,4 +1,4 @@
-"""Which rotary operators whorl's own engine runs, for the language model and for the vision tower."""
+"""Predict which rotary operators whorl's own engine runs, for the language model and for the vision tower."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,14 +6,19 @@ from typing import Any
 from whorl import contracts
 from whorl.doctor.launch import Launch
 
-# The branch, the operator, the reason, and the operators passed over with their reasons.
+# The arguments of paths._path after the launch: branch, operator, reason, and the operators that are not chosen, each
+# with its reason.
 Prediction = tuple[str, str, str, tuple[tuple[str, str], ...]]
 _FUSED = (("torch", "the engine's operators are fused"),)
 _ONE_TENSOR_A_CALL = (("npu_rotary_mul", "it rotates one tensor a call, so q and k need two calls"),)
 
 
 def predict_text(launch: Launch) -> Prediction:
-    """Return the rotary operator of the language model. The MRoPE axes are merged once a step, before any layer."""
+    """Return the rotary operator of the language model.
+
+    The engine looks up cos and sin and merges the MRoPE axes once a step, before the first layer, so the operator of a
+    layer always applies plain RoPE.
+    """
     model = launch.text or {}
     is_normed = str(model.get("model_type")).startswith(("qwen3", "gemma3"))
     if launch.device != "npu":

@@ -1,4 +1,7 @@
-"""The checklist's case on packed sequences (THD) and context parallelism: each token rotates as it does alone."""
+"""The checklist's case on packed sequences (THD) and context parallelism.
+
+A token must rotate in a pack, and on a context-parallel rank, as it does in its sequence alone.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -66,6 +69,8 @@ def _check_packed_rotation(subject: Subject, call: Call, pack_angles: "Tensor", 
     style, heads = rotary_style(subject.owner), call.arguments["t"].shape[-2:]
     t = torch.randn(sum(lengths), *heads, generator=torch.Generator().manual_seed(0)).to(pack_angles.device)
     bounds = [0, *(sum(lengths[: index + 1]) for index in range(len(lengths)))]
+    # MRoPE angles have a row per packed token. Plain RoPE has one table of positions 0, 1, ... for all sequences: the
+    # rows of the last sequence, which is the longest.
     freqs = pack_angles[0][:, None, None] if subject.is_mrope else pack_angles[0][bounds[-2] :][:, None, None]
     scale = call.arguments.get("mscale", 1.0)
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=pack_angles.device)

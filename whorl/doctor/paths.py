@@ -17,7 +17,7 @@ class Operator(NamedTuple):
     call: str
 
 
-# By the operator's name, which contracts and traces use too.
+# By the operator's name: the same names are the keys of whorl.contracts and the values of trace.EVIDENCE.
 OPERATORS: Final = {
     "torch": Operator("torch", "x*cos + rotate(x)*sin in plain torch (cat, neg, mul), q and k separately"),
     "inductor": Operator("triton", "x*cos + rotate(x)*sin in plain torch, compiled by Inductor into one kernel"),
@@ -47,8 +47,8 @@ OPERATORS: Final = {
     ),
 }
 VLLM_ASCEND_MROPE_SECTIONS: Final = (16, 24, 24)  # the only sections that vllm-ascend passes to npu_mrope
-ATB_UNTIL: Final = (0, 11)  # vllm-ascend 0.10 calls ATB by default
-Reasons = tuple[tuple[str, str], ...]
+ATB_UNTIL: Final = (0, 11)  # vllm-ascend before 0.11 calls ATB by default
+Reasons = tuple[tuple[str, str], ...]  # operators that are not chosen, each with the reason
 
 
 def predict(launch: Launch) -> RotaryPath:
@@ -138,6 +138,7 @@ def is_fusion_on(launch: Launch, branch: str) -> bool:
 
 
 def _te_refusal(launch: Launch, branch: str) -> str | None:
+    """Return why TransformerEngine's fused kernel does not run, or None if it does."""
     if not is_fusion_on(launch, branch):
         return f"apply_rope_fusion is off ({launch.where('apply_rope_fusion')})"
     if branch == "mrope" and not is_packed(launch) and (launch.number("micro_batch_size") or 1) > 1:

@@ -13,7 +13,7 @@ class Finding:
     """One problem of a launch, or a fact worth knowing (severity "note").
 
     code: the name in docs/doctor.md; where: file:line or the path; found and expected: the actual and the right value;
-    why: what goes wrong; fix: the steps that correct it.
+    why: what goes wrong; fix: the steps that correct it, or alternatives, which begin with "or".
     """
 
     code: str
@@ -32,8 +32,10 @@ class Finding:
 class RotaryPath:
     """One place where q and k are rotated, and the operator that does it.
 
-    `operator` is the name that contracts, traces and checks use; `passed_over` lists the operators not chosen, with
-    the reasons; `layout` is that of the MRoPE sections, None for plain RoPE.
+    role: whether the launch trains; runs_in: the framework, or the part of a verl launch; branch: the class or code
+    path of that framework; operator: a key of `paths.OPERATORS`, the name that contracts, traces and checks use; style:
+    which channels form a pair, "half" or "pairs"; layout: that of the MRoPE sections, None for plain RoPE; because: why
+    this operator runs; passed_over: the operators that do not run, each with the reason.
     """
 
     role: Literal["train", "infer"]
@@ -57,7 +59,7 @@ class RotaryPath:
 class Report:
     """The result of one `check`: rotary paths, then findings (errors, warnings, notes).
 
-    `read` are the files that were read; `ran` counts the rotary operators of a trace.
+    `read` are the names of the files that were read; `ran` counts the rotary events of a profiler trace by name.
     """
 
     framework: str
@@ -97,6 +99,7 @@ class Report:
 
 
 def as_steps(fix: Steps) -> tuple[str, ...]:
+    """Return the steps of a fix as a tuple, also where there is only one."""
     return (fix,) if isinstance(fix, str) else fix
 
 

@@ -25,14 +25,15 @@ NOT_TEXT: Final = re.compile(r"(?i)vision|audio")
 
 
 class AnglesUnavailable(Exception):
-    """The rotary object passes positions on, and the operator looks up cos and sin itself: no angles can be seen."""
+    """Raised where the rotary object returns positions, because the operator looks up cos and sin itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """One call of a rotating function, with its arguments by name.
 
-    Megatron's function takes one tensor (`t`, `freqs`), the others take q and k (`q`, `k`, `cos`, `sin`).
+    Megatron's function rotates one tensor by angles (`t`, `freqs`); the others rotate q and k by cos and sin (`q`, `k`,
+    `cos`, `sin`).
     """
 
     function: Callable[..., Any]
@@ -53,7 +54,11 @@ class Call:
 
 @dataclass(slots=True)
 class ForwardRecord:
-    """What one forward did: its output or its exception, each call's arguments to the rotary object, the rotations."""
+    """What one forward did.
+
+    output, or failure (the exception's name and message); rotary: the arguments, by name, of each call of the rotary
+    object; calls: the calls of rotating functions.
+    """
 
     output: "Tensor | None" = None
     failure: str | None = None
@@ -67,12 +72,12 @@ FunctionPlace = tuple[Any, str]  # a Python module and the name of a function in
 def rotating_functions(model: Any) -> list[FunctionPlace]:
     """Return the Python modules and names through which the model's modules reach their rotating functions."""
     names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
-    files = [sys.modules[name] for name in sorted(names) if not name.startswith("torch") and name in sys.modules]
-    places = ((file, name) for file in files for name in vars(file) if ROTATES.fullmatch(name))
+    scopes = [sys.modules[name] for name in sorted(names) if not name.startswith("torch") and name in sys.modules]
+    places = ((scope, name) for scope in scopes for name in vars(scope) if ROTATES.fullmatch(name))
     return [
-        (file, name)
-        for file, name in places
-        if callable(getattr(file, name)) and not NOT_TEXT.search(name) and not inspect.isclass(getattr(file, name))
+        (scope, name)
+        for scope, name in places
+        if callable(getattr(scope, name)) and not NOT_TEXT.search(name) and not inspect.isclass(getattr(scope, name))
     ]
 
 
@@ -81,20 +86,20 @@ def replace_functions(
     places: Sequence[FunctionPlace], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
     """Replace the function at every place by wrap(function) while the block runs."""
-    originals = [(file, name, getattr(file, name)) for file, name in places]
+    originals = [(scope, name, getattr(scope, name)) for scope, name in places]
     try:
-        for file, name, function in originals:
-            setattr(file, name, wrap(function))
+        for scope, name, function in originals:
+            setattr(scope, name, wrap(function))
         yield
     finally:
-        for file, name, function in originals:
-            setattr(file, name, function)
+        for scope, name, function in originals:
+            setattr(scope, name, function)
 
 
 def arguments_by_name(
     function: Callable[..., Any], positional: Sequence[Any], keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Map the names of `function`'s parameters to the values of a call; a call that does not fit is not refused."""
+    """Map parameter names of `function` to the values of a call; a call that does not fit the signature is accepted."""
     names = [name for name in inspect.signature(function).parameters if name != "self"]
     return dict(zip(names, positional, strict=False)) | dict(keywords)
 
@@ -214,14 +219,14 @@ def rotate(x: "Tensor", cos: "Tensor", sin: "Tensor", style: str) -> "Tensor":
 
 
 def half_width(full: "Tensor", style: str) -> "Tensor":
-    """Return one column per rotary pair, of angles, cos or sin that hold every pair's value twice.
+    """Return the angles, cos or sin with one column per rotary pair; in `full` every pair's value stands twice.
 
-    The two copies lie side by side, or in the two halves of the last dimension.
+    The two copies are neighbours, or in the two halves of the last dimension.
     """
     import torch
 
-    doubled = style == "pairs" and torch.equal(full[..., ::2], full[..., 1::2])
-    return full[..., ::2] if doubled else full[..., : full.shape[-1] // 2]
+    are_neighbours = style == "pairs" and torch.equal(full[..., ::2], full[..., 1::2])
+    return full[..., ::2] if are_neighbours else full[..., : full.shape[-1] // 2]
 
 
 def reference(call: Call, style: str) -> "tuple[Tensor, ...]":
@@ -262,7 +267,7 @@ def compute_angles(owner: RotaryOwner, positions: "Tensor", **options: Any) -> "
     device = owner.rotary.inv_freq.device
     positions = positions.to(device)
     with torch.no_grad():
-        if names[0] == "position_ids":
+        if names[0] == "position_ids":  # Megatron's and Bridge's MRoPE classes return angles [S, B, 1, C]
             sections = {"mrope_section": list(owner.sections or ())} if "mrope_section" in names else {}
             out = owner.rotary(positions, **sections, **{key: value for key, value in options.items() if key in names})
             if not out.is_floating_point():
@@ -270,10 +275,10 @@ def compute_angles(owner: RotaryOwner, positions: "Tensor", **options: Any) -> "
                     "the rotary object passes positions on; the operator looks up cos and sin itself"
                 )
             return out.squeeze(2).transpose(0, 1)
-        if "position_ids" in names:
+        if "position_ids" in names:  # transformers: (x, position_ids), where x gives only dtype and device
             x = torch.zeros(1, device=device, dtype=torch.float32)
             cos, sin = owner.rotary(x, position_ids=positions)
             return torch.cat((cos, sin), -1)
-        out = owner.rotary(int(positions.max()) + 1)
+        out = owner.rotary(int(positions.max()) + 1)  # Megatron's plain RoPE takes a length and returns a table
         table = (out[0] if isinstance(out, tuple) else out).flatten(1)
         return table[positions]

@@ -12,8 +12,9 @@ from whorl.doctor.report import Finding, RotaryPath, Severity, Steps, as_steps
 class Problem:
     """One fault that a check reports; the rule adds its code, and its severity where the problem has none.
 
-    The fault's location is `where`, or the place that sets `setting`, or, without either, the rotary path. Without
-    `fix` the step that corrects it is the text of `expected`.
+    found and expected: the actual and the right value; why: what goes wrong. The fault's location is `where`, or the
+    place that sets `setting` (a settings key), or, without either, the rotary path. Without `fix` the only step of the
+    fix is the text of `expected`.
     """
 
     where: str | None = None
@@ -58,7 +59,7 @@ RULES: Final[list[Rule]] = []
 
 
 def rule(code: str, severity: Severity = "error") -> Callable[[CheckFunction], CheckFunction]:
-    """Add a check to RULES under `code`. Several functions may share a code."""
+    """Return a decorator that adds a check to RULES under `code`. Several functions may share a code."""
 
     def add(function: CheckFunction) -> CheckFunction:
         RULES.append(Rule(code=code, severity=severity, function=function))

@@ -30,6 +30,8 @@ KEY_ALIASES: Final = {
 
 
 Flag = tuple[str, list[str], str]  # name, words after it, file:line
+# Where a setting comes from: a configuration file or Hydra override, a flag, an environment variable, a requirements
+# file, or --set.
 Kind = Literal["config", "argument", "environment", "version", "set"]
 
 
@@ -39,7 +41,11 @@ class BadInput(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One launch setting. `key` is the last part of `path` in snake case; `where` is file:line or --set."""
+    """One launch setting.
+
+    path: the name as the user wrote it (a flag, or a dotted path); key: its last part in snake case, with aliases
+    resolved, by which the checks look it up; where: file:line or --set.
+    """
 
     key: str
     path: str
@@ -49,7 +55,7 @@ class Setting:
 
 
 def parse_value(text: str) -> Any:
-    """Return a flag's text as a number, bool, None, list or mapping where it is one, else the text."""
+    """Parse a flag's text as a number, bool, None or JSON; return the text itself where it is none of these."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text.lower() in ("none", "null"):
@@ -63,7 +69,7 @@ def parse_value(text: str) -> Any:
 
 
 def make_setting(path: str, value: Any, kind: Kind, where: str) -> Setting:
-    """Build a Setting whose key is the last part of `path`, with aliases and --no-... flags resolved."""
+    """Build a Setting whose key is the last part of `path`, without a flag's no_, with aliases resolved."""
     last = path.rsplit(".", 1)[-1].lstrip("+")
     key = last if kind == "environment" else last.replace("-", "_")
     if kind == "argument" and value is False and key.startswith("no_"):

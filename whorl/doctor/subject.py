@@ -11,7 +11,11 @@ Outcome = Literal["pass", "fail", "does not apply"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """The model under test, the owner of its language model's rotary object, and the record of one forward."""
+    """The model under test, its inputs, and the record of one forward.
+
+    owner: the module that owns the language model's rotary object; switch: the user's object that turns a fused path on
+    and off by its attribute `enabled`, or None.
+    """
 
     model: Any
     batch: Any
@@ -32,13 +36,14 @@ class Subject:
 
     @property
     def calls(self) -> list[Call]:
+        """The recorded calls of rotating functions whose signature is known."""
         return [call for call in self.record.calls if call.takes_angles or call.takes_cos_sin]
 
     @property
     def positions(self) -> Any:
-        """What the first call of the rotary object got: position ids, positions, or a sequence length."""
+        """The position ids, positions or sequence length that the rotary object's first call got; None without one."""
         arguments = self.record.rotary[0] if self.record.rotary else {}
         return arguments.get("position_ids", arguments.get("positions", arguments.get("max_seq_len")))
 
 
-Answer = tuple[Outcome, str]
+Answer = tuple[Outcome, str]  # the outcome of a case, and what was seen

@@ -41,9 +41,11 @@ if TYPE_CHECKING:
 
 SWITCHES: Final = ("apply_rope_fusion", "use_fused_rotary_pos_emb")
 DTYPES: Final = ("bfloat16", "float16")
-# Allowed error in units of eps of the largest value: cos, a product and the sum are rounded, each by at most eps / 2.
+# The allowed error is ROUNDINGS * eps * the largest value: cos, a product and the sum are rounded, each by at most
+# eps / 2.
 ROUNDINGS: Final = 3
-RESULTS_AGREE: Final = 1e-4  # of the largest value in float32, because sums may be taken in another order
+# The allowed difference of two float32 results, as a share of the largest value: sums may be in another order.
+RESULTS_AGREE: Final = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +92,7 @@ def checklist(model: Any, batch: Any, *, args: Any = None, switch: Any = None) -
     """
     owners = [owner for owner in rotary_owners(model, args) if not NOT_TEXT.search(type(owner.rotary).__name__)]
     if not owners:
-        raise ValueError("checklist: no module with a rotary_pos_emb or rotary_emb ; pass the model with the decoder")
+        raise ValueError("checklist: no module with a rotary_pos_emb or rotary_emb; pass the model with the decoder")
     owner = owners[0]
     subject = Subject(model=model, batch=batch, owner=owner, switch=switch, record=record_forward(model, owner, batch))
     answers = Checklist(cases=tuple(_try_case(name, examine, subject) for name, examine in CASES.items()))
@@ -109,6 +111,7 @@ def _try_case(name: str, examine: Callable[[Subject], Answer], subject: Subject)
 
 
 def _answer(findings: list[Finding], passed: str) -> Answer:
+    """Return "fail" with the findings, or "pass" with the text `passed` if there are none."""
     if findings:
         return "fail", "; ".join(f"{finding.found}, expected {finding.expected}" for finding in findings)
     return "pass", passed
@@ -182,6 +185,7 @@ def _npu_mrope(subject: Subject) -> Answer:
     shape = tuple(getattr(positions, "shape", ()))
     tokens = int(positions.shape[-2:].numel()) if shape else int(positions)
     sections = subject.sections
+    # npu_mrope takes positions with B and S flattened to tokens: [axes, T] for MRoPE, otherwise [T].
     flat = ((shape[0] if len(shape) == 3 else 1, tokens) if sections else (tokens,)) if shape else (tokens,)
     dtype = str(next(subject.model.parameters()).dtype).removeprefix("torch.")
     layout = declared_layout(subject) if sections else None
@@ -233,6 +237,7 @@ def _axes(subject: Subject) -> Answer:
 
 
 def _expected_axes(sections: list[int], layout: str) -> list[int]:
+    """Return the axis (0 t, 1 h, 2 w) of each rotary pair in a chunked or interleaved layout."""
     if layout == "chunked":
         return [axis for axis, count in enumerate(sections) for _ in range(count)]
     axes = [0] * sum(sections)
@@ -254,9 +259,9 @@ def _numbers(subject: Subject) -> Answer:
 
 
 def _largest_error(calls: list[Call], dtype: str, style: str) -> tuple[float, float]:
-    """Return the largest error of the rotation in `dtype` against plain torch in float32, and the error allowed.
+    """Repeat the calls in `dtype`; return their largest error against plain torch in float32, and the error allowed.
 
-    `calls` are those of q and k.
+    `calls` are the first rotations of a forward: Megatron rotates q and k in two calls, transformers in one.
     """
     import torch
 
@@ -275,6 +280,7 @@ def _largest_error(calls: list[Call], dtype: str, style: str) -> tuple[float, fl
 
 
 def _cast_reference(call: Call, cast: dict[str, Any], style: str) -> "tuple[Tensor, ...]":
+    """Return the expected results of a call with the arguments `cast`, in float32; packed calls (THD) by sequence."""
     packed = call.arguments.get("cu_seqlens")
     if packed is None:
         return reference(Call(function=call.function, arguments=call.arguments | cast), style)
@@ -282,6 +288,7 @@ def _cast_reference(call: Call, cast: dict[str, Any], style: str) -> "tuple[Tens
 
 
 def _compare_whole_model(subject: Subject) -> Answer:
+    """Compare forwards with the switch on and off, with the weights in bfloat16, then in float16."""
     import torch
 
     differences = []

@@ -11,7 +11,8 @@ from typing import Any, Final
 from whorl.doctor.report import Finding, RotaryPath
 from whorl.doctor.settings import BadInput
 
-# Pattern of an event's name, and the operators it proves. The first match wins; two operators may launch one kernel.
+# By pattern of an event's name: the operator that the event proves to have run, or several, separated by spaces, where
+# they launch the same kernel. The first match wins.
 EVIDENCE: Final = {
     r"npu_mrope|RopeWithSinCosCache": "npu_mrope",
     r"npu_interleave_rope|InterleaveRope|npu_kv_rmsnorm_rope_cache|KvRmsNormRopeCache": "npu_interleave_rope",
@@ -31,7 +32,7 @@ EVIDENCE: Final = {
     r"aten::view_as_complex": "torch_complex",
 }
 UNFUSED: Final = "aten::neg, aten::cat, aten::mul in a row"
-# Events of the backward pass belong to the same path as the forward.
+# Names of events of the backward pass, which no comparison uses: the predicted path is that of the forward.
 BACKWARD: Final = re.compile(r"(?i)backward|grad")
 
 
@@ -59,7 +60,10 @@ def operators_of(name: str) -> tuple[str, ...]:
 
 
 def compare(ran: dict[str, int], paths: Iterable[RotaryPath], where: str) -> list[Finding]:
-    """Return a finding for each predicted path that the trace contradicts; none where they agree."""
+    """Return a finding for each predicted path that the trace contradicts; none where they agree.
+
+    ran: the counts that `read_trace` returns; where: the name of the trace, for the findings.
+    """
     forward = {name for name in ran if not BACKWARD.search(name)}
     paths = list(paths)
     if not forward:

@@ -84,7 +84,12 @@ class Line:
 
 @dataclass(slots=True)
 class _Stream:
-    """The traceback that one rank or process is in the middle of printing."""
+    """The traceback that one rank or process is printing, as far as it has been read.
+
+    last_seen: the line number of the last header or frame; wants_code: the next line may be the last frame's source;
+    message: number and text of each line of the exception's message; decorated: whether the message's first line has a
+    logger's prefix; a line that differs in this does not belong to the message.
+    """
 
     frames: list[Frame] = field(default_factory=list)
     last_seen: int = 0
@@ -172,7 +177,10 @@ def _set_source_line(stream: _Stream, code: str, line: int | None) -> None:
 
 
 def _start_exception(stream: _Stream, number: int, bare: str, decorated: bool, *, is_bare: bool) -> list[Failure]:
-    """Read the first line of an exception. A name without a message counts only at the end of a traceback."""
+    """Read the first line of an exception; return the exceptions that it ends.
+
+    is_bare: the line is an exception's name without a message, which counts only at the end of a traceback.
+    """
     if stream.message and stream.frames and decorated == stream.decorated:
         stream.message.append((number, bare))  # the message goes on and quotes another process's error
         return []
@@ -185,7 +193,10 @@ def _start_exception(stream: _Stream, number: int, bare: str, decorated: bool, *
 
 
 def _continue_message(stream: _Stream, number: int, bare: str, decorated: bool) -> list[Failure]:
-    """Add a line to an exception's message, unless the line comes from another writer."""
+    """Add a line to an exception's message, or end the message and return its exception.
+
+    An empty line, a line with another kind of prefix and the limit LONGEST_MESSAGE end it.
+    """
     if not bare or decorated != stream.decorated or len(stream.message) == LONGEST_MESSAGE:
         return list(stream.finish())
     stream.message.append((number, bare))

@@ -1,4 +1,4 @@
-"""How ranks check, before they rewrite, that they captured the same graph, and which values differ between them.
+"""Compare the ranks before they rewrite: whether they captured the same graph, and which values differ between them.
 
 Ranks exchange messages through the process group's store, with a time limit: when a rank compiles another model, or
 none, the other ranks stop with an error instead of hanging in a collective later.
@@ -20,7 +20,7 @@ from whorl import collectives
 from .layout import Layout
 
 TIMEOUT = timedelta(seconds=300)
-SAMPLES = 4096  # elements of a tensor that are compared one by one; the others count only through their sum
+SAMPLES = 4096  # how many elements of a tensor are compared one by one; the others count only through their sum
 
 
 def is_alone(group: str) -> bool:
@@ -39,7 +39,8 @@ def exchange(group: str, topic: str, message: Any) -> list[Any]:
     ranks = collectives.process_group(group)
     store = dist.distributed_c10d._get_default_store()
     members = dist.get_process_group_ranks(ranks)
-    # The count of exchanges lives in the store, which begins with the group; a process may outlive several groups.
+    # The number of this exchange is counted in the store and not in this process, because a process may create several
+    # groups one after the other, each with a new store.
     turn = store.add(f"whorl/{group}/{topic}/turns/{members[ranks.rank()]}", 1)
     keys = [f"whorl/{group}/{topic}/{turn}/{member}" for member in members]
     store.set(keys[ranks.rank()], json.dumps(message))
@@ -65,9 +66,9 @@ def _describe_value(node: Node) -> str:
 
 
 def describe(gm: GraphModule) -> list[tuple[str, str, str]]:
-    """Return for each node its name, its structure (operator and operands) and its constants and shape.
+    """Return for each node its name, its structure (operator and operands) and its details (constants and shape).
 
-    Operands in the structure are positions in the graph, so that names do not matter.
+    Operands in the structure are written as positions in the graph, so that names do not matter.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -131,9 +132,10 @@ def compare(gm: GraphModule, group: str, topic: str) -> frozenset[str]:
 
 
 def checksum(x: Any) -> list[Any]:
-    """Return shape, dtype, the sum of all bits, a hash of some elements, and whether those elements are all equal.
+    """Return what is compared across ranks, and last whether x looks like one repeated value.
 
-    x: a tensor; of anything else its repr is returned.
+    For a tensor: shape, dtype, the sum of its elements' bits as integers, a hash of about SAMPLES of its elements, and
+    whether these are all equal. For anything else: its repr and True.
     """
     if not isinstance(x, Tensor):
         return [repr(x), True]
@@ -154,7 +156,7 @@ def is_one_value(x: Any) -> bool:
 
 
 def probe(tensors: Mapping[str, Any], group: str) -> dict[str, Layout]:
-    """Return REPLICATED for each tensor that is equal on all ranks, VARYING for the others.
+    """Compare tensors across ranks; return REPLICATED for each that is equal on all of them, VARYING for the others.
 
     A matrix of one repeated value (an empty cache, weights before they are loaded) proves nothing, so it is VARYING. A
     vector of one repeated value counts as REPLICATED when it is equal on all ranks, because weights of norms start as

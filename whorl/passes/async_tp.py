@@ -1,13 +1,14 @@
-"""The pass that overlaps collectives with the matrix product before or after them, as one fused operator.
+"""The pass that fuses a collective with the matmul before or after it into one operator that overlaps them.
 
     mm -> reduce_scatter      matmul_reduce_scatter       sequence parallelism
-    all_gather -> mm          all_gather_matmul           sequence parallelism; several products may share a gather
+    all_gather -> mm          all_gather_matmul           sequence parallelism; several matmuls may share a gather
     mm -> all_reduce          matmul_all_reduce           tensor parallelism alone
 
 Where the platform has a fused operator (CUDA's symmetric memory, Ascend) it is used, unless sums must be in rank order.
-Elsewhere the product is split by rank: one part is sent while the next is multiplied. Then sums are in rank order, as
-in `collectives`, and the result has the bits of the unfused pair wherever a row of a product does not depend on the
-rows beside it: always with whorl's `linear`, and with aten's `mm` where the library guarantees it.
+Elsewhere the matmul is split by rank: one part is sent while the next is computed. Then sums are in rank order, as in
+`collectives`, and the result has the bits of the unfused pair wherever a row of a matmul's result does not depend on
+the rows beside it: always with whorl's `linear`, and with aten's `mm` where the library guarantees it. The code calls
+both kinds of matmul a product.
 """
 
 import operator
@@ -25,7 +26,7 @@ from .overlapped import all_gather_matmul, matmul_all_reduce, matmul_reduce_scat
 from .rewriting import Rewrite
 
 c10d = torch.ops._c10d_functional
-ours = torch.ops.whorl
+ours = torch.ops.whorl  # whorl's own operators
 # Fuses one collective (graph, node, ordered, exact); returns None, or the reason why it did not.
 Fuser = Callable[[Graph, Node, bool, bool], str | None]
 
@@ -38,11 +39,12 @@ def fuse(state: Rewrite) -> int:
 def fuse_graph(
     graph: Graph, group: str, *, ordered: bool = True, exact: bool = False, left: list[str] | None = None
 ) -> int:
-    """Fuse the matrix products of `graph` with the collectives over `group` beside them, in place.
+    """Fuse the matmuls of `graph` with the collectives over `group` that they feed or read, in place.
 
-    ordered: the passes' sums stay in rank order; torch's functional sums never are. exact: leave alone products whose
-    rows may change their bits when other rows run beside them. left: a list to which a line is appended for every
-    collective over the group that is not fused, with the reason. Returns how many collectives were fused.
+    ordered: sums of whorl's own collectives stay in rank order; those of torch's functional collectives never are.
+    exact: leave alone matmuls whose rows may change their bits when fewer rows run together (aten's mm). left: a list
+    to which a line is appended for every collective over the group that is not fused, with the reason. Returns how many
+    collectives were fused.
     """
     left = [] if left is None else left
     count = 0
@@ -61,7 +63,10 @@ NOT_EXACT = "rows of aten's mm may change with the rows beside them; whorl's lin
 
 
 def _product(node: Any) -> tuple[Node, Node, str] | None:
-    """Return input, weight and kind ("mm" or "linear") of a plain product; None for any other node."""
+    """Return input, weight and kind ("mm" or "linear") of a plain matmul; None for any other node.
+
+    A plain matmul has no bias and no forced backend, because the fused operators have neither.
+    """
     if not isinstance(node, Node):
         return None
     arguments: Any = node.args
@@ -83,7 +88,7 @@ def _before_views(node: Any) -> Any:
 
 
 def _find_products(value: Node) -> list[Node]:
-    """Return the plain products that read `value`, directly or through views that keep its shape."""
+    """Return the plain matmuls that read `value`, directly or through views that keep its shape."""
     products, todo = [], list(value.users)
     while todo:
         user = todo.pop(0)
@@ -120,7 +125,7 @@ def _replace(graph: Graph, old: Node, new: Node) -> None:
 
 
 def _erase(graph: Graph, node: Any) -> None:
-    """Erase the node, and the views, products and collectives that nothing else reads."""
+    """Erase the node, and the views, matmuls and collectives before it that nothing else reads."""
     sources = node.all_input_nodes
     graph.erase_node(node)
     for source in sources:
@@ -130,15 +135,17 @@ def _erase(graph: Graph, node: Any) -> None:
 
 
 def _fuse_sum(target: Any) -> Fuser:
+    """Return the Fuser of a matmul and the reduce-scatter or all-reduce behind it; target: the fused operator."""
+
     def fuse_one(graph: Graph, node: Node, ordered: bool, exact: bool) -> str | None:
         if not _is_ours(node) and node.args[1] != "sum":
             return f"it reduces by {node.args[1]!r}, not 'sum'"
         source, out = _before_views(node.args[0]), _result(node)
         parts = _product(source)
         if parts is None:
-            return "its input is not a plain product"
+            return "its input is not a plain matmul (no bias, no forced backend)"
         if len(source.users) > 1 or out is None:
-            return "the product, or the sum before it is waited for, is read elsewhere too"
+            return "the matmul's result, or the collective before it is waited for, is read elsewhere too"
         x, weight, product = parts
         if exact and product == "mm":
             return NOT_EXACT
@@ -151,11 +158,12 @@ def _fuse_sum(target: Any) -> Fuser:
 
 
 def _fuse_gather(graph: Graph, node: Node, ordered: bool, exact: bool) -> str | None:
+    """Fuse an all-gather with all matmuls that read it; a `Fuser`."""
     out = _result(node)
     products = [] if out is None else _find_products(out)
     kinds = {parts[2] for p in products if (parts := _product(p))}
     if out is None or len(kinds) != 1:
-        return "products of several kinds read it" if kinds else "no plain product reads it"
+        return "matmuls of several kinds read it" if kinds else "no plain matmul reads it"
     if exact and "mm" in kinds:
         return NOT_EXACT
     arguments: Any = node.args

@@ -25,8 +25,8 @@ from .threshold import NEVER, least_tokens, local_cost_model
 
 Backend = Literal["inductor", "eager"]
 _CAPTURE = {
-    # Otherwise torch first captures an epsilon as a variable, then captures again with a constant and remembers that:
-    # ranks with different histories would run a different number of captures and wait for each other for ever.
+    # Otherwise torch captures an epsilon first as a variable, then as a constant, and remembers this for the process:
+    # ranks with different histories would capture different numbers of times, and wait for each other for ever.
     "specialize_float": True,
     "capture_dynamic_output_shape_ops": True,  # a mask that selects rows gives a size that depends on data
 }
@@ -135,6 +135,7 @@ class Compiled:
         return tokens >= minimum and (self.config.pad or tokens % collectives.group_size(self._group()) == 0)
 
     def _lower(self, gm: GraphModule, example_inputs: Sequence[Any] | None, mode: Any = None) -> Callable[..., Any]:
+        """Return the graph as a callable, compiled unless eager; mode: the fake mode of a graph from `retrace`."""
         if self.backend == "eager":
             return _Boxed(gm.forward)
         from torch._inductor.compile_fx import compile_fx_inner
@@ -278,14 +279,14 @@ def compile(
     dynamic: bool | None = None,
     dump: str | Path | None = None,
 ) -> Compiled:
-    """Compile a model so that each rank keeps only its rows between all-reduces when there are enough tokens.
+    """Compile a model so that with enough tokens each rank keeps only its share of them between all-reduces.
 
     model: anything torch.compile captures as one graph, called with the same inputs on every rank of the group.
     sequence_parallel: the options; default `SequenceParallel()`. backend: "inductor", or "eager" to run the graphs
     operator by operator. dynamic: as in torch.compile. dump: a folder to which the graph is written before and after
-    each pass, in a subfolder for each capture and rank. Returns a `Compiled` that takes and gives what the model does;
-    both graphs come from one capture, and each call chooses between them by its number of tokens. Raises ValueError for
-    another backend.
+    each pass, in a subfolder for each capture and rank. Returns a `Compiled` with the model's arguments and outputs;
+    both graphs come from one capture, and the number of tokens of a call decides which of them runs. Raises ValueError
+    for another backend.
 
     Example: model = passes.compile(model, passes.SequenceParallel(min_tokens=1000), dynamic=True)
     """
@@ -294,7 +295,6 @@ def compile(
     config = sequence_parallel or SequenceParallel()
     group = collectives.group_name(config.group)
     if config.min_tokens == "auto" and config.cost is None:
-        config = replace(
-            config, cost=local_cost_model(group)
-        )  # measured here, because collectives cannot run during tracing
+        # It is measured here, because collectives cannot run during tracing.
+        config = replace(config, cost=local_cost_model(group))
     return Compiled(model, config, backend, dynamic, dump)

@@ -35,7 +35,7 @@ def cleanup(state: Rewrite) -> int:
 
 
 def _drop_dead(gm: GraphModule) -> None:
-    """Drop unused nodes; torch keeps an unused collective as if it had effects, here it is dropped as well."""
+    """Drop unused nodes, collectives included, which torch's dead code elimination would keep for their effects."""
     for node in reversed(list(gm.graph.nodes)):
         is_collective = node.op == "call_function" and (group_of(node) or node.target is c10d.wait_tensor.default)
         if is_collective and not node.users:
@@ -44,7 +44,7 @@ def _drop_dead(gm: GraphModule) -> None:
 
 
 def write_report(state: Rewrite) -> int:
-    """Add every collective and gather to the report, before `fuse` merges them with products.
+    """Add every collective and gather to the report, before `fuse` merges them with matmuls.
 
     Returns how many gathers there are.
     """
@@ -87,7 +87,7 @@ def _sent_dtype(state: Rewrite, node: Node) -> str:
 
 
 def check(gm: GraphModule, before: list[Any], known: set[Node], mode: Any) -> None:
-    """Check that no full tensor meets one of a rank's rows, and that every output has the shape it had.
+    """Check that no operator mixes full tensors with a rank's rows, and that every output has the shape it had.
 
     before: the outputs of the captured graph; known: its nodes. Nodes that are new, or read a new one, are run on fake
     tensors. Raises RuntimeError naming the node or output that is wrong.
@@ -138,9 +138,9 @@ def _same_shape(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_example_of_one(actual: Any, recorded: Any) -> bool:
-    """Return whether a symbolic size was replaced by 1.
+    """Return whether a symbolic size came out as 1 because 1 is its hint, its value at capture.
 
-    Broadcasting asks whether a size is 1 and gets its example as the answer: with few tokens a rank's rows look like 1.
+    Broadcasting tests whether a size is 1, and the hint answers: with few tokens a rank has one row at capture.
     """
     return isinstance(actual, int) and actual == 1 and isinstance(recorded, torch.SymInt) and recorded.node.hint == 1
 

@@ -27,15 +27,16 @@ class SequenceParallel:
     quantize: gather activations as int8 or fp8 with one fp32 scale per token where that moves fewer bytes. This rounds.
         A model that quantises its activations itself needs None: its quantised tensors are gathered as they are.
     pad: pad token counts that are not a multiple of the number of ranks inside the graph; False: such counts take the
-        plain graph. `rewrite` alone makes one graph: with a symbolic number of tokens its caller chooses.
+        plain graph. `rewrite` makes only the rewritten graph: where the number of tokens is a symbol, its caller must
+        run the plain graph for such counts.
     ordered: sum over ranks in rank order, in the plain graph too, so that both graphs give the same bits. False leaves
         the order to the backend's own collectives.
     sharded: names of parameters and inputs (a dot-separated part of a name, or an fnmatch pattern) that differ between
-        ranks though nothing in them shows it. DTensor parameters and differences that `probe` sees need no mention.
+        ranks where nothing else shows it. DTensor parameters and differences that `probe` sees need no mention.
     probe: compare a checksum of every parameter and input across ranks once, at compile time; those that differ are
         varying. False: everything that is not a DTensor and not in `sharded` is taken to be equal on all ranks.
-    fuse: run collectives and the matrix products beside them as one operator, part by part. A product then sees fewer
-        rows at a time, which may change the last bits of aten's products; whorl's linear keeps its bits.
+    fuse: run collectives and the matmuls beside them as one operator, part by part. A matmul then sees fewer rows at a
+        time, which may change the last bits of aten's mm; whorl's linear keeps its bits.
     skip: names of passes to leave out.
     cost: a `cost.CostModel` for min_tokens="auto" and for the gain that the report predicts.
 

@@ -32,9 +32,9 @@ MOST_TOKENS = 1 << 20  # longer than any prefill: a threshold beyond it means ne
 class Traffic:
     """Bytes per token of the collectives of one graph.
 
-    reduced: of each all-reduce. gathered: of each gather that sequence parallelism puts in their place. quantized: of
-    the same gathers in 8 bits, scales included; None where they are not possible. model_gathers: of gathers that the
-    model itself has and that sequence parallelism removes.
+    reduced: of each all-reduce. gathered: of each gather of the rewritten graph. quantized: of the same gathers in 8
+    bits, scales included; None where they are not possible. model_gathers: of each gather that the model itself has and
+    that the rewrite removes.
     """
 
     reduced: tuple[float, ...]
@@ -70,8 +70,9 @@ class CostModel:
     is_direct: every pair of ranks has its own link and the library uses it: reduce-scatter and all-gather are 1 step.
     has_one_shot: small all-reduces may send everything to every rank at once.
     switch_gain: by number of ranks, how much faster an all-reduce is than its bytes predict, because a switch sums.
-    quantize: seconds per byte gathered in 8 bits for quantising the shard and dequantising the gathered tensor.
-    fitted: (seconds, seconds per byte sent) by collective, as measured on a group of `world` ranks.
+    quantize: seconds that quantising the shard and dequantising the gathered tensor take, per byte gathered in 8 bits.
+    fitted: by collective, measured (seconds, seconds per byte sent). On a group of `world` ranks these are used instead
+        of the constants above.
     """
 
     name: str
@@ -117,6 +118,7 @@ class CostModel:
         return self._half("all_gather_quantized", num_bytes, world) + work
 
     def _half(self, collective: str, num_bytes: float, world: int) -> float:
+        """Return the seconds of a reduce-scatter or all-gather, each of which is one half of an all-reduce."""
         sent = (world - 1) / world * num_bytes
         if self._is_fitted(world):
             return self._line(collective, sent)
@@ -132,6 +134,7 @@ class CostModel:
         return bool(self.fitted) and world == self.world
 
     def _line(self, collective: str, sent: float) -> float:
+        """Return the seconds on the line fitted to the measurements, for `sent` bytes."""
         seconds, seconds_per_byte = self.fitted[collective]
         return seconds + seconds_per_byte * sent
 
@@ -213,10 +216,10 @@ _NCCL_LAUNCH = 8.4e-6
 
 
 def _quantize(rate: float) -> float:
-    """Return the seconds per gathered byte, for a memory bandwidth of `rate` bytes per second.
+    """Return `CostModel.quantize` for a memory bandwidth of `rate` bytes per second.
 
-    Quantising and dequantising move three bytes of memory traffic for each byte, on the gathered tensor and on a shard
-    of an eighth.
+    For each 8-bit element, dequantising reads one byte and writes two, and quantising reads two and writes one: three
+    bytes each. All gathered elements are dequantised, and a rank's shard of them, one eighth, is quantised.
     """
     return 3 * (1 + 1 / 8) / rate
 

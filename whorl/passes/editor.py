@@ -1,4 +1,4 @@
-"""Adds nodes to a captured graph without adding guards: sizes are carried as expressions, never evaluated."""
+"""Add nodes to a captured graph without adding guards: sizes are kept as expressions and never evaluated."""
 
 import contextlib
 import math
@@ -61,7 +61,10 @@ class Editor:
     def local(
         self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Node, lead: int, rows: Any
     ) -> Node:
-        """Add the node `like` on a rank's rows: the same features, `rows` in place of its `lead` token dims."""
+        """Add the call of `target` that computes the node `like` on a rank's rows.
+
+        Its fake value is that of `like` with one dim of `rows` in place of the first `lead` dims, the token dims.
+        """
         node = self.graph.call_function(target, args, dict(kwargs))
         with self._faking():
             node.meta["val"] = torch.utils._pytree.tree_map_only(
@@ -78,7 +81,7 @@ class Editor:
     def knows(self, count: Any) -> bool:
         """Return whether a count can be computed from the sizes of the graph's inputs.
 
-        How many elements of a mask are true, for example, cannot.
+        The number of true elements of a mask, for example, cannot.
         """
         return not isinstance(count, torch.SymInt) or count.node.expr.free_symbols <= self._symbols.keys()
 

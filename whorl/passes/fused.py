@@ -1,4 +1,4 @@
-"""Products fused with a collective by the platform itself: symmetric memory on CUDA, torch_npu on Ascend.
+"""Matmuls fused with a collective by the platform itself: symmetric memory on CUDA, torch_npu on Ascend.
 
 Each of the first three functions returns a function that makes the fused call, or None where the platform cannot run
 it. None of the fused calls sums in rank order. Groups and communicators are looked up when an operator runs.
@@ -32,7 +32,7 @@ def reduce_scatter(x: Tensor, weight: Tensor, group: str) -> Callable[[], Tensor
 
 
 def all_gather(x: Tensor, weights: Sequence[Tensor], tokens: int, group: str) -> Callable[[], list[Tensor]] | None:
-    """Return the fused call of an all-gather of x and its products with each weight, or None."""
+    """Return the fused call of an all-gather of x and the matmuls of the gathered rows with each weight, or None."""
     world = collectives.group_size(group)
     if tokens != world * x.shape[0] or not tokens:
         return None
@@ -61,9 +61,9 @@ def _uses_symmetric_memory(x: Tensor, group: str) -> bool:
 def has_symmetric_memory(group: str) -> bool:
     """Return whether the ranks of a group can map each other's memory.
 
-    It is tried once, with the workspace that is used later.
+    This is tried once, by allocating the workspace that the fused calls use later.
     """
-    # The backend of a group that also has one for the host is not called "nccl", but by each device's backend.
+    # The backend's name is not "nccl" in a group with several backends, so the one of CUDA is looked up.
     if f"{CUDA}:nccl" not in dist.get_backend_config(collectives.process_group(group)):
         return False
     from torch.distributed import _symmetric_memory
@@ -103,7 +103,7 @@ def npu_reduce_scatter(x: Tensor, weight: Tensor, hcom: str, world: int) -> Tens
 
 
 def npu_all_gather(x: Tensor, weights: Sequence[Tensor], hcom: str, world: int) -> list[Tensor]:
-    """Gather with the first product; the other products read the gathered rows."""
+    """Gather the rows in the fused call with the first weight; the other matmuls read the gathered rows."""
     first, gathered = _torch_npu.call(
         "npu_all_gather_base_mm", input=x.contiguous(), x2=weights[0], hcom=hcom, world_size=world, gather_output=True
     )

@@ -1,4 +1,8 @@
-"""Passes that decide where the rows of all ranks are gathered: a minimum cut, then folding and quantising."""
+"""Passes that decide where the rows of all ranks are gathered: a minimum cut, then folding and quantising.
+
+A *root* is an all-gather with which a region of row-wise operators begins: `split_all_reduces` made it from an
+all-reduce, or the model itself has it. A *shard* is a rank's rows of a value.
+"""
 
 from typing import Any
 
@@ -18,7 +22,7 @@ MIN_QUANTIZED = 64  # features; in a shorter row the scale and the extra message
 
 
 def place_gathers(state: Rewrite) -> int:
-    """Move every gather behind row-wise operators to where the fewest bytes cross.
+    """Move every root behind row-wise operators, to where the fewest bytes must be gathered.
 
     Returns how many operators now run on a rank's rows alone.
     """
@@ -61,7 +65,7 @@ def _is_returned(node: Node) -> bool:
 
 
 def _place(state: Rewrite, region: Region) -> int:
-    """Cut one region and write its local nodes. Returns how many operators now run on a rank's rows."""
+    """Cut one region and write the nodes before the cut on a rank's rows. Returns how many operators these are."""
     cut = minimum_cut(region, lambda node, lead: gathered_row_bytes(state, node, lead))
     local_nodes = set(cut.local)
     unchanged = [r for r in region.roots if r in cut.gathered and not _has_local_users(r, region, local_nodes)]
@@ -81,7 +85,10 @@ def _has_local_users(node: Node, region: Region, local: set[Node]) -> bool:
 
 
 class _RowWriter:
-    """Writes the nodes of one region that run on a rank's rows into the graph."""
+    """Writes those nodes of a region that run on a rank's rows (`local`) into the graph.
+
+    shards: the node on a rank's rows of each local node; sliced: this rank's rows of operands that ranks have in full.
+    """
 
     def __init__(self, state: Rewrite, region: Region, local: set[Node]) -> None:
         self.state, self.region, self.local = state, region, local
@@ -91,6 +98,7 @@ class _RowWriter:
         self.sliced: dict[Any, Node] = {}
 
     def emit(self, gathered: set[Node]) -> None:
+        """Write the local nodes, gather those in `gathered`, and erase the nodes that they replace."""
         graph = self.state.graph
         order = [n for n in graph.nodes if n in self.local or n in self.region.local_rows]
         for node in order:
@@ -106,6 +114,7 @@ class _RowWriter:
                 graph.erase_node(node)
 
     def _shard(self, node: Node) -> Node:
+        """Return the node on a rank's rows: what a root gathers, or a new node by the plan."""
         if node in self.region.roots:
             return node.args[0]  # type: ignore[return-value]
         plan = self.region.plans[node]
@@ -137,6 +146,7 @@ class _RowWriter:
         return self.sliced[key]
 
     def _gather(self, node: Node) -> None:
+        """Gather the shard of a local node for the readers that need all rows; a root is a gather already."""
         edit, lead = self.edit, self.region.shardable[node]
         reason = explain_cut(node, self.region, self.local)
         if node in self.region.roots:
@@ -154,7 +164,7 @@ class _RowWriter:
     def _replace_local_rows(self, node: Node) -> None:
         """Replace a node that takes this rank's rows of a sharded value by the shard itself.
 
-        Padding rows must read zero, as they do in the node's output.
+        The padding rows of the node's output are zero, so those of the shard are set to zero where they may not be.
         """
         source: Any = node.args[0]
         if source not in self.shards:

@@ -1,4 +1,4 @@
-"""The passes inside torch.compile's own Inductor, for users who do not call `whorl.passes.compile`."""
+"""Run the passes inside torch.compile's own Inductor, for users who do not call `whorl.passes.compile`."""
 
 import hashlib
 from pathlib import Path
@@ -23,8 +23,9 @@ _SOURCES = tuple(sorted(str(p) for p in Path(__file__).parent.glob("*.py")))
 class SequenceParallelPass(CustomGraphPass):
     """The pass for Inductor's `post_grad_custom_pre_pass`.
 
-    There is one graph here. It is rewritten when the captured number of tokens, or the example of a symbolic one,
-    reaches `min_tokens`. That must be a number: "auto" needs the choice at run time that `whorl.passes.compile` makes.
+    Inductor compiles one graph per capture. It is rewritten when the captured number of tokens, or the hint of a
+    symbolic one, reaches `min_tokens`. That must be a number: "auto" needs the choice at run time that
+    `whorl.passes.compile` makes.
     """
 
     def __init__(self, config: SequenceParallel) -> None:
@@ -79,11 +80,14 @@ class SequenceParallelPass(CustomGraphPass):
 
 
 def _key(config: SequenceParallel) -> str:
+    """Return the options that a rewritten graph depends on; the group and the inputs are hashed by the caller."""
     fields = (config.min_tokens, config.quantize, config.pad, config.ordered, config.sharded, config.fuse, config.skip)
     return repr(fields)
 
 
 class _Recorder(CustomGraphPass):
+    """The pass for Inductor's `pre_grad_custom_pass`: it records the inputs and changes nothing."""
+
     def __init__(self, owner: SequenceParallelPass) -> None:
         self.owner = owner
 

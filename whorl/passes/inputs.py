@@ -1,6 +1,6 @@
-"""Layouts of the inputs of a captured graph.
+"""Find the layouts of the inputs of a captured graph.
 
-They follow from the DTensor placement, from `SequenceParallel.sharded`, or from comparing the inputs on all ranks.
+They follow from `SequenceParallel.sharded`, from DTensor placements, or from comparing the inputs on all ranks.
 """
 
 import re
@@ -32,7 +32,8 @@ class Input(NamedTuple):
 def input_layouts(gm: GraphModule, config: SequenceParallel) -> list[Input]:
     """Return name and layout of each input of a graph from Dynamo.
 
-    An input that `config.sharded` names is VARYING; a DTensor has its placement; others are compared on all ranks.
+    An input that `config.sharded` names is VARYING; a DTensor is REPLICATED if its placements are, else VARYING; other
+    tensors are compared on all ranks if `config.probe` is set. Everything else is REPLICATED.
     """
     group = collectives.group_name(config.group)
     tensors: dict[str, Any] = {}

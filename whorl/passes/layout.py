@@ -1,4 +1,4 @@
-"""Infers the layout of each value of a graph over one process group: replicated, sharded, partial or varying."""
+"""Infer the layout of each value of a graph over one process group: replicated, sharded, partial or varying."""
 
 from collections.abc import Mapping, Set
 from enum import Enum
@@ -13,7 +13,7 @@ from whorl import collectives
 from .rows import LOCAL_ROWS, is_registered
 
 c10d = torch.ops._c10d_functional
-ours = torch.ops.whorl
+ours = torch.ops.whorl  # whorl's own operators
 
 ALL_REDUCES = {c10d.all_reduce.default, ours.ordered_all_reduce.default}
 REDUCE_SCATTERS = {c10d.reduce_scatter_tensor.default, ours.ordered_reduce_scatter.default}
@@ -22,6 +22,7 @@ ALL_GATHERS = {
     ours.all_gather.default,
     ours.all_gather_quantized.default,
 }
+# Collectives after which every rank has the same value.
 REPLICATING = ALL_REDUCES | ALL_GATHERS | {c10d.broadcast.default}
 # Operators of these namespaces depend on their arguments alone; operators of others may read the rank.
 PURE = ("aten", "prims", "whorl", "_operator", "math", "torch")
@@ -30,8 +31,8 @@ PURE = ("aten", "prims", "whorl", "_operator", "math", "torch")
 class Layout(Enum):
     """How a value lies across the ranks of a group.
 
-    REPLICATED: equal on all ranks. PARTIAL: each rank has one summand. SHARDED: each rank has its rows. VARYING:
-    unknown.
+    REPLICATED: equal on all ranks. PARTIAL: each rank has one summand. SHARDED: each rank has its rows. VARYING: not
+    known to be any of these.
     """
 
     REPLICATED = "replicated"
@@ -73,6 +74,7 @@ def infer(graph: Graph, group: str, inputs: Mapping[str, Layout], differing: Set
             layouts[node] = inputs.get(node.name, Layout.REPLICATED)
         else:
             layouts[node] = _layout(node, group, layouts)
+    # A varying value that is only summed over the group is partial.
     for node in reversed(graph.nodes):
         users = list(node.users)
         if layouts[node] is Layout.VARYING and users and all(_sums_over(u, group) for u in users):

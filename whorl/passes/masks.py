@@ -1,8 +1,8 @@
-"""Rewrites updates of the rows that a mask selects as updates of all rows.
+"""Rewrite updates of the rows that a mask selects as updates of all rows.
 
-`h[mask] = h[mask] + e` (transformers adds Qwen3-VL's vision embeddings so) works on a tensor of the selected rows,
-which cannot be sharded as the rows of h are. `where(mask, h + spread(e), h)`, where e is spread over all rows, has the
-same bits, works row by row, and has no size that depends on data.
+`h[mask] = h[mask] + e`, as transformers adds Qwen3-VL's vision embeddings, works on a tensor of the selected rows,
+which cannot be sharded as the rows of h are. `where(mask, h + spread(e), h)`, where spread(e) has each row of e at its
+place among all rows, gives the same bits, works row by row, and has no size that depends on data.
 """
 
 from collections.abc import Sequence

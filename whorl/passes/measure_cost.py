@@ -1,4 +1,4 @@
-"""Measures the cost model of this machine: times its collectives and fits alpha and beta."""
+"""Measure the cost model of this machine: time its collectives, and fit latency and seconds per byte."""
 
 import statistics
 import time
@@ -84,9 +84,9 @@ def _times(
 
 
 def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the seconds at zero bytes and the seconds per byte.
+    """Fit a line through (bytes, seconds); return the seconds at zero bytes and the seconds per byte.
 
-    Least squares of the relative error, so that small messages count as much as large ones.
+    Squares of the relative error are minimised, so that small messages count as much as large ones.
     """
     weights = [1 / seconds**2 for _, seconds in points]
     total = sum(weights)

@@ -1,4 +1,4 @@
-"""Drops operators that change nothing for any size; finding them adds no guard."""
+"""Drop operators that change nothing for any size; finding them adds no guard."""
 
 from typing import Any
 
@@ -10,10 +10,8 @@ from .rows import is_tensor, same, value
 aten = torch.ops.aten
 VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 SAME_SHAPE = VIEWS | {aten.expand.default, aten.slice.Tensor, aten.squeeze.default}
-OVERWRITES = {
-    aten.copy.default,
-    aten.slice_scatter.default,
-}  # they replace all of the first argument if the second is as large
+# They replace the first argument entirely if the second has its shape.
+OVERWRITES = {aten.copy.default, aten.slice_scatter.default}
 ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
 
 

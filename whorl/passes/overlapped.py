@@ -1,4 +1,4 @@
-"""Operators that overlap matrix products with collectives: one rank's rows are sent while the next are multiplied."""
+"""Operators that overlap matmuls with collectives: one rank's rows are sent while the next rank's are computed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +42,7 @@ def _exchange(sent: Tensor, to: int, received: Tensor, source: int, ranks: Any) 
 
 
 def _overlapped_reduce_scatter(x: Tensor, weight: Tensor, group: str, product: str) -> Tensor:
+    """Multiply the rows of one rank after the other and send each part to its rank; sum what arrived in rank order."""
     ranks = collectives.process_group(group)
     size, own_rank = ranks.size(), ranks.rank()
     count = collectives.rows_per_rank(x.shape[0], size)
@@ -123,8 +124,8 @@ def all_gather_matmul(
 ) -> list[Tensor]:
     """Gather the rows [tokens, K] from every rank's x [ceil(tokens / p), K] and multiply them by each weight.
 
-    Returns the gathered rows and the products. format: "int8" or "fp8" sends rows in that format with one scale per
-    row, as `all_gather_quantized` does. product: as in `matmul_reduce_scatter`.
+    Returns the gathered rows, then the result for each weight. format: "int8" or "fp8" sends rows in that format with
+    one scale per row, as `all_gather_quantized` does. product: as in `matmul_reduce_scatter`.
     """
     if not format and product == "mm" and (run := fused.all_gather(x, weights, tokens, group)) is not None:
         return run()

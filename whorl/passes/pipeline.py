@@ -26,7 +26,7 @@ Pass = Callable[[Rewrite], int]
 
 
 def fuse_matmuls(state: Rewrite) -> int:
-    """Fuse collectives with the products beside them if `config.fuse` is set. Returns how many were fused."""
+    """Fuse collectives with the matmuls beside them if `config.fuse` is set. Returns how many were fused."""
     if not state.config.fuse:
         return 0
     from . import async_tp
@@ -132,9 +132,9 @@ def order_sums_in_place(gm: GraphModule, config: SequenceParallel) -> int:
 
 
 def tokens_of(gm: GraphModule, group: str) -> Any:
-    """Return the number of tokens of the graph: the rows that most of its all-reduces and gathers over the group have.
+    """Return the number of tokens of the graph: the most frequent number of rows of its all-reduces and gathers.
 
-    It is a number or a symbol; 0 for a graph without any.
+    Only those over the group count. The result is a number or a symbol; 0 for a graph without any.
     """
     counts: list[list[Any]] = []
     for node in gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""Chooses where rows are gathered: a minimum cut through the operators that could run on a rank's rows alone."""
+"""Choose where rows are gathered: a minimum cut through the operators that could run on a rank's rows alone."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +17,10 @@ BYTE = 1024
 
 @dataclass(slots=True)
 class Region:
-    """The values that could be sharded by rows, from gathers of one number of tokens onward.
+    """The values that could be sharded by rows: the roots and what is computed from them row by row.
 
-    shardable: the number of leading token dims of each such value. plans: how each node would run on a rank's rows.
+    tokens: the number of rows, the same for all. roots: the all-gathers with which the region begins. shardable: the
+    number of leading token dims of each value. plans: how each node but the roots would run on a rank's rows.
     """
 
     tokens: Any
@@ -92,8 +93,9 @@ class Cut:
 def minimum_cut(region: Region, moved: Callable[[Node, int], int]) -> Cut:
     """Return the cut that moves the fewest bytes; of several equal cuts the latest.
 
-    moved: function of (node, lead) that returns the bytes of one row. The earliest and the latest of equal cuts are
-    unique whatever the algorithm, so all ranks agree. The latest has the most operators running on a share of the rows.
+    moved: a function of (node, lead) that returns the bytes of one row of a gather there. The earliest and the latest
+    of equal cuts are unique whatever the algorithm, so all ranks agree. With the latest, the most operators run on a
+    rank's rows.
     """
     import networkx
 

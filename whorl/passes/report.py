@@ -1,4 +1,4 @@
-"""The report: what was rewritten, what was left alone, and why."""
+"""The report of the passes: what was rewritten, what was left alone, and why."""
 
 import json
 import re
@@ -57,10 +57,10 @@ class Report:
     gathers: list[Gather] = field(default_factory=list)
     local_operators: int = 0
     sliced: list[str] = field(default_factory=list)  # full operands of which each rank takes its rows
-    gemms: list[str] = field(default_factory=list)  # products that see fewer rows than before
+    gemms: list[str] = field(default_factory=list)  # matmuls that see fewer rows at a time than in the plain graph
     varying: list[str] = field(default_factory=list)  # nodes with constants that differ between ranks
     unproven: list[str] = field(default_factory=list)  # inputs of one repeated value: being equal proves nothing
-    not_fused: list[str] = field(default_factory=list)  # collectives that were not fused with a product, and why
+    not_fused: list[str] = field(default_factory=list)  # collectives that were not fused with a matmul, and why
     is_quantized: bool = False
     is_ordered: bool = True  # sums are in rank order
     predicted_gain: float | None = None  # time of plain communication / time of rewritten
@@ -80,7 +80,8 @@ class Report:
             return "up to the order of sums, which is left to the backend"
         if self.gemms:
             return (
-                f"bitwise where a product's row does not depend on the rows beside it ({len(self.gemms)} run on fewer)"
+                "bitwise where a row of a matmul does not depend on the rows beside it "
+                f"({len(self.gemms)} matmuls see fewer rows)"
             )
         return "bitwise"
 

@@ -1,4 +1,4 @@
-"""Copies a captured graph into its own shape environment."""
+"""Copy a captured graph into a new shape environment."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from .rows import value
 def retrace(gm: GraphModule, size: int) -> tuple[GraphModule, Any]:
     """Return a copy of the graph with new size symbols, and its fake tensor mode.
 
-    What its compilation asks of sizes then adds no guard to the capture. Symbols get an example large enough that no
-    rank's share looks like a constant 0 or 1.
+    Guards on sizes that its compilation adds then belong to the copy, not to the capture. size: the number of ranks.
+    Symbols get a hint so large that a rank's share of it is not 0 or 1, which torch would treat as constants.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -16,7 +16,10 @@ from .report import Collective, Report
 
 @dataclass(slots=True)
 class Rewrite:
-    """One graph on its way through the passes, and what the passes so far have learned."""
+    """One graph on its way through the passes, and what the passes so far have learned.
+
+    inputs: layouts of placeholders by name; differing: names of nodes whose constants or shapes differ between ranks.
+    """
 
     gm: GraphModule
     config: SequenceParallel
@@ -43,4 +46,5 @@ class Rewrite:
         return self.gm.graph
 
     def infer_layouts(self) -> None:
+        """Set `layouts` anew, after the graph has changed."""
         self.layouts = layout.infer(self.graph, self.group, self.inputs, self.differing)

@@ -82,7 +82,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def example(count: Any) -> int:
-    """Return a count as a number; of a symbol its value at capture, or 0 if it depends on data."""
+    """Return a count as a number; of a symbol its hint, the value at capture, or 0 if it depends on data."""
     return int(count) if isinstance(count, int) else int(count.node.hint or 0)
 
 
@@ -252,6 +252,7 @@ def _negative(dims: Any, total: int, lead: int) -> Any:
 
 
 def _place_rows(argument: Any, token_dims: Sequence[Any], lead: int, shardable: Shardable) -> Any:
+    """Return `Rows` for a tensor with these token dims, or a list of them; a string, the reason, if it has others."""
     if isinstance(argument, list | tuple):
         placed = [_place_rows(a, token_dims, lead, shardable) for a in argument]
         return next((p for p in placed if isinstance(p, str)), placed)
@@ -345,7 +346,7 @@ def _pad(node: Node, shardable: Shardable, tokens: Any) -> Plan | str:
 RULES[aten.constant_pad_nd.default] = _pad
 
 
-# ---- named arguments
+# ---- over arguments by name
 
 
 def _named(rows: Sequence[str], *, single: bool = False, is_gemm: bool = False) -> Rule:

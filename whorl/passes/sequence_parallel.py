@@ -38,7 +38,10 @@ def eliminate_noops(state: Rewrite) -> int:
 
 
 def spread_masks(state: Rewrite) -> int:
-    """Rewrite updates of the rows that a mask selects as updates of all rows, so that ranks can share them."""
+    """Rewrite updates of the rows that a mask selects as updates of all rows, which can be sharded.
+
+    Returns how many were rewritten.
+    """
     return masks.spread_masked_updates(state.editor)
 
 
@@ -75,7 +78,7 @@ def order_sum(editor: Editor, node: Node, group: str) -> bool:
 
 
 def other_rows(rows: Any, tokens: Any, size: int) -> int | None:
-    """Return the number of rows at capture if they are not the graph's tokens, padded or not; otherwise None."""
+    """Return the number of rows at capture, or None if they are the graph's tokens, with or without padding."""
     pairs = ((rows, tokens), (tokens, rows))
     is_filled = any(same(a, size * collectives.rows_per_rank(b, size)) for a, b in pairs)
     return None if is_filled or same(rows, tokens) else example(rows)
@@ -183,7 +186,7 @@ def _split(state: Rewrite, node: Node) -> int:
 
 
 def _adopt_gather(state: Rewrite, node: Node) -> None:
-    """Make the model's own all-gather of rows movable, together with the slice behind it that cuts off padding."""
+    """Make the model's own all-gather of rows a root, together with the slice behind it that cuts off padding."""
     is_ours = node.target is ours.all_gather.default
     out = node if is_ours else _waiting_node(node)
     shard: Any = node.args[0]
@@ -229,6 +232,7 @@ def _trimming_slice(out: Node, rows: Any, size: int) -> Node | None:
     if len(users) != 1 or users[0].target is not aten.slice.Tensor:
         return None
     cut: Any = users[0]
+    # slice(input, dim=0, start=None, end=None, step=1): arguments that are left out have their defaults.
     dim, start, step = (*cut.args[1:3], *(None,) * 3)[:2] + ((*cut.args[4:5], 1)[0],)
     is_rows = dim in (0, None) and start in (0, None) and step == 1
     return cut if is_rows and same(rows, collectives.rows_per_rank(value(cut).shape[0], size)) else None

@@ -1,9 +1,9 @@
-"""Reads vLLM's and vllm-ascend's settings of sequence parallelism, by their names and in their order of resolution.
+"""Read vLLM's and vllm-ascend's settings of sequence parallelism, by their names and in their order of resolution.
 
 enable_sp, sp_min_token_num       of pass_config; None by default, which means off
-fuse_gemm_comms                   of pass_config: products fused with collectives; enable_async_tp is its older name
-compile_ranges_endpoints          of the compilation config, inclusive ends of ranges of token counts that are
-                                  compiled apart; compile_ranges_split_points is its older name
+fuse_gemm_comms                   of pass_config: matmuls fused with collectives; enable_async_tp is its older name
+compile_ranges_endpoints          of the compilation config: token counts at which a compile range ends, inclusive;
+                                  compile_ranges_split_points is its older name
 """
 
 import json
@@ -16,7 +16,7 @@ from whorl.device import BACKENDS, default_device
 
 from .config import SequenceParallel, TokenRange
 
-ASCEND_MIN_TOKENS = 1000  # with fewer the fixed cost of collectives outweighs the gain, by the vendor's experience
+ASCEND_MIN_TOKENS = 1000  # with fewer the fixed cost of collectives outweighs the gain, in the vendor's experience
 ASCEND_MIN_TOKENS_MOE = 1  # with experts the tokens are gathered anyway
 DEFAULT_MIN_TOKENS = {BACKENDS["torch_npu"].home: (ASCEND_MIN_TOKENS, ASCEND_MIN_TOKENS_MOE)}  # device: dense, MoE
 ENDPOINTS, OLD_ENDPOINTS = "compile_ranges_endpoints", "compile_ranges_split_points"
@@ -62,9 +62,9 @@ def explain(
     """Resolve settings and return the result with every step in words.
 
     settings: a compilation config (JSON text or a dict), or the settings above on one level. is_moe: the model has
-    experts.
-    is_captured: the model runs as a graph of torch.compile. device: where it runs; default: the best device here.
-    max_tokens: the most tokens of one step; the threshold is never above. options: go to `SequenceParallel`.
+    experts. is_captured: the model runs as a graph of torch.compile. device: where it runs; default: the best device
+    here. max_tokens: the most tokens of one step; a higher threshold is lowered to it. options: go to
+    `SequenceParallel`.
     Raises ValueError for a value of the wrong type, or when enable_sp is on and the model is not captured; warns of
     settings that are not read.
     """
@@ -79,7 +79,7 @@ def explain(
         threshold = DEFAULT_MIN_TOKENS[where][is_moe]
         steps.append(f"platform {where}: sp_min_token_num {threshold} ({'MoE' if is_moe else 'dense'})")
     if enabled is None:
-        steps.append("enable_sp is not set: it stays off, which is upstream's default")
+        steps.append("enable_sp is not set: it stays off, which is vLLM's default")
     if enabled and threshold is None:
         reason = f"sp_min_token_num is not set and {where} has no default: enable_sp becomes False"
         steps.append(reason)

@@ -1,4 +1,4 @@
-"""The number of tokens from which the rewritten graph runs."""
+"""Find the number of tokens from which the rewritten graph runs."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ NEVER = 1 << 62  # more tokens than any call has
 
 
 def least_tokens(config: SequenceParallel, report: Report) -> int:
-    """Return `config.min_tokens`, or for "auto" the count from which the rewritten graph is the faster one.
+    """Return `config.min_tokens`; for "auto" the count from which the cost model predicts a gain, or NEVER.
 
-    The cost model decides that; with one it also sets `report.predicted_gain`.
+    Where a cost model is used, `report.predicted_gain` is set as well.
     """
     is_auto = config.min_tokens == "auto"
     if config.cost is None and not is_auto:
@@ -47,7 +47,7 @@ def _traffic(report: Report) -> Any:
 
 
 def local_cost_model(group: str) -> Any:
-    """Return the cost model measured between these ranks; without other ranks the table's for NVLink."""
+    """Return the cost model measured between these ranks; where there is only one, the table's for NVLink."""
     from .cost import table
     from .measure_cost import measure
 

@@ -14,17 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .checks import (
-    LAYOUTS,
-    REQUIRED,
-    STYLES,
-    WHERE,
-    check,
-    check_choice,
-    check_positive,
-    check_types,
-    require,
-)
+from .checks import LAYOUTS, REQUIRED, STYLES, WHERE, check, check_choice, check_positive, check_types, require
 from .families import DEFAULT_BASE
 from .frequencies import FREQUENCIES, yarn_mscale
 from .hugging_face import SCALING_KEYS, UnknownFamilyWarning, keywords
@@ -33,12 +23,16 @@ __all__ = ["LAYOUTS", "STYLES", "WHERE", "DualChunkPositions", "RopeConfig", "Un
 
 Array = TypeVar("Array")
 
-# "mrope" says that there are sections, not how frequencies are scaled; "su" is the first name that longrope had.
+# "mrope" says only that there are sections, so the frequencies are the default ones; "su" is longrope's first name.
 _ALIASES = {"mrope": "default", "su": "longrope"}
 
 
 class DualChunkPositions(NamedTuple, Generic[Array]):
-    """The positions of a query, by how many chunks the key lies before it. Keys always use `intra`."""
+    """The positions of a query in dual chunk attention, which depend on how many chunks the key lies before it.
+
+    intra: in the same chunk (keys always use it); succ: one chunk; inter: two or more. succ_critical and inter_critical
+    are for the same distances, with another position for every query of a chunk; they select keys for sparse attention.
+    """
 
     intra: Array
     succ: Array
@@ -51,8 +45,8 @@ class DualChunkPositions(NamedTuple, Generic[Array]):
 class RopeConfig:
     """One rotary embedding: R = rotary_dim of D = head_dim channels rotate, in pairs with R/2 frequencies.
 
-    Raises ValueError when the fields contradict each other. Example:
-    `RopeConfig.from_hf(json.load(open("config.json"))).frequencies()`.
+    checks.py explains the values of style, pairs_out, where and layout. Raises ValueError when the fields contradict
+    each other. Example: `RopeConfig.from_hf(json.load(open("config.json"))).frequencies()`.
     """
 
     head_dim: int
@@ -82,7 +76,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
     long_attention_factor: float | None = None
-    # proportional: the share of head_dim whose frequency is not zero.
+    # rope_type "proportional": the share of head_dim whose frequency is not zero.
     proportion: float = 1.0
     chunk_size: int | None = None
     local_size: int | None = None
@@ -167,7 +161,7 @@ class RopeConfig:
 
     @property
     def table_rows(self) -> int:
-        """How many rows a table needs for every position that the model is meant for.
+        """How many rows a cos/sin table needs for every position that the model supports.
 
         YaRN reaches factor x original length, whatever max_position is; dual chunk folds positions into two chunks.
         """
@@ -179,18 +173,18 @@ class RopeConfig:
 
     @property
     def softmax_scale_correction(self) -> float:
-        """The factor of the softmax scale 1/sqrt(D): mscale squared for DeepSeek YaRN, 1.0 for every other type."""
+        """What multiplies the softmax scale 1/sqrt(D): mscale squared for DeepSeek YaRN, 1.0 for every other type."""
         if self.rope_type != "deepseek_yarn" or not self.mscale_all_dim:
             return 1.0
         return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
 
     def is_long(self, seq_len: int | None) -> bool:
-        """Whether `seq_len` tokens exceed the length that the short frequencies are for."""
+        """Return whether `seq_len` tokens are more than the short frequencies are for (longrope, dynamic)."""
         limit = self.original_max_position if self.rope_type == "longrope" else self.max_position
         return self.depends_on_length and seq_len is not None and limit is not None and seq_len > limit
 
     def attention_factor_at(self, seq_len: int | None = None) -> float:
-        """The factor of cos and sin for a sequence of `seq_len` tokens."""
+        """Return the factor that multiplies cos and sin for a sequence of `seq_len` tokens."""
         if self.long_attention_factor is not None and self.is_long(seq_len):
             return self.long_attention_factor
         return self.attention_factor
@@ -215,7 +209,7 @@ class RopeConfig:
 
 
 def _first(*values: Any) -> Any:
-    """The first value that is not None, or None."""
+    """Return the first value that is not None, or None."""
     return next((value for value in values if value is not None), None)
 
 
@@ -251,7 +245,7 @@ def _rotary_dim(head_dim: int, rotary_dim: int | None, partial: float | None, ro
 
 
 def _scaling_fields(rope_type: str, scaling: Mapping[str, Any], max_position: int) -> dict[str, Any]:
-    """The RopeConfig fields of a rope dict, including those that Hugging Face derives."""
+    """Return the RopeConfig fields of a rope dict, including those that Hugging Face derives from others."""
     original = scaling.get("original_max_position_embeddings")
     if original is None and rope_type in ("yarn", "deepseek_yarn", "longrope", "llama3"):
         original = max_position

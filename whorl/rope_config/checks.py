@@ -1,4 +1,4 @@
-"""Checks of rotary configurations."""
+"""The values that the fields of a RopeConfig may have, and checks that the fields agree."""
 
 import math
 from collections.abc import Mapping
@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import RopeConfig
 
+# style: which two channels rotate together. half: i and i + R/2 (Llama, GPT-NeoX); pairs: 2i and 2i + 1 (GPT-J).
+# pairs_out: the order in which style "pairs" writes its result: as it was read, or in half order (DeepSeek-V3).
 STYLES = ("half", "pairs")
+# where: whether the first or the last R of the D channels of a head rotate.
 WHERE = ("leading", "trailing")
+# layout: which axis the R/2 rotary pairs follow. chunked: contiguous bands t, h, w; interleaved: h and w have every
+# third pair, t the others; hwt: h and w alternate, then t.
 LAYOUTS = ("chunked", "interleaved", "hwt")
 # The keys that each type requires. `dynamic` requires factor or alpha, which is checked separately.
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -115,7 +120,10 @@ def _check_dual_chunk(config: "RopeConfig") -> None:
 
 
 def check_types(scaling: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value of the wrong type: types are names, sections and factors are lists of numbers."""
+    """Raise ValueError for a value of a rope dict that has the wrong type.
+
+    rope_type and type are strings, sections, short_factor and long_factor lists of numbers, all others numbers.
+    """
     for name, value in scaling.items():
         if value is None or (name in ("mrope_interleaved", "truncate") and isinstance(value, bool)):
             continue

@@ -7,7 +7,12 @@ DEFAULT_BASE = 10000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """What `model_type` decides about the rotation. The defaults are Llama's."""
+    """What `model_type` decides about the rotation. The defaults are Llama's.
+
+    style, pairs_out, where, direction, sections and layout are fields of RopeConfig; base is the default of rope_theta,
+    local_base that of sliding-window layers, partial that of partial_rotary_factor; indexer_style is the style of the
+    sparse-attention indexer.
+    """
 
     style: str = "half"
     pairs_out: str = "pairs"
@@ -17,12 +22,12 @@ class Model:
     partial: float | None = None
     sections: tuple[int, ...] | None = None
     layout: str = "chunked"
-    # "yarn" in this family also corrects the softmax scale.
+    # rope_type "yarn" means "deepseek_yarn" in this family: it also corrects the softmax scale.
     deepseek_yarn: bool = False
     indexer_style: str = "half"
-    # -1: rotates by the negative angle.
+    # -1 for a family that rotates by the negative angle.
     direction: int = 1
-    # The defaults differ between layers, or are more than a base, and are not listed here: config.json must have them.
+    # True where the defaults differ between layers, or are more than a base; config.json needs rope_parameters then.
     explicit: bool = False
 
 
@@ -40,6 +45,7 @@ _GEMMA3 = Model(base=1e6, local_base=DEFAULT_BASE)
 
 
 def _all(names: str, model: Model) -> dict[str, Model]:
+    """Return the same defaults for every model_type in `names`, which are separated by spaces."""
     return dict.fromkeys(names.split(), model)
 
 

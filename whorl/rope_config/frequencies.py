@@ -14,11 +14,12 @@ Frequencies = NDArray[np.float64]
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's attention factor 0.1 * mscale * ln(factor) + 1, and 1 where factor is at most 1."""
+    """Return YaRN's attention factor, 0.1 * mscale * ln(factor) + 1, or 1 where factor is at most 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _exponents(dim: int, denominator: int) -> Frequencies:
+    """Return 2i / denominator for the dim / 2 pairs i."""
     return np.arange(0, dim, 2, dtype=np.float64) / denominator
 
 
@@ -48,11 +49,15 @@ def _dynamic(config: "RopeConfig", seq_len: int | None) -> Frequencies:
 
 
 def _yarn(config: "RopeConfig", seq_len: int | None) -> Frequencies:
-    """Keep pairs that turn more than beta_fast times in the original length; divide those below beta_slow by factor."""
+    """Keep pairs that turn more than beta_fast times in the original length; divide those below beta_slow by factor.
+
+    Between the two the frequencies are blended linearly in the pair's index.
+    """
     assert config.original_max_position is not None
     dim, original = config.rotary_dim, config.original_max_position
 
     def pair_turning(turns: float) -> float:
+        """Return the (fractional) index of the pair that turns so many times in the original length."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.base))
 
     low, high = pair_turning(config.beta_fast), pair_turning(config.beta_slow)
@@ -82,7 +87,7 @@ def _llama3(config: "RopeConfig", seq_len: int | None) -> Frequencies:
 
 
 def _proportional(config: "RopeConfig", seq_len: int | None) -> Frequencies:
-    """A share of the pairs rotates, spaced over the whole head; the others have frequency 0 (cos 1, sin 0)."""
+    """Return frequencies of which a share, spaced as over the full head, is not 0; at 0 cos is 1 and sin is 0."""
     frequencies = np.zeros(config.rotary_dim // 2)
     rotating = int(config.proportion * config.head_dim // 2)
     frequencies[:rotating] = config.base ** -_exponents(2 * rotating, config.head_dim)

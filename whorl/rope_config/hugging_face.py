@@ -1,8 +1,8 @@
-"""Hugging Face configurations, in the old and new spelling, as keyword arguments of `RopeConfig.from_keywords`.
+"""Convert Hugging Face configurations, in the old and new spelling, to arguments of `RopeConfig.from_keywords`.
 
 A configuration does not state everything: which channels are a pair, in which order they are written back, and the
-default base follow from `model_type`. `MODELS` has these for every type that tests/test_rope_families.py compares with
-the code of transformers; any other type is read as Llama's, with an `UnknownFamilyWarning`.
+default base follow from `model_type`. `families.MODELS` has these for every type that tests/test_rope_families.py
+compares with the code of transformers; any other type is read as Llama's, with an `UnknownFamilyWarning`.
 """
 
 import warnings
@@ -20,6 +20,7 @@ SCALING_KEYS = {
 }  # fmt: skip
 # The keys of the text model inside a composite configuration, outermost first.
 _TEXT_KEYS = ("thinker_config", "text_config", "llm_config", "language_config")
+# The end of two error messages, after the layer types.
 _NESTED = ", each with its own rotary embedding: pass layer_type="
 
 
@@ -47,7 +48,7 @@ def keywords(config: Mapping[str, Any] | object, layer_type: str | None) -> dict
 
 
 def _model(model_type: str | None) -> Model:
-    """The defaults of a family. A configuration without a model_type is read as Llama's, without a warning."""
+    """Return the defaults of a family. A configuration without a model_type is read as Llama's, without a warning."""
     name = str(model_type).removesuffix("_text")
     if model_type is not None and name not in MODELS:
         warnings.warn(
@@ -60,7 +61,7 @@ def _model(model_type: str | None) -> Model:
 
 
 def _plain(config: Mapping[str, Any] | object) -> Mapping[str, Any]:
-    """Any configuration as a mapping. `to_dict` comes first: transformers forbids reading per-layer attributes."""
+    """Return any configuration as a mapping. `to_dict` is preferred: transformers forbids per-layer attributes."""
     if isinstance(config, Mapping):
         return config
     if hasattr(config, "to_dict"):
@@ -71,7 +72,7 @@ def _plain(config: Mapping[str, Any] | object) -> Mapping[str, Any]:
 
 
 def _text_model(config: Mapping[str, Any] | object) -> dict[str, Any]:
-    """The values of the text model, and for keys that it lacks those of the configurations around it."""
+    """Return the values of the text model, and for keys that it lacks those of the configurations around it."""
     values = dict(_plain(config))
     while inner := next((values[key] for key in _TEXT_KEYS if values.get(key)), None):
         outer = {key: value for key, value in values.items() if key not in _TEXT_KEYS}
@@ -80,7 +81,7 @@ def _text_model(config: Mapping[str, Any] | object) -> dict[str, Any]:
 
 
 def _layer_values(values: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
-    """The values of one layer type, where the configuration has values per layer (Gemma-4)."""
+    """Return the values with those of one layer type merged in, where the configuration has some (Gemma-4)."""
     if layer_type == "full_attention" and values.get("global_head_dim"):
         return values | {"head_dim": values["global_head_dim"]}
     layers, overrides = values.get("layer_types"), values.get("per_layer_config")
@@ -91,7 +92,7 @@ def _layer_values(values: dict[str, Any], layer_type: str | None) -> dict[str, A
 
 
 def _rope_dict(values: Mapping[str, Any], model: Model, layer_type: str | None) -> dict[str, Any]:
-    """The rope dict of `layer_type`, with rope_theta and partial_rotary_factor filled in."""
+    """Return the rope dict of `layer_type`, with rope_theta and partial_rotary_factor filled in."""
     new, old = (values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     for name, rope_dict in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(rope_dict, Mapping):
@@ -137,7 +138,7 @@ def _pick_layer(nested: Mapping[str, Any], layer_type: str | None) -> dict[str, 
 
 
 def _merge(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge both spellings; ValueError where they disagree."""
+    """Merge rope_parameters (new) and rope_scaling (old); raises ValueError where they disagree."""
     differ = sorted(key for key in set(new) & set(old) - {"type", "rope_type"} if new[key] != old[key])
     if differ:
         raise ValueError(
@@ -152,6 +153,7 @@ def _type_name(rope: Mapping[str, Any]) -> str:
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the rope dict that RopeConfig reads; warns of the others."""
     unused = sorted(set(rope) - SCALING_KEYS - {"interleaved"})
     if unused:
         warnings.warn(f"RopeConfig: keys {unused} of the rope dict are ignored: they change no frequency", stacklevel=5)
@@ -159,7 +161,8 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _channels(values: Mapping[str, Any], rope: Mapping[str, Any], model: Model, indexer: bool) -> dict[str, Any]:
-    """head_dim, rotary_dim, and which channels are a pair."""
+    """Return head_dim, rotary_dim, and which channels are a pair, of the attention or of the indexer."""
+    # rope_interleave=False makes the families that rotate as DeepSeek-V3 does rotate halves instead of pairs.
     interleave = values.get("rope_interleave")
     style = "half" if interleave is False and model.pairs_out == "half" else model.style
     order: dict[str, Any] = {"style": style, "pairs_out": model.pairs_out if style == "pairs" else "pairs"}
@@ -183,7 +186,7 @@ def _channels(values: Mapping[str, Any], rope: Mapping[str, Any], model: Model, 
 
 
 def _rotary_size(rotary: int | None) -> dict[str, Any]:
-    """MLA states its rotary size, so a partial_rotary_factor beside it is ignored."""
+    """Return the rotary size that MLA states, and no partial_rotary_factor, which is ignored beside it."""
     return {"rotary_dim": rotary, "partial_rotary_factor": None}
 
 
@@ -198,6 +201,7 @@ def _head_dim(values: Mapping[str, Any]) -> int:
 
 
 def _layout(rope: Mapping[str, Any], model: Model) -> str | None:
+    """Return the layout of the sections: the rope dict's mrope_interleaved decides, otherwise the family."""
     if rope.get("mrope_section") is None and rope.get("xdrope_section") is None:
         return None
     interleaved = _first(rope.get("mrope_interleaved"), rope.get("interleaved"))
@@ -217,6 +221,7 @@ def _dual_chunk(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(values: Mapping[str, Any], *names: str) -> int:
+    """Return the first of `names` that the configuration has, as a positive integer; raises ValueError for none."""
     name = next((name for name in names if values.get(name) is not None), None)
     if name is None:
         raise ValueError(f"RopeConfig: the configuration needs {' or '.join(names)}, found {_first_names(values)}")
@@ -237,7 +242,7 @@ def _real(name: str, value: Any) -> float:
 
 
 def _first_names(names: Iterable[str]) -> list[str]:
-    """The first twelve names, sorted, for an error message."""
+    """Return the first twelve names, sorted, for an error message."""
     ordered = sorted(names)
     return [*ordered[:12], "..."] if len(ordered) > 12 else ordered
 

@@ -12,6 +12,7 @@ BRIDGE_SECTIONS = (24, 20, 20)  # the default mrope_section of Bridge's Qwen3-VL
 
 
 def _branch_location(launch: Launch) -> str:
+    """Return where position_embedding_type is set, or why it has its value where it is not."""
     return (
         launch.where("position_embedding_type")
         if launch.find("position_embedding_type")
@@ -41,6 +42,7 @@ def mrope_settings(sections: list[int], *, mindspeed: bool) -> tuple[str, ...]:
 
 
 def _describe_failure(launch: Launch) -> str:
+    """Say how an MRoPE model fails in the rope branch, which depends on the version of Megatron Bridge."""
     if not launch.uses_bridge:
         return (
             "GPTModel's rope branch calls its rotary object with a sequence length and never reads position_ids: with "

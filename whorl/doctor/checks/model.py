@@ -34,7 +34,10 @@ def config_unread(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
 
 
 def _report_refused_config(launch: Launch, *, readable: bool, expected: str, why: str, fix: str) -> Iterator[Problem]:
-    """Report why RopeConfig refused the config, if its other keys are readable (or are not, per `readable`)."""
+    """Report why RopeConfig refused the config.
+
+    readable: report it only if the keys beside the rope dictionary can be read (True), or only if they cannot (False).
+    """
     if launch.rope_problem is None or _is_explained_by_sections(launch) or _readable_without_rope(launch) != readable:
         return
     yield Problem(where=launch.inputs.model_where, found=launch.rope_problem, expected=expected, why=why, fix=fix)

@@ -70,14 +70,15 @@ def rotary_tables(launch: Launch) -> list[str]:
 @rule("static-cos-sin")
 def operator_keeps_first_table(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     tables = rotary_tables(launch)
-    hoisted = path.operator == "npu_apply_rotary_pos_emb" and launch.framework == "vllm"
-    if not tables or not (path.operator == "_npu_rotary_embedding" or hoisted):
+    # vllm-ascend calls this operator on Atlas 310P, with one pair of cos and sin per process.
+    is_recorded_once = path.operator == "npu_apply_rotary_pos_emb" and launch.framework == "vllm"
+    if not tables or not (path.operator == "_npu_rotary_embedding" or is_recorded_once):
         return
     yield Problem(
         found=f"{path.operator} and more than one rotary table ({'; '.join(tables)})",
         expected="an operator that takes its table as an argument of every call",
         why="vllm-ascend keeps one pair of cos and sin per process, recorded by the first layer."
-        if hoisted
+        if is_recorded_once
         else "ATB fills process-wide cos and sin at the first call and never refreshes them: every later table is "
         "ignored without an error.",
         fix="npu_mrope with mrope_section=[0, 0, 0], or Triton (a newer vllm-ascend)",

@@ -7,7 +7,8 @@ from whorl.doctor.launch import Launch
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
 
-# By quant_method: how whorl computes with it. A test keeps these the methods that `whorl.nn.weights` knows.
+# By quant_method: how whorl computes with such weights; compressed-tensors has several formats, which
+# `_describe_matmul` tells apart. A test checks that these are the methods that `whorl.nn.weights` can read.
 KNOWN = {
     "fp8": "FP8 values, unpacked to the model's dtype; activations stay in that dtype",
     "compressed-tensors": "",
@@ -109,7 +110,7 @@ def merged_matrix_quantised_in_part(launch: Launch, path: RotaryPath) -> Iterato
                 )
 
 
-# By kv_cache_dtype: what an NPU runs.
+# By kv_cache_dtype: what attention runs on an NPU, and why it is slow.
 CACHES = {
     "int8": "int8 decodes with npu_fused_infer_attention_score in bf16; prefill runs the slow torch reference",
     "fp8": "torch_npu has no attention over fp8 with a scale per token and head, so the slow torch reference runs",

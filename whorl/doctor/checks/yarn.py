@@ -13,7 +13,10 @@ YARN: Final = ("yarn", "deepseek_yarn")
 
 
 class Flag(NamedTuple):
-    """A flag of MindSpeed-LLM: the value that config.json needs, and its default (None: the launch needs the flag)."""
+    """A flag of MindSpeed-LLM.
+
+    expected: the value that reproduces config.json; default: MindSpeed-LLM's, None where the flag has none.
+    """
 
     key: str
     expected: float
@@ -33,7 +36,7 @@ def yarn_not_in_the_launch(launch: Launch, path: RotaryPath) -> Iterator[Problem
         return
     branch, because = megatron_branch(launch)
     is_set = launch.get("rope_scaling_type") == "yarn" or launch.get("yarn_rotary_scaling_factor") is not None
-    # Megatron's own multi-latent attention scales by default; MindSpeed-LLM's reads the flags.
+    # Megatron's own multi-latent attention applies YaRN by default; MindSpeed-LLM's only with its flags.
     by_default = launch.is_mla and not launch.uses_mindspeed_llm and launch.get("rope_type", "yarn") == "yarn"
     if branch == "yarn" or is_set or by_default:
         return
@@ -112,6 +115,7 @@ def _difference(launch: Launch, flag: Flag) -> str | None:
 
 
 def _difference_of_lengths(launch: Launch, rope: RopeConfig) -> str | None:
+    """Say how the factor that the launch's two lengths imply differs from config.json; None where it agrees."""
     longest = launch.real("max_position_embeddings")
     original = launch.real("rope_scaling_original_max_position_embeddings")
     if not longest or not original or longest / original == rope.factor:
