@@ -18,5 +18,7 @@ def write_checkpoints(folder: Path, configs: Mapping[str, dict[str, Any]]) -> di
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
         model: Any = random_model(config, device="cpu", dtype=torch.float32)
-        save_file({n: slot.into.clone() for n, slot in nn.slots(model).items()}, folder / name / "model.safetensors")
+        save_file(
+            {n: slot.into.clone() for n, slot in nn.destinations(model).items()}, folder / name / "model.safetensors"
+        )
     return {name: folder / name for name in configs}

@@ -275,7 +275,7 @@ def write(folder: Path, case: Case, kind: str | type[Llama], seed: int = 0) -> t
     packed: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     drawn: Any = random_model(config, device="cpu", dtype=torch.float32)
-    for name, slot in nn.slots(drawn).items():
+    for name, slot in nn.destinations(drawn).items():
         module = name.removesuffix(".weight")
         is_kept = module.endswith(("embed_tokens", "norm")) or any(f".{kept}." in f".{module}." for kept in case.kept)
         if slot.into.ndim == 1 or is_kept:

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from serving import told
 
-from whorl.cluster.asked import END, ForwardedRequest, Message, ReplicaLost, forwarded_headers
 from whorl.cluster.endpoint import ATTEMPTS, Endpoint, merge_metrics
+from whorl.cluster.forwarded import END, ForwardedRequest, Message, ReplicaLost, forwarded_headers
 from whorl.cluster.replica import Replica, replica_settings
 from whorl.cluster.routing import Routing
 from whorl.serve.key_limits import ApiKey

@@ -13,7 +13,7 @@ from vision import END, IMAGE, START, expand, item
 from whorl.engine.encoder import Encoder, Job
 from whorl.engine.features import Features
 from whorl.engine.llm import LLM
-from whorl.engine.placing import Placed, Placement
+from whorl.engine.placing import PlacedMedia, Placement
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.sequence import Sequence as Seq
 from whorl.engine.speculate.prompt_lookup import PromptLookup
@@ -253,14 +253,14 @@ def test_pictures_that_run_as_one_have_their_own_bits() -> None:
         assert torch.equal(encoded(model, [job], "cuda")[job.number], together[job.number])
 
 
-def sequence(*items: Placed, length: int = 40, salt: str | None = None) -> Seq:
+def sequence(*items: PlacedMedia, length: int = 40, salt: str | None = None) -> Seq:
     axes = np.tile(np.arange(length), (3, 1))
     params = SamplingParams(cache_salt=salt)
     return Seq([1] * length, params, max_len=99, placement=Placement(items, axes, 0))
 
 
-def placed(seed: int, start: int, num_tokens: int) -> Placed:
-    return Placed(item(seed, (1, 2, 2 * num_tokens)), (range(start, start + num_tokens),))
+def placed(seed: int, start: int, num_tokens: int) -> PlacedMedia:
+    return PlacedMedia(item(seed, (1, 2, 2 * num_tokens)), (range(start, start + num_tokens),))
 
 
 def test_the_encoder_counts_its_work() -> None:

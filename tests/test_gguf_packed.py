@@ -83,7 +83,7 @@ def test_shares_of_ranks(tmp_path: Path) -> None:
     hf = save(tmp_path / "hf", Llama.tiny(hidden_size=64, intermediate_size=128, head_dim=16))
     path = tmp_path / "model.gguf"
     write_gguf(path, "llama", hf, gguf.GGMLQuantizationType.Q8_0)
-    whole = {name: slot.into for name, slot in nn.slots(load(path, unpack=True)).items()}
+    whole = {name: slot.into for name, slot in nn.destinations(load(path, unpack=True)).items()}
     for rank in range(2):
         model = load(path, tp=nn.Ranks(rank=rank, size=2))
         for name, matrix in matrices(model).items():

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from media_files import IMAGE, OPTIONS, VIDEO, drawn, encoded, film, png, write_model_files
 from PIL import Image, ImageOps
 
-from whorl.media import MediaError, Place, Processor, expand
+from whorl.media import MediaError, Placeholder, Processor, expand
 from whorl.media.options import ImageOptions, VideoOptions, read_options
 from whorl.media.pixels import Pixels
 from whorl.media.sizes import frame_indices, image_size, patch_seconds, video_size
@@ -256,7 +256,7 @@ def test_places_equal_transformers() -> None:
     replaced = [peer.replace_image_token(images, image_idx=i) for i in range(2)]
     (expected,), _ = peer.get_text_with_replacements([text], replaced, [peer.replace_video_token(videos, video_idx=0)])
     seconds = patch_seconds(indices.tolist(), 10.0, 2)
-    ours = expand(text, [Place("image", 6), Place("video", 4, seconds), Place("image", 1)])
+    ours = expand(text, [Placeholder("image", 6), Placeholder("video", 4, seconds), Placeholder("image", 1)])
     assert ours == expected
     assert "<0.3 seconds><|vision_start|><|video_pad|>" in ours
     ids = tokenizer.encode(ours, add_special_tokens=False)
@@ -266,10 +266,10 @@ def test_places_equal_transformers() -> None:
 
 def test_a_mark_too_many_or_too_few() -> None:
     for text, places in (
-        ("<|image_pad|> and <|image_pad|>", [Place("image", 4)]),
-        ("none", [Place("image", 4)]),
+        ("<|image_pad|> and <|image_pad|>", [Placeholder("image", 4)]),
+        ("none", [Placeholder("image", 4)]),
         ("<|video_pad|>", []),
-        ("<|video_pad|>", [Place("image", 4)]),
+        ("<|video_pad|>", [Placeholder("image", 4)]),
     ):
         with pytest.raises(MediaError, match=r"places for (pictures|videos)"):
             expand(text, places)
@@ -278,8 +278,10 @@ def test_a_mark_too_many_or_too_few() -> None:
 
 def test_a_place_has_a_token_for_each_merged_patch(processor: Processor) -> None:
     item = processor.image(png(200, 100)).item()
-    assert Place.for_item(item, 2).num_tokens == len(item.patches) // 4 == item.grid[1] * item.grid[2] // 4
-    assert Place.from_json(json.loads(json.dumps(Place("video", 4, (0.5,)).to_json()))) == Place("video", 4, (0.5,))
+    assert Placeholder.for_item(item, 2).num_tokens == len(item.patches) // 4 == item.grid[1] * item.grid[2] // 4
+    assert Placeholder.from_json(json.loads(json.dumps(Placeholder("video", 4, (0.5,)).to_json()))) == Placeholder(
+        "video", 4, (0.5,)
+    )
 
 
 # ---- names of contents

@@ -29,7 +29,7 @@ TEXT = (*HEAD_AND_ROUTER, "visual")
 
 def _tower_linears() -> list[str]:
     """Named one by one, as Qwen's own FP8 checkpoints do."""
-    names = nn.slots(random_model(config("dense"), device="cpu", dtype=torch.float32))
+    names = nn.destinations(random_model(config("dense"), device="cpu", dtype=torch.float32))
     return [n.removesuffix(".weight") for n in names if ".visual." in n and n.endswith(".weight")]
 
 
@@ -73,7 +73,7 @@ def write(folder: Path, case: Case, kind: str) -> tuple[Path, Path]:
         packed.update({f"{module}.{end}": tensor.contiguous() for end, tensor in found.items()})
         return exact
 
-    for name, slot in nn.slots(random_model(values, device="cpu", dtype=torch.float32)).items():
+    for name, slot in nn.destinations(random_model(values, device="cpu", dtype=torch.float32)).items():
         module, shape = name.removesuffix(".weight"), tuple(slot.into.shape)
         if ".experts." in name:
             sources = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)

@@ -223,7 +223,7 @@ def naive(logits: torch.Tensor, sample: Sample) -> torch.Tensor:
     if params.has_penalties:
         counts |= Counter(seq.output_ids + sample.chunk.draft[: sample.num_drafted])
     bias = dict(params.logit_bias)
-    if sample.place < params.min_tokens:
+    if sample.output_index < params.min_tokens:
         bias |= dict.fromkeys(seq.stop_ids, -torch.inf)
     rows = [(t, counts.get(t, -1), bias.get(t, 0.0)) for t in counts | bias if t < len(logits)]
     tokens, times, biases = (torch.tensor([[row[part] for row in rows]]) for part in range(3))

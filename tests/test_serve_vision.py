@@ -23,7 +23,7 @@ from whorl.cli import app
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.settings import EngineSettings
-from whorl.media import MediaItem, Place, Processor, expand
+from whorl.media import MediaItem, Placeholder, Processor, expand
 from whorl.serve.logprobs import TokenTexts
 
 pytest.importorskip("transformers")
@@ -148,7 +148,7 @@ def alone(folder: Path) -> LLM:
 
 def generated(llm: LLM, prompt: str, items: Sequence[MediaItem]) -> list[int]:
     assert llm.tokenizer is not None
-    ids = llm.tokenizer.encode(expand(prompt, [Place.for_item(item, TOY.MERGE) for item in items]))
+    ids = llm.tokenizer.encode(expand(prompt, [Placeholder.for_item(item, TOY.MERGE) for item in items]))
     (out,) = llm.generate([ids], GREEDY, media=[list(items)], progress=False)
     return out.token_ids
 
@@ -214,7 +214,9 @@ def test_frames_of_a_video(served: Served, theirs: Theirs, alone: LLM, processor
     answer = ask(served, video(FRAMES), ASKED)
     item = processor.frames(FRAMES).item()
     prompt = theirs.prompt({"type": "video"}, ASKED)
-    ids = theirs.tokenizer(expand(prompt, [Place.for_item(item, TOY.MERGE)]), add_special_tokens=False)["input_ids"]
+    ids = theirs.tokenizer(expand(prompt, [Placeholder.for_item(item, TOY.MERGE)]), add_special_tokens=False)[
+        "input_ids"
+    ]
     config = theirs.model.config
     expected = theirs.greedy(**hf_inputs([(ids, [item])], config.image_token_id, config.video_token_id))
     assert said(answer) == spelled(served, expected)

@@ -23,7 +23,7 @@ from whorl.bench import collectives
 from whorl.cli import app
 from whorl.device import COLLECTIVE_CHOICES, COLLECTIVE_SETTINGS
 from whorl.engine import launch
-from whorl.engine.launch import Place, RankError
+from whorl.engine.launch import RankError, RankPlace
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate.prompt_lookup import PromptLookup
@@ -368,14 +368,14 @@ def test_no_rank_outlives_the_program(end: signal.Signals | None, code: int, che
 def test_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert Place.find() == Place(rank=0, size=1, local_rank=0, is_given=False)
-    assert Place.find(4) == Place(rank=0, size=4, local_rank=0, is_given=False)
+    assert RankPlace.find() == RankPlace(rank=0, size=1, local_rank=0, is_given=False)
+    assert RankPlace.find(4) == RankPlace(rank=0, size=4, local_rank=0, is_given=False)
     for name, value in {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "MASTER_ADDR": "host", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    assert Place.find() == Place.find(8) == Place(rank=5, size=8, local_rank=1, is_given=True)
-    assert Place.find(1).size == 1
+    assert RankPlace.find() == RankPlace.find(8) == RankPlace(rank=5, size=8, local_rank=1, is_given=True)
+    assert RankPlace.find(1).size == 1
     with pytest.raises(ValueError, match="tp is 2, and torchrun has started 8 ranks"):
-        Place.find(2)
+        RankPlace.find(2)
 
 
 def test_more_ranks_than_heads_start_nothing(engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +438,7 @@ def test_settings_are_made_and_said_in_a_line(
     monkeypatch.setattr(launch, "device_count", lambda device: 2)
     monkeypatch.setattr(launch, "Address", None)  # nothing is started
     with pytest.raises(AttributeError):
-        launch.start(Place(rank=0, size=2, local_rank=0, is_given=False), device, "none", {})
+        launch.start(RankPlace(rank=0, size=2, local_rank=0, is_given=False), device, "none", {})
     (line,) = caplog.messages
     for name, value in wanted.items():
         is_mine = (device, name) == ("npu", "HCCL_BUFFSIZE")
@@ -449,7 +449,7 @@ def test_settings_are_made_and_said_in_a_line(
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "device_count", lambda device: 2)
     with pytest.raises(ValueError, match="tp is 4; this machine has 2 cuda devices"):
-        launch.start(Place(rank=0, size=4, local_rank=0, is_given=False), "cuda", "none", {})
+        launch.start(RankPlace(rank=0, size=4, local_rank=0, is_given=False), "cuda", "none", {})
     monkeypatch.setattr(collectives, "device_count", lambda device: 1)
     monkeypatch.setattr(collectives, "require", lambda device: device)
     with pytest.raises(ValueError, match=r"--ranks is 1, expected at least 2.* has 1 cuda device"):

@@ -160,7 +160,7 @@ def test_gradients_are_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     for parameter in model.parameters():  # the slots of a checkpoint are views of them: of gradients, now
         parameter.data = parameter.grad
-    for source, slot in nn.slots(model).items():
+    for source, slot in nn.destinations(model).items():
         found = hf_gradients(hf, source)[slot.index]
         torch.testing.assert_close(
             slot.into, found, rtol=1e-3, atol=1e-5, msg=lambda m, source=source: f"{source}: {m}"

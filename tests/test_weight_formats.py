@@ -45,14 +45,14 @@ class PairedInt8(nn.Format):
             "scales": torch.empty(*rows, columns // GROUP, dtype=torch.float32),
         }
 
-    def slots(self, matrix: Any, part: nn.Part) -> Iterator[tuple[str, nn.Slot]]:
+    def destinations(self, matrix: Any, part: nn.Part) -> Iterator[tuple[str, nn.Destination]]:
         for end, into, size, dtype in (
             ("weight_pairs", matrix.pairs, 2, torch.int16),
             ("weight_scale", matrix.scales, GROUP, None),
         ):
             index = part.rows, slice(part.columns.start // size, part.columns.stop // size)
             shape = part.shape[0], part.shape[1] // size
-            yield end, nn.Slot(into=into[part.place], shape=shape, index=index, dtype=dtype)
+            yield end, nn.Destination(into=into[part.place], shape=shape, index=index, dtype=dtype)
 
     def finish(self, matrix: Any) -> None:
         matrix.scales = torch.nn.Parameter(matrix.scales.mT.contiguous(), requires_grad=False)
@@ -132,13 +132,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     model: Any = weights.random_model(CONFIG, device="cpu", dtype=torch.float32)
     paired: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
-    for name, slot in nn.slots(model).items():
-        if slot.into.ndim == 1 or name.endswith("mlp.gate.weight"):
-            paired[name] = dense[name] = slot.into.clone()
+    for name, destination in nn.destinations(model).items():
+        if destination.into.ndim == 1 or name.endswith("mlp.gate.weight"):
+            paired[name] = dense[name] = destination.into.clone()
             continue
-        paired[f"{name}_pairs"], paired[f"{name}_scale"] = quantised(slot.into)
+        paired[f"{name}_pairs"], paired[f"{name}_scale"] = quantised(destination.into)
         dense[name] = dequantised(paired[f"{name}_pairs"], paired[f"{name}_scale"])
-        assert 0 < (dense[name] - slot.into).abs().max() < 0.01
+        assert 0 < (dense[name] - destination.into).abs().max() < 0.01
     folder = tmp_path_factory.mktemp("checkpoints")
     return write(folder / "paired", CONFIG | settings(), paired), write(folder / "dense", CONFIG, dense)
 
@@ -203,7 +203,7 @@ def test_two_ranks_hold_the_values_between_them(checkpoints: tuple[Path, Path]) 
     """Bit by bit what two ranks hold of the dense checkpoint when cut at the same places."""
     whole = load(checkpoints[1])
     shares = [load(checkpoints[0], tp=nn.Ranks(rank=rank, size=2)) for rank in range(2)]
-    sources = {name: slot.into for name, slot in nn.slots(whole).items()}
+    sources = {name: destination.into for name, destination in nn.destinations(whole).items()}
     for rank in shares:
         for name, matrix in matrices(rank).items():
             values = matrix.format.values(matrix)

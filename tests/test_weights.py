@@ -341,7 +341,7 @@ def test_the_largest_qwen3_is_shared(size: int) -> None:
         assert experts.down_proj.weight.shape == (128, 4096, 1536 // size)
         assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (151936 // size, 4096)
         assert model.cache_specs()[0] == nn.PagedKV(num_kv_heads=kv, head_dim=128, dtype=torch.bfloat16)
-        for name, slot in nn.slots(model).items():
+        for name, slot in nn.destinations(model).items():
             axis = 1 if "o_proj" in name or "down_proj" in name else 0
             start, stop, _ = slot.index[axis].indices(slot.shape[axis])
             assert slot.into.shape[axis] == stop - start
@@ -367,7 +367,7 @@ def test_the_largest_qwen3_weighs_what_it_should() -> None:
         kv = 94 * 2 * 2 * 128 * 4096 * max(1, size // 4) * 4 // size  # k and v, bf16, 4 heads or their copies
         rest = total - replicated - 94 * 2 * 2 * 4 * 128 * 4096
         assert held == rest // size + replicated + kv
-    assert len(nn.slots(model)) == 94 * (4 + 2 + 2 + 1 + 3 * 128) + 3
+    assert len(nn.destinations(model)) == 94 * (4 + 2 + 2 + 1 + 3 * 128) + 3
 
 
 def run_rank(rank: int, size: int, folder: Path, store: str, results: Any) -> None:

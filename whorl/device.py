@@ -32,8 +32,8 @@ TWO_LATENT_CACHES = ("torch_npu",)
 COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # the library of collectives
 
 # Environment variables that make several ranks faster. They are set before the library starts, unless the user has set
-# them. Those of HCCL and the task queue took Qwen3-235B on 16 Ascend 910 from 12 to 23 tokens a second; without any one
-# of the last three it lost 20 to 40 %. NCCL only moves bytes here, since whorl sums in rank order: its in-switch
+# them. Users report that those of HCCL and the task queue took Qwen3-235B on 16 Ascend 910 from 12 to 23 tokens a
+# second; nobody has measured that with whorl. NCCL only moves bytes here, since whorl sums in rank order: its in-switch
 # reductions (NVLS) would reserve memory for nothing.
 COLLECTIVE_SETTINGS: dict[str, dict[str, str]] = {
     "cpu": {},

@@ -35,7 +35,6 @@ MISSING = {
     "--quantization": _FORMAT,
     "-q": _FORMAT,
     "--load-format": "the format follows from the files, safetensors or .gguf: leave it out",
-    "--kv-cache-dtype": "the cache has the dtype of the weights: leave it out",
     "--enable-lora": _LORA,
     "--lora-modules": _LORA,
     "--pipeline-parallel-size": _RANKS,

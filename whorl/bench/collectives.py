@@ -32,7 +32,7 @@ from whorl.device import (
     synchronize,
     versions,
 )
-from whorl.engine.launch import Place, Rank, start
+from whorl.engine.launch import Rank, RankPlace, start
 from whorl.nn import Ranks
 
 WIDTH = 4096  # hidden size of Qwen3-235B-A22B
@@ -99,7 +99,7 @@ def _measure_in_new_processes(name: str, variables: dict[str, str], options: dic
 
 def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Start new ranks and time all collectives; runs as rank 0."""
-    place = Place(rank=0, size=options["ranks"], local_rank=0, is_given=False)
+    place = RankPlace(rank=0, size=options["ranks"], local_rank=0, is_given=False)
     group = start(place, options["device"], "whorl.bench.collectives:follow", options, tune=options["tune"])
     try:
         group.collect("here")

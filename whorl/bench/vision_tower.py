@@ -93,7 +93,9 @@ class Peer:
         with torch.device(device):
             self.model = tower_class._from_config(config, dtype=model.dtype).eval()
         prefix = "model.visual."
-        weights = {n.removeprefix(prefix): slot.into for n, slot in nn.slots(model).items() if n.startswith(prefix)}
+        weights = {
+            n.removeprefix(prefix): slot.into for n, slot in nn.destinations(model).items() if n.startswith(prefix)
+        }
         self.model.load_state_dict(weights)
         self.device = device
 

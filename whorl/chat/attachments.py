@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from whorl.media import MediaError, MediaItem, Place, Processor
+from whorl.media import MediaError, MediaItem, Placeholder, Processor
 from whorl.media.pixels import Pixels
 
 
@@ -15,7 +15,7 @@ class Attachment:
 
     name: str
     item: MediaItem
-    place: Place
+    place: Placeholder
 
     @property
     def num_tokens(self) -> int:
@@ -41,7 +41,7 @@ class Attachments:
             raise ValueError(f"{path}: {error}") from None
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-        return Attachment(path.name, item, Place.for_item(item, processor.merge_size))
+        return Attachment(path.name, item, Placeholder.for_item(item, processor.merge_size))
 
     def _pixels(self, processor: Processor, kind: str, path: Path) -> Pixels:
         most = processor.limits.max_bytes

@@ -23,7 +23,7 @@ from whorl.serve.openai import WITH_MEDIA
 from whorl.serve.running import Running
 from whorl.serve.settings import ServerSettings
 
-from .asked import END, ForwardedRequest, Message, ReplicaLost, Replicas, forwarded_headers
+from .forwarded import END, ForwardedRequest, Message, ReplicaLost, Replicas, forwarded_headers
 from .prompt_blocks import prompt_blocks
 from .routing import Routing
 

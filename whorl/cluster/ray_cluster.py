@@ -11,7 +11,7 @@ from whorl.engine.settings import EngineSettings
 from whorl.serve.engine_thread import QueueFull
 from whorl.serve.settings import ServerSettings
 
-from .asked import ForwardedRequest, Message, ReplicaLost
+from .forwarded import ForwardedRequest, Message, ReplicaLost
 from .options import ClusterOptions
 from .prompt_blocks import BLOCK
 from .replica import Replica

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from .asked import ForwardedRequest
+from .forwarded import ForwardedRequest
 from .routing import shared
 
 

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .asked import END, ForwardedRequest, Message
+from .forwarded import END, ForwardedRequest, Message
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -44,7 +44,7 @@ class Adjuster:
             seq, params = sample.chunk.sequence, sample.chunk.sequence.params
             if params.logit_bias:
                 groups.setdefault(id(params.logit_bias), []).append(row)
-            if sample.place < params.min_tokens and seq.stop_ids:
+            if sample.output_index < params.min_tokens and seq.stop_ids:
                 banned.setdefault(seq.stop_ids, []).append(row)
         if not groups and not banned:
             return logits

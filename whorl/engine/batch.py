@@ -66,7 +66,7 @@ class Sample:
 
     chunk: Chunk
     num_drafted: int
-    place: int  # index of the sampled token among the sequence's outputs
+    output_index: int  # index of the sampled token among the sequence's outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Insert(NamedTuple):
     length: int
 
 
-class Placed(NamedTuple):
+class PlacedChunk(NamedTuple):
     """A chunk in a call. row: index of its first token in the call. lane, block_table: those of its sequence when the
     call was built: the sequence may be finished or preempted before the results are used."""
 
@@ -117,7 +117,7 @@ class Call:
     score_rows: list[int] = field(default_factory=list)
     axes: np.ndarray | None = None
     inserts: list[Insert] = field(default_factory=list)
-    placed: list[Placed] = field(default_factory=list)
+    placed: list[PlacedChunk] = field(default_factory=list)
 
     @property
     def size(self) -> Size:
@@ -174,7 +174,7 @@ def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> C
         starts.append(len(tokens))
         contexts.append(end)
         entry_lanes.append(seq.lane)
-        placed.append(Placed(chunk, first_row, seq.lane, seq.block_table))
+        placed.append(PlacedChunk(chunk, first_row, seq.lane, seq.block_table))
         if seq.placement is not None:
             with_images.append((first_row, chunk))
         if chunk.is_new:
@@ -283,7 +283,7 @@ def _sampling(samples: Sequence[Sample]) -> dict[str, list[int] | np.ndarray]:
     filters = np.array([seq.filters for seq in sequences]).reshape(-1, 4).T
     return {
         "seeds": [seq.seed for seq in sequences],
-        "places": [sample.place for sample in samples],
+        "places": [sample.output_index for sample in samples],
         **dict(zip(("temperature", "top_k", "top_p", "min_p"), filters, strict=True)),
     }
 

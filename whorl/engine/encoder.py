@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from whorl.media import MediaItem
 
-from .placing import Placed
+from .placing import PlacedMedia
 from .sequence import Sequence
 
 # Equal keys have equal features. The request's cache salt is part of the key, so that a request cannot learn from
@@ -115,7 +115,7 @@ class Encoder:
         self._dropped, self._jobs, self._cost = [], {}, 0
         return work
 
-    def _hold(self, seq: Sequence, index: int, placed: Placed) -> Entry | None:
+    def _hold(self, seq: Sequence, index: int, placed: PlacedMedia) -> Entry | None:
         """Return the entry of an image, held by `seq`; None if it is new and the cache has no room for it.
 
         index: of the image in the sequence's placement.
@@ -157,7 +157,7 @@ class Encoder:
             self._dropped.append(entry.number)
         return True
 
-    def _advance(self, entry: Entry, placed: Placed, left: int) -> int:
+    def _advance(self, entry: Entry, placed: PlacedMedia, left: int) -> int:
         """Plan layers that cost up to `left` tokens, but at least one if the step has no other job, so that every step
         makes progress; return their cost, at most `left`. All layers together cost the image's tokens."""
         fit = max(left * self.depth // entry.num_tokens, 0 if self._jobs else 1)

@@ -43,7 +43,7 @@ class RankError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankPlace:
     """The rank of this process and the number of ranks. is_given: torchrun or another launcher has started the ranks;
     False: rank 0 starts them."""
 
@@ -53,7 +53,7 @@ class Place:
     is_given: bool
 
     @classmethod
-    def find(cls, num_ranks: int | None = None) -> "Place":
+    def find(cls, num_ranks: int | None = None) -> "RankPlace":
         """Return the place by torchrun's environment variables; without them, rank 0 of `num_ranks`.
 
         num_ranks: the value of tp; None: as many as torchrun has started, or 1. ValueError if they disagree."""
@@ -105,7 +105,7 @@ class Address:
 class Rank:
     """One rank: its client of the store and its process groups."""
 
-    def __init__(self, place: Place, device: str, store: distributed.Store) -> None:
+    def __init__(self, place: RankPlace, device: str, store: distributed.Store) -> None:
         self.rank, self.size, self.device, self._store = place.rank, place.size, device, store
         self.control: Any = None  # a gloo group, in which ranks may wait for rank 0 without a time limit
         self._is_local, self._has_joined = not place.is_given, False
@@ -156,7 +156,7 @@ class RankGroup(Rank):
     """Rank 0, which controls the other ranks. `close` ends them."""
 
     def __init__(
-        self, place: Place, device: str, address: Address, processes: Sequence[subprocess.Popen[bytes]] = ()
+        self, place: RankPlace, device: str, address: Address, processes: Sequence[subprocess.Popen[bytes]] = ()
     ) -> None:
         super().__init__(place, device, address.connect())
         self._address = address
@@ -287,7 +287,7 @@ class RankGroup(Rank):
                 process.stdin.close()
 
 
-def start(place: Place, device: str, job: str, settings: dict[str, Any], *, tune: bool = True) -> RankGroup:
+def start(place: RankPlace, device: str, job: str, settings: dict[str, Any], *, tune: bool = True) -> RankGroup:
     """Start the ranks and return rank 0's group. job: "module:function", which every other rank calls with its `Rank`;
     it reads `settings` from there. tune: set the environment variables that speed collectives up.
 
@@ -381,7 +381,7 @@ def follow() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; rank 0 handles it
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     rank = int(os.environ["RANK"])
-    place = Place(rank=rank, size=int(os.environ["WORLD_SIZE"]), local_rank=rank, is_given=False)
+    place = RankPlace(rank=rank, size=int(os.environ["WORLD_SIZE"]), local_rank=rank, is_given=False)
     _work(place, Address.from_environment(rank), *sys.argv[1:3])
 
 
@@ -391,7 +391,7 @@ def _end_with_rank_0() -> NoReturn:
     os._exit(1)
 
 
-def _work(place: Place, address: Address, job: str, device: str) -> NoReturn:
+def _work(place: RankPlace, address: Address, job: str, device: str) -> NoReturn:
     """Call the job; publish its error if it fails; then end the process."""
     store = address.connect()
     try:

@@ -20,7 +20,7 @@ from .caches import block_size as cache_block_size
 from .caches import cache_memory, cache_specs, token_bytes
 from .contents import Content
 from .encoder import NO_WORK, Encoder
-from .launch import Place
+from .launch import RankPlace
 from .load import load
 from .memory import memory_left, need_accelerator
 from .output import Delta, Output, shown_progress
@@ -86,16 +86,16 @@ class LLM:
     ) -> None:
         self.settings = settings = (settings or EngineSettings()).changed(**changes)
         device = require(settings.device or default_device())
-        if model is not None or Place.find(settings.tp).size == 1:
+        if model is not None or RankPlace.find(settings.tp).size == 1:
             sequence_parallel.for_ranks(settings, 1, device=device)  # raises before anything is loaded
         if settings.memory_share is not None:
             need_accelerator(settings.memory_share, device)
         self._lead: Lead | None = None
         checkpoint_path = path if model is None else None
-        if speculate is not None and speculate.wants_hidden and Place.find(settings.tp).size > 1:
+        if speculate is not None and speculate.wants_hidden and RankPlace.find(settings.tp).size > 1:
             raise ValueError(
-                f"{type(speculate).__name__}: tp is {Place.find(settings.tp).size}, expected 1, because it drafts from "
-                "hidden states, which several ranks do not support; use tp=1 or another proposer"
+                f"{type(speculate).__name__}: tp is {RankPlace.find(settings.tp).size}, expected 1, because it drafts "
+                "from hidden states, which several ranks do not support; use tp=1 or another proposer"
             )
         if model is None:
             model, tokenizer, self._lead = load(path, tokenizer, device, settings)

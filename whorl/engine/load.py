@@ -7,7 +7,7 @@ import torch
 
 from whorl.nn import Model
 
-from .launch import Place
+from .launch import RankPlace
 from .settings import EngineSettings
 from .tensor_parallel import Lead
 from .tensor_parallel import load as load_shared
@@ -24,7 +24,7 @@ def load(
     from .weights import load_model, resolve
 
     folder = resolve(path)
-    place = Place.find(settings.tp)
+    place = RankPlace.find(settings.tp)
     options: dict[str, Any] = {"device": device, "dtype": getattr(torch, settings.dtype) if settings.dtype else None}
     options |= {"max_length": settings.max_model_len, "unpack": settings.unpack, "quantize": settings.quantize}
     if place.size == 1:

@@ -19,7 +19,7 @@ from .contents import Content
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class PlacedMedia:
     """An image or a video and its spans of placeholder tokens: a video has one span for each temporal patch."""
 
     item: MediaItem
@@ -48,7 +48,7 @@ class Placed:
 class Placement:
     """The media and positions of a whole prompt. delta: position minus index of the tokens after the prompt."""
 
-    items: tuple[Placed, ...]
+    items: tuple[PlacedMedia, ...]
     axes: NDArray[np.int64]  # [A, prompt]
     delta: int
 
@@ -79,7 +79,7 @@ def place(prompt_ids: Sequence[int], media: Sequence[MediaItem], model: Any, *, 
     ids = np.asarray(prompt_ids, dtype=np.int64)
     placeholders = {"image": config.image_token_id, "video": config.video_token_id}
     indices = np.flatnonzero(np.isin(ids, list(placeholders.values())))
-    items: list[Placed] = []
+    items: list[PlacedMedia] = []
     used = 0
     for number, item in enumerate(media):
         _check_item(number, item, config.vision, most)
@@ -120,7 +120,7 @@ def _place(
     indices: NDArray[np.int64],
     placeholders: dict[str, int],
     merge: int,
-) -> Placed:
+) -> PlacedMedia:
     """Take the item's placeholders from the front of `indices`; ValueError if they are not there."""
     size = item.grid[1] * item.grid[2] // merge**2
     spans = []
@@ -134,7 +134,7 @@ def _place(
                 "items in the order of their placeholders"
             )
         spans.append(range(int(run[0]), int(run[-1]) + 1))
-    return Placed(item, tuple(spans))
+    return PlacedMedia(item, tuple(spans))
 
 
 def _name(number: int, item: MediaItem) -> str:
@@ -150,7 +150,7 @@ def _describe_run(ids: NDArray[np.int64], run: NDArray[np.int64]) -> str:
     return f"has {length} tokens {ids[first]} from {first} on"
 
 
-def _with_positions(ids: NDArray[np.int64], items: list[Placed], model: Any) -> Placement:
+def _with_positions(ids: NDArray[np.int64], items: list[PlacedMedia], model: Any) -> Placement:
     """Return the placement of items whose spans are known, with the positions of all tokens of the prompt."""
     grids = {kind: [placed.item.grid for placed in items if placed.item.kind == kind] for kind in ("image", "video")}
     axes, deltas = multimodal_positions(

@@ -22,7 +22,7 @@ from whorl.device import ahead, event, graph_pool, host_buffer, lasting, record_
 from whorl.device import use_graphs as wants_graphs
 from whorl.nn import Inserted, Model, Step
 
-from .batch import Batch, Call, Placed, Sample, Score, Size, field_offsets
+from .batch import Batch, Call, PlacedChunk, Sample, Score, Size, field_offsets
 from .caches import cache_specs
 from .encoder import Work
 from .features import Features
@@ -54,7 +54,7 @@ class Result:
     scores: list[Score]
     scored: Tensor
     hidden: Tensor | None = None
-    placed: list[Placed] = field(default_factory=list)
+    placed: list[PlacedChunk] = field(default_factory=list)
 
 
 class Runner:

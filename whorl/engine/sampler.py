@@ -221,7 +221,7 @@ def _uniform(samples: List[Sample], device: torch.device) -> Tensor:
 def _noise(samples: List[Sample], device: torch.device, stream: int = 0) -> tuple[Tensor, Tensor]:
     """Return seeds and places [N], of which the noise is a hash."""
     seeds = _column([sample.chunk.sequence.seed ^ stream for sample in samples], device, torch.int64)
-    return seeds, _column([sample.place for sample in samples], device, torch.int64)
+    return seeds, _column([sample.output_index for sample in samples], device, torch.int64)
 
 
 def _filters(params: List[SamplingParams], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

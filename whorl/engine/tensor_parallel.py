@@ -22,7 +22,7 @@ from .batch import Call, Insert, field_offsets
 from .caches import cache_memory, cache_specs, token_bytes
 from .encoder import Job, Work
 from .features import as_tensor
-from .launch import Place, Rank, RankGroup, start
+from .launch import Rank, RankGroup, RankPlace, start
 from .runner import Result, Runner
 
 _STOP, _CALL, _LOGITS, _DROP, _ENCODE = range(5)  # kinds of messages from rank 0
@@ -63,7 +63,7 @@ class Lead:
 
 def load(
     path: Path,
-    place: Place,
+    place: RankPlace,
     *,
     device: str,
     dtype: torch.dtype | None,

@@ -7,7 +7,7 @@ in a separate process (`decoder`, `child`), and `places` reserves their tokens i
 from .errors import MediaError
 from .item import MediaItem
 from .limits import Limits
-from .places import Place, expand
+from .places import Placeholder, expand
 from .processor import Processor
 
-__all__ = ["Limits", "MediaError", "MediaItem", "Place", "Processor", "expand"]
+__all__ = ["Limits", "MediaError", "MediaItem", "Placeholder", "Processor", "expand"]

@@ -21,7 +21,7 @@ _NAMES = {"image": "pictures", "video": "videos"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placeholder:
     """The tokens of one picture or video. num_tokens: of a picture, or of each temporal patch of a video. seconds: the
     time of each temporal patch."""
 
@@ -30,13 +30,13 @@ class Place:
     seconds: tuple[float, ...] = ()
 
     @classmethod
-    def for_item(cls, item: MediaItem, merge_size: int) -> "Place":
+    def for_item(cls, item: MediaItem, merge_size: int) -> "Placeholder":
         """Return the place of an item. merge_size: of the vision tower."""
         _, rows, columns = item.grid
         return cls(item.kind, rows * columns // merge_size**2, item.seconds)
 
     @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> "Place":
+    def from_json(cls, fields: Sequence[Any]) -> "Placeholder":
         """Return the place that `to_json` has written."""
         return cls(fields[0], fields[1], tuple(fields[2]))
 
@@ -52,7 +52,7 @@ class Place:
         return "".join(f"<{time:.1f} seconds>{VISION_START}{pads}{VISION_END}" for time in self.seconds)
 
 
-def expand(text: str, places: Sequence[Place]) -> str:
+def expand(text: str, places: Sequence[Placeholder]) -> str:
     """Replace every placeholder in a prompt. places: all pictures and videos, in the order of the prompt.
 
     Raises MediaError when the text has more or fewer placeholders than there are places: a message that contains a

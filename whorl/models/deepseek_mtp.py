@@ -68,9 +68,6 @@ class Prediction(Module):
         self.model = Decoder(number, PredictionParts(target.layer_class(config, number, ranks), size, eps))
         self.only = f"model.layers.{number}."  # prefix of the checkpoint's tensors that it loads
         self.ignored = (*target.ignored, *(f"{number}.{name}" for name in PREDICTION_TIED))
-        waits = getattr(target, "waits", None)
-        if waits is not None:
-            self.waits = waits
 
     @property
     def parts(self) -> PredictionParts:

@@ -16,7 +16,7 @@ from torch.nn import Module, ModuleList
 from whorl import ops
 from whorl.models.qwen3_vl_places import nearest, rotary
 from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
-from whorl.nn import Formats, LayerNorm, Linear, PlainLinear, Slot, Weighted
+from whorl.nn import Destination, Formats, LayerNorm, Linear, PlainLinear, Weighted
 
 _EPS = 1e-6
 
@@ -32,14 +32,17 @@ class PatchProduct(PlainLinear):
         size = config.patch_size
         self.stored_shape = (config.hidden_size, config.in_channels, config.temporal_patch_size, size, size)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        for source, slot in super().slots(name):
-            if source.endswith(".weight") and slot.shape == self.shape:
+    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
+        for source, destination in super().destinations(name):
+            if source.endswith(".weight") and destination.shape == self.shape:
                 index = tuple(slice(0, size) for size in self.stored_shape)
-                slot = Slot(
-                    into=slot.into.view(self.stored_shape), shape=self.stored_shape, index=index, dtype=slot.dtype
+                destination = Destination(
+                    into=destination.into.view(self.stored_shape),
+                    shape=self.stored_shape,
+                    index=index,
+                    dtype=destination.dtype,
                 )
-            yield source, slot
+            yield source, destination
 
 
 class PatchEmbedding(Module):
@@ -63,9 +66,12 @@ class LearnedPositions(Weighted):
         table = torch.empty(self.side**2, self.width, dtype=dtype)
         self.register_parameter("weight", nn.Parameter(table, requires_grad=False))
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         shape = tuple(self.weight.shape)
-        yield f"{name}.weight", Slot(into=self.weight, shape=shape, index=tuple(slice(0, size) for size in shape))
+        yield (
+            f"{name}.weight",
+            Destination(into=self.weight, shape=shape, index=tuple(slice(0, size) for size in shape)),
+        )
 
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.normal_(std=0.02, generator=generator)

@@ -1,8 +1,8 @@
 """Building blocks of models: the tensors of a forward call, the paged cache, and layers that know a rank's shard.
 
 A layer is built for a rank's shard of its weights, and its weights are stored in a format that the checkpoint decides.
-Layer and format together state, as `Slot`s, where each tensor of a Hugging Face checkpoint goes: into which view of
-which parameter, and which rows and columns of it. The loader needs nothing else.
+Layer and format together state, as `Destination`s, where each tensor of a Hugging Face checkpoint goes: into which view
+of which parameter, and which rows and columns of it. The loader needs nothing else.
 """
 
 from .attention import Rope, attend
@@ -18,11 +18,23 @@ from .router import Router
 from .step import Inserted, Step
 from .training import Packed, check_training, pack, trainable
 from .vocabulary import Vocabulary
-from .weight import Format, Formats, Index, Matrix, Part, Slot, Weighted, create_parameters, slots, weighted
+from .weight import (
+    Destination,
+    Format,
+    Formats,
+    Index,
+    Matrix,
+    Part,
+    Weighted,
+    create_parameters,
+    destinations,
+    weighted,
+)
 
 __all__ = [
     "ONE",
     "CacheSpec",
+    "Destination",
     "Experts",
     "Format",
     "Formats",
@@ -45,7 +57,6 @@ __all__ = [
     "Ranks",
     "Rope",
     "Router",
-    "Slot",
     "StackedExperts",
     "Step",
     "Unit",
@@ -54,8 +65,8 @@ __all__ = [
     "attend",
     "check_training",
     "create_parameters",
+    "destinations",
     "pack",
-    "slots",
     "trainable",
     "weighted",
 ]

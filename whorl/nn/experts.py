@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .ranks import ONE, Ranks
-from .weight import Format, Formats, Index, Matrix, Part, Slot, Weighted
+from .weight import Destination, Format, Formats, Index, Matrix, Part, Weighted
 from .weights.dense import Dense
 
 
@@ -47,9 +47,9 @@ class Experts(Weighted):
         product = self.gate_up_proj.format.experts
         return self.ranks.sum(product(self.gate_up_proj, self.down_proj, x, weights, ids))
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        yield from self.gate_up_proj.slots(f"{name}.gate_up_proj")
-        yield from self.down_proj.slots(f"{name}.down_proj")
+    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
+        yield from self.gate_up_proj.destinations(f"{name}.gate_up_proj")
+        yield from self.down_proj.destinations(f"{name}.down_proj")
 
     def randomize(self, generator: torch.Generator) -> None:
         self.gate_up_proj.randomize(generator)
@@ -82,9 +82,9 @@ class StackedExperts(Experts):
     A quantised checkpoint of such a model has separate tensors for each expert, as for `Experts`.
     """
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         if not isinstance(self.gate_up_proj.format, Dense):
-            yield from super().slots(name)
+            yield from super().destinations(name)
             return
         num, width, inner = self.num_experts, self.down_proj.shape[1], self.down_proj.parts[0].shape[1]
         all_experts, all_columns, shard = slice(0, num), slice(0, width), self.inner
@@ -101,5 +101,5 @@ class StackedExperts(Experts):
         yield f"{name}.down_proj", _stacked(down, (num, width, inner), (all_experts, all_columns, shard))
 
 
-def _stacked(into: Tensor, shape: tuple[int, ...], index: Index, *more: Slot) -> Slot:
-    return Slot(into=into, shape=shape, index=index, more=more, is_either_way=True)
+def _stacked(into: Tensor, shape: tuple[int, ...], index: Index, *more: Destination) -> Destination:
+    return Destination(into=into, shape=shape, index=index, more=more, is_either_way=True)

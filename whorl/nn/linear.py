@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .ranks import ONE, Ranks
-from .weight import Formats, Matrix, Norm, Part, Slot
+from .weight import Destination, Formats, Matrix, Norm, Part
 
 
 class Linear(Matrix):
@@ -71,11 +71,11 @@ class Linear(Matrix):
         )
         return self.format.norm_linear(self, norm, x, residual, self.bias)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        yield from super().slots(name)
+    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
+        yield from super().destinations(name)
         for part in self.parts if self.bias is not None else ():
             into = self.bias[part.place]  # type: ignore[index]
-            yield f"{part.source(name)}.bias", Slot(into=into, shape=part.shape[:1], index=(part.rows,))
+            yield f"{part.source(name)}.bias", Destination(into=into, shape=part.shape[:1], index=(part.rows,))
 
     def randomize(self, generator: torch.Generator) -> None:
         super().randomize(generator)

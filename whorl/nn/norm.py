@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from whorl import ops
 
-from .weight import Formats, Slot, Weighted
+from .weight import Destination, Formats, Weighted
 
 
 class RMSNorm(Weighted):
@@ -31,8 +31,8 @@ class RMSNorm(Weighted):
             return ops.rms_norm.unchecked(x, self.weight, self.eps, plus_one=self.plus_one), x
         return ops.add_rms_norm.unchecked(x, residual, self.weight, self.eps, plus_one=self.plus_one)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
-        yield f"{name}.weight", Slot(into=self.weight, shape=(self.size,), index=(slice(0, self.size),))
+    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
+        yield f"{name}.weight", Destination(into=self.weight, shape=(self.size,), index=(slice(0, self.size),))
 
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.fill_(1 - self.plus_one)
@@ -55,9 +55,12 @@ class LayerNorm(Weighted):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         for key in ("weight", "bias"):
-            yield f"{name}.{key}", Slot(into=getattr(self, key), shape=(self.size,), index=(slice(0, self.size),))
+            yield (
+                f"{name}.{key}",
+                Destination(into=getattr(self, key), shape=(self.size,), index=(slice(0, self.size),)),
+            )
 
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.fill_(1)

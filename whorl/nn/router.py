@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from whorl import ops
 
-from .weight import Formats, Slot, Weighted
+from .weight import Destination, Formats, Weighted
 
 
 class Router(Weighted):
@@ -31,10 +31,16 @@ class Router(Weighted):
         """Return the logits [T, E] fp32 of x [T, C], without the bias; `ops.route` makes scores of them."""
         return ops.linear.unchecked(x.float(), self.weight)  # type: ignore[no-any-return]
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         experts, width = slice(0, self.num_experts), slice(0, self.width)
-        yield f"{name}.weight", Slot(into=self.weight, shape=(self.num_experts, self.width), index=(experts, width))
-        yield f"{name}.e_score_correction_bias", Slot(into=self.bias, shape=(self.num_experts,), index=(experts,))
+        yield (
+            f"{name}.weight",
+            Destination(into=self.weight, shape=(self.num_experts, self.width), index=(experts, width)),
+        )
+        yield (
+            f"{name}.e_score_correction_bias",
+            Destination(into=self.bias, shape=(self.num_experts,), index=(experts,)),
+        )
 
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.normal_(std=self.width**-0.5, generator=generator)

@@ -34,11 +34,11 @@ class Norm(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
+class Destination:
     """The destination of a checkpoint's tensor: tensor[index] is copied to `into`, a view of a parameter.
 
     dtype: the tensor must have this dtype, and values are copied as they are; None: any floating point dtype of 16 bits
-    or more, or one of `also`, is converted. more: slots for other parts of the same tensor, where a rank's shard
+    or more, or one of `also`, is converted. more: destinations for other parts of the same tensor, where a rank's shard
     is not one contiguous range of it. default: the value that fills `into` when the checkpoint has no such tensor;
     None: it must have one. is_either_way: the last two dims may be transposed in the file; where they are equal, they
     are taken as they are. A tensor of one number may have any number of dims.
@@ -50,7 +50,7 @@ class Slot:
     dtype: torch.dtype | None = None
     also: tuple[torch.dtype, ...] = ()
     default: int | None = None
-    more: "tuple[Slot, ...]" = ()
+    more: "tuple[Destination, ...]" = ()
     is_either_way: bool = False
 
     def fits(self, shape: tuple[int, ...]) -> bool:
@@ -98,7 +98,7 @@ class Format(ABC):
         """Return the parameters of a matrix by name, not initialised."""
 
     @abstractmethod
-    def slots(self, matrix: "Matrix", part: Part) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, matrix: "Matrix", part: Part) -> Iterator[tuple[str, Destination]]:
         """Yield every tensor that the checkpoint has for a part, by the end of its name, such as "weight"."""
 
     @abstractmethod
@@ -151,7 +151,7 @@ class Weighted(nn.Module):
         """Create the parameters, not initialised; name: of the layer in the model, dtype: the model's."""
         raise NotImplementedError
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         """Yield the destination of each tensor of the checkpoint, by its name."""
         raise NotImplementedError
 
@@ -222,11 +222,11 @@ class Matrix(Weighted):
                         f"ranks, so that each has complete units"
                     )
 
-    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         for part in self.parts:
             source = part.source(name)
-            for end, slot in self.format.slots(self, part):
-                yield f"{source}.{end}", slot
+            for end, destination in self.format.destinations(self, part):
+                yield f"{source}.{end}", destination
 
     def randomize(self, generator: torch.Generator) -> None:
         self.format.randomize(self, generator)
@@ -273,6 +273,6 @@ def create_parameters(model: nn.Module, formats: Formats, dtype: torch.dtype) ->
         layer.create_parameters(name, formats, dtype)
 
 
-def slots(model: nn.Module) -> dict[str, Slot]:
+def destinations(model: nn.Module) -> dict[str, Destination]:
     """Return the destination of every tensor that a checkpoint must have for this model, by Hugging Face's name."""
-    return {source: slot for name, layer in weighted(model) for source, slot in layer.slots(name)}
+    return {source: destination for name, layer in weighted(model) for source, destination in layer.destinations(name)}

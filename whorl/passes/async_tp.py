@@ -23,17 +23,11 @@ from whorl.ops import linear
 from .layout import group_of
 from .noop import VIEWS, has_shape_of
 from .overlapped import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from .rewriting import Rewrite
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.whorl  # whorl's own operators
 # Fuses one collective (graph, node, ordered, exact); returns None, or the reason why it did not.
 Fuser = Callable[[Graph, Node, bool, bool], str | None]
-
-
-def fuse(state: Rewrite) -> int:
-    """Run `fuse_graph` with the options of the rewrite's config. Returns how many collectives were fused."""
-    return fuse_graph(state.graph, state.group, ordered=state.config.ordered)
 
 
 def fuse_graph(

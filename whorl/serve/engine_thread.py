@@ -138,7 +138,10 @@ class EngineThread:
             await asyncio.sleep(0.01)
 
     async def submit(
-        self, prompts: List[List[int]], params: List[SamplingParams], media: List[List[MediaItem]] | None = None
+        self,
+        prompts: List[List[int]],
+        params: List[SamplingParams],
+        media: List[List[MediaItem]] | None = None,
     ) -> Job:
         """Queue all prompts of a request, or none of them.
 

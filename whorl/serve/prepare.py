@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from whorl.engine.call_forms import CallReader
 from whorl.engine.reply_parser import END_THINK
 from whorl.engine.sequence import SamplingParams
-from whorl.media import MediaItem, Place
+from whorl.media import MediaItem, Placeholder
 from whorl.media.places import PADS
 
 from .api_error import ApiError
@@ -182,7 +182,7 @@ class Preparer:
             raise ApiError(400, f"chat_template_kwargs: {bad[0]} has a field of its own", param="chat_template_kwargs")
 
         size = None if self._media is None else self._media.merge_size
-        places = None if size is None else [Place.for_item(item, size).to_json() for item in media]
+        places = None if size is None else [Placeholder.for_item(item, size).to_json() for item in media]
 
         def work(worker: Worker) -> dict[str, Any]:
             return worker.ask(

@@ -76,8 +76,8 @@ class Jobs:
     ) -> dict[str, Any]:
         """Render and tokenize a conversation; `is_thinking` says if its prompt ends with an opening think tag.
 
-        max_bytes, max_tokens: as in `encode`. places: where its pictures and videos stand, from `Place.to_json`; None:
-        the model takes text only.
+        max_bytes, max_tokens: as in `encode`. places: where its pictures and videos stand, from `Placeholder.to_json`;
+        None: the model takes text only.
         """
         try:
             text = self._tokenizer.apply_chat_template(
@@ -88,9 +88,9 @@ class Jobs:
         except Exception as error:  # a template is a program whose variables come from the client
             raise Refused(f"the chat template failed: {error}", "template") from error
         if places is not None:
-            from whorl.media.places import Place, expand
+            from whorl.media.places import Placeholder, expand
 
-            text = expand(text, [Place.from_json(place) for place in places])
+            text = expand(text, [Placeholder.from_json(place) for place in places])
         (ids,) = self.encode([text], False, max_bytes, max_tokens)
         return {"ids": ids, "is_thinking": text.rstrip().endswith(THINK)}
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.engine.batch import Placed
+from whorl.engine.batch import PlacedChunk
 from whorl.engine.blocks import BlockPool
 from whorl.engine.runner import Result, Runner
 from whorl.engine.sequence import Sequence as Seq
@@ -47,7 +47,7 @@ class _Shifted:
         """Number of tokens that are computed or whose hidden states are here."""
         return self.shifted.num_computed + (0 if self.states is None else len(self.states))
 
-    def take(self, placed: Placed, hidden: Tensor) -> None:
+    def take(self, placed: PlacedChunk, hidden: Tensor) -> None:
         """Take the hidden states of the target's tokens from `placed.chunk.start` on."""
         shifted = self.shifted
         assert self.end == placed.chunk.start, f"{self.target!r}: {self.end} of {placed.chunk.start} hidden states"

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn import Slot, Weighted, slots, weighted
+from whorl.nn import Destination, Weighted, destinations, weighted
 from whorl.nn import weights as formats
 
 from .checkpoint import Checkpoint, Source, some
 
 log = logging.getLogger(__name__)
-_CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # to each other, if a slot allows it
+_CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # to each other, if a destination allows it
 
 
 def check_fit(model: Any, checkpoint: Checkpoint) -> None:
     """Raise ValueError if names, shapes or dtypes of a checkpoint are not the model's; the model may be on "meta"."""
-    model_slots = slots(model)
-    _check(checkpoint.path, _sources(model, checkpoint), model_slots, _copies(model_slots))
+    expected = destinations(model)
+    _check(checkpoint.path, _sources(model, checkpoint), expected, _copies(expected))
 
 
 def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, Source]:
@@ -33,23 +33,23 @@ def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, Source]:
 
 
 def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False, unpack: bool = False) -> None:
-    """Copy every tensor of a checkpoint that passed `check_fit` to its slot, in the slot's format.
+    """Copy every tensor of a checkpoint that passed `check_fit` to its destination, in the destination's format.
 
     unpack: unpack quantised weights to plain ones. A layer is unpacked as soon as its last tensor is there, so that no
     more than one layer is in memory in both forms.
     """
-    model_slots, sources = slots(model), _sources(model, checkpoint)
-    copies = {name: slot for name, slot in _copies(model_slots).items() if name in sources}
-    conversion = _conversion(sources, {**model_slots, **copies}, model.dtype)
-    del model_slots  # views of parameters, which would keep them alive
+    expected, sources = destinations(model), _sources(model, checkpoint)
+    copies = {name: destination for name, destination in _copies(expected).items() if name in sources}
+    conversion = _conversion(sources, {**expected, **copies}, model.dtype)
+    del expected  # views of parameters, which would keep them alive
     owners = _owners(model, sources)
     with torch.inference_mode(), progress_bar(f"Loading {conversion}", _total(sources.values()), progress) as advance:
         for name, source in sources.items():
             if name in owners:
                 owners[name].copy(name, source, unpack)
             advance(source.nbytes)
-        for name, slot in copies.items():
-            if not torch.equal(_read(sources[name], slot).to(slot.into), slot.into):
+        for name, destination in copies.items():
+            if not torch.equal(_read(sources[name], destination).to(destination.into), destination.into):
                 raise ValueError(
                     f"{checkpoint.path}: config.json has tie_word_embeddings, but {name} differs from the embedding; "
                     f"set tie_word_embeddings to false"
@@ -58,9 +58,9 @@ def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False, unpack: 
 
 
 class _Owner:
-    """A layer that is being filled, and those of its slots that are still empty."""
+    """A layer that is being filled, and those of its destinations that are still empty."""
 
-    def __init__(self, layer: Weighted, empty: dict[str, Slot]) -> None:
+    def __init__(self, layer: Weighted, empty: dict[str, Destination]) -> None:
         self.layer, self.empty = layer, empty
 
     def copy(self, name: str, source: Source, unpack: bool) -> None:
@@ -74,33 +74,36 @@ class _Owner:
 
 
 def _owners(model: Any, sources: Mapping[str, Source]) -> dict[str, _Owner]:
-    """Return the layer of each tensor. Optional slots without a tensor are filled with their default."""
+    """Return the layer of each tensor. Optional destinations without a tensor are filled with their default."""
     owners: dict[str, _Owner] = {}
     for name, layer in weighted(model):
-        empty = dict(layer.slots(name))
+        empty = dict(layer.destinations(name))
         for missing in [source for source in empty if source not in sources]:
-            slot = empty.pop(missing)
-            assert slot.default is not None, missing
+            destination = empty.pop(missing)
+            assert destination.default is not None, missing
             with torch.no_grad():
-                slot.into.fill_(slot.default)
+                destination.into.fill_(destination.default)
         owners |= dict.fromkeys(empty, _Owner(layer, empty))
     return owners
 
 
-def _copies(model_slots: Mapping[str, Slot]) -> dict[str, Slot]:
-    """Return slots of tensors that a checkpoint may hold twice: a head that is tied to the embedding."""
-    if any(name.startswith("lm_head.") for name in model_slots):
+def _copies(expected: Mapping[str, Destination]) -> dict[str, Destination]:
+    """Return destinations of tensors that a checkpoint may hold twice: a head that is tied to the embedding."""
+    if any(name.startswith("lm_head.") for name in expected):
         return {}
-    parts = ((name.partition("embed_tokens."), slot) for name, slot in model_slots.items())
-    return {f"lm_head.{end}": slot for (_, is_embedding, end), slot in parts if is_embedding}
+    parts = ((name.partition("embed_tokens."), destination) for name, destination in expected.items())
+    return {f"lm_head.{end}": destination for (_, is_embedding, end), destination in parts if is_embedding}
 
 
 def _check(
-    path: Path, sources: Mapping[str, Source], model_slots: Mapping[str, Slot], copies: Mapping[str, Slot]
+    path: Path,
+    sources: Mapping[str, Source],
+    expected: Mapping[str, Destination],
+    copies: Mapping[str, Destination],
 ) -> None:
-    every = {**model_slots, **copies}
+    every = {**expected, **copies}
     problems = {
-        "missing": [n for n, slot in model_slots.items() if n not in sources and slot.default is None],
+        "missing": [n for n, destination in expected.items() if n not in sources and destination.default is None],
         "not part of the model": [n for n in sources if n not in every],
         "of another shape": [
             f"{n} {list(s.shape)}, expected {list(every[n].shape)}"
@@ -123,31 +126,35 @@ def _check(
         raise ValueError(f"{path}: the tensors do not fit config.json; {'; '.join(lines)}")
 
 
-def _read(source: Source, slot: Slot) -> Tensor:
-    """Return this rank's part of a tensor, in the shape of the slot; the file may hold it transposed."""
-    if source.shape == slot.shape:
-        return source.read(slot.index)
-    if slot.is_exchanged(source.shape):
-        return source.read((*slot.index[:-2], *slot.index[:-3:-1])).transpose(-1, -2)
+def _read(source: Source, destination: Destination) -> Tensor:
+    """Return this rank's part of a tensor, in the shape of the destination; the file may hold it transposed."""
+    if source.shape == destination.shape:
+        return source.read(destination.index)
+    if destination.is_exchanged(source.shape):
+        return source.read((*destination.index[:-2], *destination.index[:-3:-1])).transpose(-1, -2)
     # One number: quantisers write scales as [], [1] or [1, 1].
-    return source.read(tuple(slice(None) for _ in source.shape)).reshape(slot.into.shape)
+    return source.read(tuple(slice(None) for _ in source.shape)).reshape(destination.into.shape)
 
 
-def _copy(name: str, slot: Slot, source: Source) -> None:
-    """Copy a tensor to its slot; ValueError if a value is too large for float16."""
-    for second in slot.more:
+def _copy(name: str, destination: Destination, source: Source) -> None:
+    """Copy a tensor to its destination; ValueError if a value is too large for float16."""
+    for second in destination.more:
         _copy(name, second, source)
-    part = _read(source, slot)
-    assert part.shape == slot.into.shape, f"{name}: {list(part.shape)} goes into {list(slot.into.shape)}"
-    slot.into.copy_(part)
-    if slot.into.dtype == torch.float16 and part.dtype != torch.float16 and not slot.into.isfinite().all():
+    part = _read(source, destination)
+    assert part.shape == destination.into.shape, f"{name}: {list(part.shape)} goes into {list(destination.into.shape)}"
+    destination.into.copy_(part)
+    if (
+        destination.into.dtype == torch.float16
+        and part.dtype != torch.float16
+        and not destination.into.isfinite().all()
+    ):
         raise ValueError(f"{name}: values of {part.dtype} do not fit float16; load with dtype bfloat16 or float32")
 
 
-def _conversion(sources: Mapping[str, Source], all_slots: Mapping[str, Slot], dtype: torch.dtype) -> str:
+def _conversion(sources: Mapping[str, Source], by_name: Mapping[str, Destination], dtype: torch.dtype) -> str:
     """Return a description of the conversion, such as "BF16 to float32"."""
-    unchanged = {s.dtype for n, s in sources.items() if n in all_slots and all_slots[n].dtype is not None}
-    converted = sorted({s.dtype for n, s in sources.items() if n not in all_slots or all_slots[n].dtype is None})
+    unchanged = {s.dtype for n, s in sources.items() if n in by_name and by_name[n].dtype is not None}
+    converted = sorted({s.dtype for n, s in sources.items() if n not in by_name or by_name[n].dtype is None})
     as_stored = f", {', '.join(sorted(unchanged))} as stored" if unchanged else ""
     return f"{', '.join(converted)} to {str(dtype).removeprefix('torch.')}{as_stored}"
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
+from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
 
 from .dense import DENSE
 from .packed import Packed, packed, unpacked
@@ -51,7 +51,7 @@ class Awq(Packed):
             "scales": torch.empty(*lead, groups, rows, dtype=torch.float32),
         }
 
-    def slots(self, matrix: Any, part: Part) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, matrix: Any, part: Part) -> Iterator[tuple[str, Destination]]:
         (size, columns), groups = part.shape, self.rank_groups(part)
         rows, all_columns, place = unit_slice(part.rows, PER_WORD), slice(None), part.place[-1]
         assert isinstance(place, slice)
@@ -59,12 +59,12 @@ class Awq(Packed):
         shape = columns, size // PER_WORD
         yield (
             "qweight",
-            Slot(into=matrix.qweight[words], shape=shape, index=(part.columns, rows), dtype=torch.int32),
+            Destination(into=matrix.qweight[words], shape=shape, index=(part.columns, rows), dtype=torch.int32),
         )
         shape = self.num_groups(columns), size // PER_WORD
-        yield "qzeros", Slot(into=matrix.qzeros[words], shape=shape, index=(groups, rows), dtype=torch.int32)
+        yield "qzeros", Destination(into=matrix.qzeros[words], shape=shape, index=(groups, rows), dtype=torch.int32)
         into = matrix.scales[entry_index(part, all_columns, place)]
-        yield "scales", Slot(into=into, shape=(self.num_groups(columns), size), index=(groups, part.rows))
+        yield "scales", Destination(into=into, shape=(self.num_groups(columns), size), index=(groups, part.rows))
 
     def finish(self, matrix: Any) -> None:
         if matrix.qweight.dim() == 2:

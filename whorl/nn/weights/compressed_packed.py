@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whorl.nn.ranks import Unit
-from whorl.nn.weight import Matrix, Part, Slot
+from whorl.nn.weight import Destination, Matrix, Part
 
 from .packed import Packed, unpacked
 from .quantised import ONE_EACH, entry_index, entry_parts, narrow_scales, part_starts, stack_dims, unit_slice
@@ -51,12 +51,12 @@ class CompressedPacked(Packed):
             parameters["g_idx"] = torch.empty(*lead, num_parts, columns, dtype=torch.int32)
         return parameters
 
-    def slots(self, matrix: Any, part: Part) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, matrix: Any, part: Part) -> Iterator[tuple[str, Destination]]:
         (size, columns), groups, per = part.shape, self.rank_groups(part), self.per_word
         number = part_starts(matrix, ONE_EACH)[0][part.first]
         yield (
             "weight_packed",
-            Slot(
+            Destination(
                 into=matrix.words[part.place],
                 shape=(size, -(-columns // per)),
                 index=(part.rows, unit_slice(part.columns, per)),
@@ -64,17 +64,17 @@ class CompressedPacked(Packed):
             ),
         )
         shape = size, self.num_groups(columns)
-        yield "weight_scale", Slot(into=matrix.scales[part.place], shape=shape, index=(part.rows, groups))
+        yield "weight_scale", Destination(into=matrix.scales[part.place], shape=shape, index=(part.rows, groups))
         into = matrix.shapes[entry_index(part, number)]
-        yield "weight_shape", Slot(into=into, shape=(2,), index=(slice(0, 2),), dtype=torch.int64)
+        yield "weight_shape", Destination(into=into, shape=(2,), index=(slice(0, 2),), dtype=torch.int64)
         if self.has_zeros:
             rows, first = unit_slice(part.rows, per), part_starts(matrix, per)[0][part.first]
             into = matrix.packed_zeros[entry_index(part, slice(first, first + rows.stop - rows.start))]
             shape = -(-size // per), shape[1]
-            yield "weight_zero_point", Slot(into=into, shape=shape, index=(rows, groups), dtype=torch.int32)
+            yield "weight_zero_point", Destination(into=into, shape=shape, index=(rows, groups), dtype=torch.int32)
         if self.is_ordered:
             into = matrix.g_idx[entry_index(part, number)]
-            yield "weight_g_idx", Slot(into=into, shape=(columns,), index=(part.columns,), dtype=torch.int32)
+            yield "weight_g_idx", Destination(into=into, shape=(columns,), index=(part.columns,), dtype=torch.int32)
 
     def finish(self, matrix: Any) -> None:
         for part, shape in zip(matrix.parts, matrix.shapes.flatten(0, -2).tolist(), strict=True):

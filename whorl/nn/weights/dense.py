@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl import ops
-from whorl.nn.weight import FEW, Format, Formats, Matrix, Norm, Part, Slot
+from whorl.nn.weight import FEW, Destination, Format, Formats, Matrix, Norm, Part
 from whorl.ops.linear import pack
 
 
@@ -18,8 +18,8 @@ class Dense(Format):
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
         return {"weight": torch.empty(matrix.shape, dtype=matrix.dtype)}
 
-    def slots(self, matrix: Matrix, part: Part) -> Iterator[tuple[str, Slot]]:
-        yield "weight", Slot(into=matrix.weight[part.place], shape=part.shape, index=(part.rows, part.columns))
+    def destinations(self, matrix: Matrix, part: Part) -> Iterator[tuple[str, Destination]]:
+        yield "weight", Destination(into=matrix.weight[part.place], shape=part.shape, index=(part.rows, part.columns))
 
     def values(self, matrix: Matrix) -> Tensor:
         return matrix.weight

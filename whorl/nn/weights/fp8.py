@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whorl.nn.ranks import Unit
-from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
+from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
 
 from .dense import DENSE
 from .laid_out import lay_out_bytes, layout_of, values_of, warn_unpacked
@@ -67,27 +67,27 @@ class Fp8(Quantised):
     def _rows_per_scale(self) -> int:
         return {"block": self.block[0], "row": 1, "matrix": ONE_EACH}[self.kind]
 
-    def slots(self, matrix: Any, part: Part) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, matrix: Any, part: Part) -> Iterator[tuple[str, Destination]]:
         index = part.rows, part.columns
-        yield "weight", Slot(into=matrix.weight[part.place], shape=part.shape, index=index, dtype=CODES)
+        yield "weight", Destination(into=matrix.weight[part.place], shape=part.shape, index=index, dtype=CODES)
         yield self.end, self._scale_slot(matrix, part)
         # The scale of static activation quantisation is read and not used: activations are not quantised.
         number = part_starts(matrix, ONE_EACH)[0][part.first]
         into = matrix.input_scales[entry_index(part, slice(number, number + 1))]
-        yield "input_scale", Slot(into=into, shape=(1,), index=(slice(0, 1),), default=1)
+        yield "input_scale", Destination(into=into, shape=(1,), index=(slice(0, 1),), default=1)
 
-    def _scale_slot(self, matrix: Any, part: Part) -> Slot:
+    def _scale_slot(self, matrix: Any, part: Part) -> Destination:
         first = part_starts(matrix, self._rows_per_scale)[0][part.first]
         if self.kind == "block":
             size = tuple(-(-n // b) for n, b in zip(part.shape, self.block, strict=True))
             rows, columns = (unit_slice(c, b) for c, b in zip((part.rows, part.columns), self.block, strict=True))
             into = matrix.scales[entry_index(part, slice(first, first + rows.stop - rows.start))]
-            return Slot(into=into, shape=size, index=(rows, columns), also=(torch.float8_e8m0fnu,))
+            return Destination(into=into, shape=size, index=(rows, columns), also=(torch.float8_e8m0fnu,))
         if self.kind == "row":
             into = matrix.scales[part.place].unsqueeze(-1)
-            return Slot(into=into, shape=(part.shape[0], 1), index=(part.rows, slice(0, 1)))
+            return Destination(into=into, shape=(part.shape[0], 1), index=(part.rows, slice(0, 1)))
         into = matrix.scales[entry_index(part, slice(first, first + 1))]
-        return Slot(into=into, shape=(1,), index=(slice(0, 1),))
+        return Destination(into=into, shape=(1,), index=(slice(0, 1),))
 
     def finish(self, matrix: Any) -> None:
         parameters = {"weight": matrix.weight.data, "scales": matrix.scales.data}

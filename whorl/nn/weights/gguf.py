@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whorl.nn.ranks import Unit
-from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
+from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
 
 from .gguf_blocks import KINDS
 from .quantised import Pick, Quantised, entry_index, entry_parts, setting, stack_dims
@@ -40,12 +40,12 @@ class GgufBlocks(Quantised):
     def _kind(self, matrix: Matrix, part: Part) -> Any:
         return KINDS[self.kinds[part.source(matrix.name)]]
 
-    def slots(self, matrix: Matrix, part: Part) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, matrix: Matrix, part: Part) -> Iterator[tuple[str, Destination]]:
         kind, number = self._kind(matrix, part), _number(matrix, part)
         columns = slice(*(kind.row_bytes(n) for n in (part.columns.start, part.columns.stop)))
         into = getattr(matrix, f"blocks{number}")[entry_index(part, slice(None))]
         shape = part.shape[0], kind.row_bytes(part.shape[1])
-        yield "weight", Slot(into=into, shape=shape, index=(part.rows, columns), dtype=torch.uint8)
+        yield "weight", Destination(into=into, shape=shape, index=(part.rows, columns), dtype=torch.uint8)
 
     def values_of(self, matrix: Matrix, pick: Pick) -> Tensor:
         if stack_dims(matrix):

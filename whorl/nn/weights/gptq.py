@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from whorl.nn.ranks import Unit
-from whorl.nn.weight import Format, Formats, Matrix, Part, Slot
+from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
 
 from .dense import DENSE
 from .packed import BITS, Packed, unpacked
@@ -62,13 +62,13 @@ class Gptq(Packed):
                 f"{self.per_word}: GPTQ packs that many into a word"
             )
 
-    def slots(self, matrix: Any, part: Part) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, matrix: Any, part: Part) -> Iterator[tuple[str, Destination]]:
         per, all_rows, rows = self.per_word, slice(None), part.rows
         (size, columns), groups = part.shape, self.rank_groups(part)
         all_groups, place = self.num_groups(columns), part.place[-1]
         yield (
             "qweight",
-            Slot(
+            Destination(
                 into=matrix.qweight[entry_index(part, all_rows, place)],
                 shape=(columns // per, size),
                 index=(unit_slice(part.columns, per), rows),
@@ -78,11 +78,14 @@ class Gptq(Packed):
         first = part_starts(matrix, per)[0][part.first]
         zeros = unit_slice(rows, per)
         into = matrix.qzeros[entry_index(part, all_rows, slice(first, first + zeros.stop - zeros.start))]
-        yield "qzeros", Slot(into=into, shape=(all_groups, size // per), index=(groups, zeros), dtype=torch.int32)
+        yield (
+            "qzeros",
+            Destination(into=into, shape=(all_groups, size // per), index=(groups, zeros), dtype=torch.int32),
+        )
         into = matrix.scales[entry_index(part, all_rows, place)]
-        yield "scales", Slot(into=into, shape=(all_groups, size), index=(groups, rows))
+        yield "scales", Destination(into=into, shape=(all_groups, size), index=(groups, rows))
         into = matrix.g_idx[entry_index(part, part_starts(matrix, ONE_EACH)[0][part.first])]
-        yield "g_idx", Slot(into=into, shape=(columns,), index=(part.columns,), dtype=torch.int32, default=-1)
+        yield "g_idx", Destination(into=into, shape=(columns,), index=(part.columns,), dtype=torch.int32, default=-1)
 
     def finish(self, matrix: Any) -> None:
         """Convert the tensors to the common layout of packed.py, which has the same words as qweight, transposed."""

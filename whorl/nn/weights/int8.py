@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.nn.weight import Matrix, Part, Slot
+from whorl.nn.weight import Destination, Matrix, Part
 
 from .laid_out import lay_out_bytes, layout_of, narrow_for_npu, values_of
 from .quantised import ONE_EACH, Pick, Quantised, entry_index, entry_parts, part_starts, stack_dims
@@ -34,16 +34,16 @@ class Int8(Quantised):
             "scales": torch.empty(*stack_dims(matrix), count, dtype=torch.float32),
         }
 
-    def slots(self, matrix: Any, part: Part) -> Iterator[tuple[str, Slot]]:
+    def destinations(self, matrix: Any, part: Part) -> Iterator[tuple[str, Destination]]:
         index = part.rows, part.columns
-        yield "weight", Slot(into=matrix.weight[part.place], shape=part.shape, index=index, dtype=torch.int8)
+        yield "weight", Destination(into=matrix.weight[part.place], shape=part.shape, index=index, dtype=torch.int8)
         if self.kind == "row":
             into = matrix.scales[part.place].unsqueeze(-1)
-            yield "weight_scale", Slot(into=into, shape=(part.shape[0], 1), index=(part.rows, slice(0, 1)))
+            yield "weight_scale", Destination(into=into, shape=(part.shape[0], 1), index=(part.rows, slice(0, 1)))
             return
         number = part_starts(matrix, ONE_EACH)[0][part.first]
         into = matrix.scales[entry_index(part, slice(number, number + 1))]
-        yield "weight_scale", Slot(into=into, shape=(1,), index=(slice(0, 1),))
+        yield "weight_scale", Destination(into=into, shape=(1,), index=(slice(0, 1),))
 
     def finish(self, matrix: Any) -> None:
         if self.kind == "row":

@@ -70,7 +70,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[
     parts, sums, at = [], [], 0
     for size in _sizes((heads, dim), q.dtype, q.device.type, torch.get_num_threads()):
         while rows.shape[1] - at >= size:
-            out, *tile_sums = _tile(rows[:, at : at + size], k, v, Place(length, count, group, at, size), window)
+            out, *tile_sums = _tile(rows[:, at : at + size], k, v, QueryTile(length, count, group, at, size), window)
             parts.append(out)
             sums.append(tile_sums)
             at += size
@@ -78,7 +78,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[
     return out[:, : count * group].view(heads, count, group, dim).transpose(0, 1), sums
 
 
-class Place(NamedTuple):
+class QueryTile(NamedTuple):
     """The place of a tile: rows `at` to at + size of the last `queries` of `length` tokens, with `group` rows each.
 
     Padding rows have the last position.
@@ -101,7 +101,7 @@ class Place(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)  # every layer of a model needs the same masks
-def _hidden(place: Place, block: int, keys: int, window: int, device: torch.device) -> Tensor:
+def _hidden(place: QueryTile, block: int, keys: int, window: int, device: torch.device) -> Tensor:
     """The mask [R, keys] of a block: True where a row does not attend to a key."""
     with torch.inference_mode(False):  # a later call may save the mask for backward
         tokens = torch.arange(place.at, place.at + place.size, device=device) // place.group
@@ -118,7 +118,7 @@ def log_sum_exp(sums: list[list[Tensor]], like: Tensor) -> Tensor:
     return lse.view(heads, count, group).transpose(0, 1)
 
 
-def _tile(rows: Tensor, k: Tensor, v: Tensor, place: Place, window: int) -> tuple[Tensor, Tensor, Tensor]:
+def _tile(rows: Tensor, k: Tensor, v: Tensor, place: QueryTile, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one tile. rows: queries [HK, R, D]; k, v: [HK, multiple of KEYS, D].
 
     Returns out [HK, R, D], and [HK, R, 1] each: the highest score of a row, and the sum of its exponentials relative to
@@ -138,7 +138,7 @@ def _tile(rows: Tensor, k: Tensor, v: Tensor, place: Place, window: int) -> tupl
 
 
 def _weigh(
-    rows: Tensor, k: Tensor, place: Place, block: int, window: int, top: Tensor | None
+    rows: Tensor, k: Tensor, place: QueryTile, block: int, window: int, top: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The highest score so far, the shift of the exponentials, and the exponentials of a block, [HK, R, KEYS]."""
     hidden = _hidden(place, block, KEYS, window, rows.device)
@@ -162,7 +162,7 @@ def _is_equal(shape: tuple[int, int], dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     heads, dim = shape
     q, k, v = (torch.randn(heads, n, dim, generator=generator).to(dtype) for n in (MORE_ROWS, 2 * KEYS, 2 * KEYS))
-    place = Place(KEYS + MORE_ROWS, MORE_ROWS, 1, 0, MORE_ROWS)
+    place = QueryTile(KEYS + MORE_ROWS, MORE_ROWS, 1, 0, MORE_ROWS)
     tiles = [(part, place._replace(at=i * ROWS, size=ROWS)) for i, part in enumerate(q.split(ROWS, 1))]
     parts = [_tile(part, k, v, at, 0)[0] for part, at in tiles]
     out = _tile(q, k, v, place, 0)[0]
