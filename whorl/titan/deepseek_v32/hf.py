@@ -114,8 +114,8 @@ def _no_indexer(missing: list[str]) -> str:
 def _reader_with_bootstrap(reader: HuggingFaceStorageReader, args: DeepSeekV32Args) -> HuggingFaceStorageReader:
     """Return the reader, changed so that indexers missing from the files keep their current values.
 
-    Its metadata lists them, because torch would otherwise refuse the files as incomplete; `read_data` skips them. Raises
-    ValueError when indexers are missing and bootstrap_indexer is not set.
+    Its metadata lists them, because torch would otherwise refuse the files as incomplete; `read_data` skips them.
+    Raises ValueError when indexers are missing and bootstrap_indexer is not set.
     """
     known = reader.read_metadata().state_dict_metadata
     layers = {layer for name in known if (layer := layer_of(name)) is not None and layer < args.n_layers}
