@@ -51,7 +51,8 @@ class Visibility:
     def chunk_bounds(self, sequence: int, rows: slice, device: torch.device) -> dict[str, Any]:
         """Return the same for a chunk of the queries. rows: the chunk.
 
-        Without positions the bounds are written out, because the operators would take the first query for query 0.
+        Without positions the bounds are written out, because by default the operators assume that the last of their
+        queries is at the last key.
         """
         bounds = self.bounds(sequence)
         ends = bounds["ends"]
