@@ -1,4 +1,4 @@
-"""The checks of `whorl selftest --ranks`, listed in CHECKS. A check returns what it compared, as a short text, or raises.
+"""The checks of `whorl selftest --ranks`, listed in CHECKS. A check returns a text about what it compared, or raises.
 
 Numbers come from generators seeded by rank, so that every rank can compute the data of all ranks and no check relies on
 the collective that it tests.
