@@ -13,7 +13,7 @@ class Hardware:
     flops: float  # peak, dense bf16
     memory_bandwidth: float
     link: float  # bandwidth to the ranks of the same domain
-    domain: int  # how many ranks reach each other at the speed of `link`
+    domain: int  # how many ranks reach each other at the speed of `link`: a node or a supernode
     network: float  # bandwidth to the ranks of other domains
     host: float  # bandwidth to host memory, each way
     efficiency: float  # the share of `flops` that a layer reaches

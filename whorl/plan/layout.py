@@ -30,10 +30,10 @@ class PlanSettings:
     checkpoint: bool = True  # full activation checkpointing: save only the input of a layer and recompute the layer
     fused: bool = True  # fused attention; otherwise small operators that store the scores of all pairs
     masked: bool = True  # the device has a kernel for masked attention, which is used for short sequences
-    chunk: int = 1024  # tokens that the cross entropy takes at once; 0: all tokens
+    chunk: int = 1024  # tokens whose cross entropy is computed at once; 0: all tokens
 
     def needed(self, parameters: int) -> float:
-        """Return the bytes of weights and gradients, which always stay on the device."""
+        """Return the bytes of weights and gradients, which must be on the devices in every layout."""
         return parameters * (self.weight + self.gradient)
 
     @property
@@ -107,15 +107,16 @@ def stages(model: ModelShape, pp: int) -> list[range]:
         return [range(model.layers)]
     size, remainder = divmod(model.layers + 2, pp)
     counts = [size + (i < remainder) for i in range(pp)]
-    counts[0] -= 1
+    counts[0] -= 1  # the embedding; the head is cut off at the end of the last range
     starts = [min(sum(counts[:i]), model.layers) for i in range(pp)]
     return [range(start, stop) for start, stop in itertools.pairwise([*starts, model.layers])]
 
 
 def peak_expert_load(model: ModelShape, layout: Parallelism, settings: PlanSettings) -> float:
-    """Estimate the load of the busiest expert-parallel rank over the mean load.
+    """Estimate the load of the busiest expert-parallel rank, divided by the mean load.
 
-    It is the expected maximum of ep sums of independent expert loads.
+    A rank's load is the sum of the loads of its experts, which are taken as independent. The estimate is the expected
+    maximum of the loads of ep ranks.
     """
     if layout.ep == 1 or not model.experts:
         return 1.0
@@ -123,12 +124,18 @@ def peak_expert_load(model: ModelShape, layout: Parallelism, settings: PlanSetti
 
 
 def sharded_parameters(weights: Weights, layout: Parallelism) -> float:
-    """Return how many parameters a rank stores: all are sharded over its stage, except what TP replicates."""
+    """Return how many of a stage's parameters a rank stores.
+
+    They are sharded over all ranks of the stage, except that what TP replicates is sharded only by FSDP.
+    """
     return (weights.split / layout.tp + weights.replicated) / layout.shards + weights.experts / layout.stage
 
 
 def gathered_parameters(weights: Weights, layout: Parallelism) -> float:
-    """Return how many parameters a rank gathers to compute; without expert parallelism TP shards the experts."""
+    """Return how many parameters a rank has in memory while it computes with them, after FSDP has gathered them.
+
+    Without expert parallelism TP shards the experts.
+    """
     expert_ranks = layout.ep if layout.ep > 1 else layout.tp
     return weights.split / layout.tp + weights.replicated + weights.experts / expert_ranks
 

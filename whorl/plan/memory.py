@@ -47,12 +47,12 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The bytes that one attention, feed-forward layer, head or embedding needs."""
+    """The bytes of one part of a stage: attention, feed-forward layer, both as one layer, head, or embedding."""
 
-    saved: float  # stored in forward for backward
+    saved: float  # activations stored in forward for backward
     working: float  # temporary memory of backward
-    gradients: float
-    buffers: float = 0.0  # of FSDP
+    gradients: float  # of this part's weights
+    buffers: float = 0.0  # gathered weights and unreduced gradients of FSDP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +69,9 @@ class Peak:
 
 
 def peak(parts: list[Part], *, accumulates: bool = False) -> Peak:
-    """Return the moment of backward that needs most memory; the parts come in the order of forward.
+    """Return what is in use at the moment of backward that needs most memory. parts: in the order of forward.
 
-    accumulates: the gradients of an earlier micro-batch are already stored.
+    accumulates: the gradients of all parts are stored from the start, because an earlier micro-batch has left them.
     """
     saved, highest = sum(part.saved for part in parts), Peak()
     gradients = sum(part.gradients for part in parts) if accumulates else 0.0
@@ -121,17 +121,22 @@ class _PartSizes:
         self.residual = self.gathered_hidden / layout.tp
 
     def stage_parts(self, layers: range) -> list[Part]:
-        """Return the parts of a stage; the buffers hold its gathered weights and those of the prefetched next unit."""
+        """Return the parts of a stage in the order of forward, with the buffers of FSDP.
+
+        A unit of FSDP is a layer, the head or the embedding. Its buffers hold its own gathered weights and those of the
+        unit that is prefetched meanwhile.
+        """
         kinds = {self.model.has_experts(i): (self.layer(i), self.model.layer(i)) for i in self.model.kinds(layers)}
         unit_parts = [kinds[self.model.has_experts(i)][0] for i in layers]
         weights = [kinds[self.model.has_experts(i)][1] for i in layers]
         if layers.stop == self.model.layers:
             unit_parts.append([self.head(head_weights(self.model, layers))])
             weights.append(Weights(split=self.model.embedding))
-        following = [Weights(), *weights]  # backward does not look up embeddings again
+        # Backward prefetches the unit before. The first layer prefetches nothing: backward needs no embedding weights.
+        prefetched = [Weights(), *weights]
         parts = [
             replace(part, buffers=self.buffers(unit_weights, next_weights))
-            for unit, unit_weights, next_weights in zip(unit_parts, weights, following, strict=False)
+            for unit, unit_weights, next_weights in zip(unit_parts, weights, prefetched, strict=False)
             for part in unit
         ]
         table = embedding_weights(self.model, layers)
@@ -156,6 +161,7 @@ class _PartSizes:
         return gathered_parameters(unit_weights + next_weights, self.layout) * self.size + self.unreduced(unit_weights)
 
     def head(self, weights: Weights) -> Part:
+        """Return the sizes of the last norm, the head and the loss. weights: those that the head adds to the stage."""
         vocab = self.model.vocab / self.layout.tp
         logits = self.tokens * vocab * self.size  # the gradient overwrites the logits
         chunk = min(self.settings.chunk or self.tokens, self.tokens) * vocab * FP32 * 2
@@ -163,6 +169,7 @@ class _PartSizes:
         return Part(saved=hidden + logits, working=hidden + chunk, gradients=self.gradients(weights))
 
     def layer(self, index: int) -> list[Part]:
+        """Return the sizes of a layer: of its two parts or, with activation checkpointing, of the layer as one part."""
         parts = [self.attention(), self.feed_forward(index)]
         if not self.settings.checkpoint:
             return parts
@@ -172,6 +179,7 @@ class _PartSizes:
         return [Part(saved=self.residual, working=working, gradients=gradients)]
 
     def attention(self) -> Part:
+        """Return the sizes of an attention with its norm, projections and indexer."""
         model = self.model
         hidden = self.residual + self.gathered_hidden
         # Low-rank queries and keys, before and after their norms.
@@ -201,7 +209,7 @@ class _PartSizes:
         return channels * self.size + self.token_heads * FP32, channels * self.size
 
     def small_core(self) -> tuple[float, float]:
-        """Return the saved and the working bytes of sparse attention in small operators."""
+        """Return the saved and the working bytes of sparse attention in small operators, which store all scores."""
         model, size, token_heads = self.model, self.size, self.token_heads
         query, keys = model.nope + model.rope, self.settings.seq
         pairs, index_pairs = token_heads * keys, self.tokens * keys * model.index_heads * FP32
@@ -225,8 +233,10 @@ class _PartSizes:
             saved += token_heads * query * size + self.tokens * keys / 8
             return saved, learned + token_heads * (3 * query + 3 * model.value) * size
         key, latent = token_heads * (model.kv_rank + model.rope) * size, token_heads * model.kv_rank * size
-        # Rotated channels are a new tensor; the others lie in the result of the projection. What the output projection
-        # saved is freed when its gradient, which is as large, arrives. Absorbed queries are recomputed in backward.
+        # Absorbed. Saved are the queries as the projection returned them, their rotated channels as a new tensor, and
+        # the latent output of each head. The input of the output projection, `result`, is freed when its gradient,
+        # which is as large, arrives. Working: the gradient of the latent output, the absorbed queries, which are
+        # recomputed, their gradient, and the gradient of the query channels that are not rotated.
         saved += token_heads * (query + model.rope) * size + latent
         return saved, learned + latent + 2 * key + token_heads * model.nope * size
 

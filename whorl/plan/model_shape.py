@@ -54,27 +54,27 @@ class ModelShape:
     """The sizes of a transformer that its parameters, memory and FLOPs follow from."""
 
     name: str
-    hidden: int
+    hidden: int  # channels of the residual stream
     layers: int
     vocab: int
     heads: int
-    ffn: int
-    tied: bool = False
-    kv_heads: int = 0  # grouped-query attention; 0: multi-head latent attention
-    head_dim: int = 0
+    ffn: int  # hidden channels of a feed-forward layer without experts
+    tied: bool = False  # the head has the weights of the embedding
+    kv_heads: int = 0  # key heads of grouped-query attention; 0: multi-head latent attention
+    head_dim: int = 0  # channels of a head of grouped-query attention
     qk_norm: bool = False
     qkv_bias: bool = False
-    q_rank: int = 0
-    kv_rank: int = 0
-    nope: int = 0
-    rope: int = 0
-    value: int = 0
+    q_rank: int = 0  # channels of a low-rank query of latent attention; 0: queries are projected directly
+    kv_rank: int = 0  # channels of a latent
+    nope: int = 0  # channels of a head that are not rotated
+    rope: int = 0  # channels of a head that are rotated
+    value: int = 0  # channels of a head's value
     index_heads: int = 0  # 0: no lightning indexer
-    index_dim: int = 0
-    index_topk: int = 0
-    experts: int = 0
+    index_dim: int = 0  # channels of an index head
+    index_topk: int = 0  # keys that the indexer selects
+    experts: int = 0  # routed experts of a layer
     chosen: int = 0  # experts per token
-    expert_ffn: int = 0
+    expert_ffn: int = 0  # hidden channels of an expert
     shared_experts: int = 0
     dense: frozenset[int] = frozenset()  # layers without experts, in a model that has experts
 
@@ -151,13 +151,16 @@ class ModelShape:
         return (top * (top + 1) / 2 + (seq - top) * top) / seq
 
     def attention_work(self, seq: int, forwards: int = FORWARDS) -> Work:
-        """Return the FLOPs of the products of queries, keys and values; products with weights are not counted here."""
+        """Return the FLOPs of a token in products of queries, keys and values; products with weights are not counted.
+
+        forwards: how often the layer runs forward in a step, 2 with full activation checkpointing.
+        """
         keys = self.keys(seq)
         if self.index_heads:
-            key, value = self.kv_rank + self.rope, self.kv_rank  # absorbed
+            key, value = self.kv_rank + self.rope, self.kv_rank  # absorbed queries attend to latents
             pairs = 2 * self.heads * keys
             forward, backward = pairs * (key + value), pairs * (3 * key + 2 * value)
-            target = pairs * key  # the attention scores that the indexer is trained on
+            target = pairs * key  # the attention scores that the indexer is trained on, computed once more
             index = 2 * self.index_heads * self.index_dim
             scores, gradient = index * (seq + 1) / 2, 3 * index * keys
             return Work(
@@ -169,7 +172,7 @@ class ModelShape:
         return Work(split=(forwards + 2.5) * forward, replicated=0, experts=0)  # backward is 2.5 times forward
 
     def layer_work(self, index: int, seq: int, forwards: int = FORWARDS) -> Work:
-        """Return the FLOPs of a layer: 6 per parameter, 8 with full activation checkpointing, plus its attention."""
+        """Return the FLOPs of a token in a layer: 6 per parameter, 8 with full checkpointing, plus its attention."""
         weights, attention = self.layer(index), self.attention_work(seq, forwards)
         flops_per_parameter = 2 * forwards + 4
         active_experts = self.chosen / self.experts * weights.experts if self.experts else 0

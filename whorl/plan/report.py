@@ -7,7 +7,8 @@ from whorl.plan.layout import Parallelism
 from whorl.plan.memory import GB, RING
 from whorl.plan.search import Plan, Row
 
-# Published runs to compare a prediction with: (model, hardware, cards, tokens) -> layout and tokens/s per card.
+# Published runs to compare a prediction with: (model, hardware, cards, tokens of a sequence) -> layout and tokens/s
+# per card.
 PUBLISHED: dict[tuple[str, str, int, int], tuple[Parallelism, float]] = {
     ("deepseek-v3.2", "a3", 64, 32768): (Parallelism(pp=2, tp=4, cp=1, dp=16, ep=64, swap=True), 29.0),
 }
@@ -15,7 +16,7 @@ COLUMNS = ("layout", "params", "grads", "optim", "activ", "buffers", "reserve", 
 
 
 def published(plan: Plan) -> tuple[Parallelism, float] | None:
-    """Return the layout and the tokens/s per card of a published run of the same job, if there is one."""
+    """Return the layout and the tokens/s per card of a published run with the same key, or None."""
     key = (plan.model.name, plan.cluster.hardware.name, plan.cluster.cards, plan.settings.seq)
     return PUBLISHED.get(key)
 

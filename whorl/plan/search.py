@@ -39,7 +39,7 @@ class Plan:
         return [row for row in self.rows if row.fits]
 
     def rank(self, layout: Parallelism) -> int | None:
-        """Return the place of a layout by speed, 1 for the fastest; None when it does not fit."""
+        """Return the place of a layout when sorted by speed (no process rank): 1 is the fastest, None does not fit."""
         return next((n for n, row in enumerate(self.feasible, 1) if row.layout == layout), None)
 
 

@@ -1,4 +1,8 @@
-"""Estimate the seconds of a training step: compute, communication that compute does not hide, and the update."""
+"""Estimate the seconds of a training step: compute, communication that compute does not hide, and the update.
+
+The time of compute is the FLOPs of a rank divided by the rate that it reaches, that of communication the bytes that a
+rank receives divided by a bandwidth. Latencies and the time to launch kernels are not counted.
+"""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -25,13 +29,17 @@ class Time:
 
 
 def _speed(cluster: Cluster, settings: PlanSettings, span: int) -> float:
-    """Return the bytes per second within a group of ranks whose first and last are `span` ranks apart."""
+    """Return the bytes per second that a rank reaches in a group that lies within `span` consecutive ranks."""
     hardware = cluster.hardware
     return (hardware.link if span <= hardware.domain else hardware.network) * settings.comm_efficiency
 
 
 def time_of(model: ModelShape, layout: Parallelism, cluster: Cluster, settings: PlanSettings) -> Time:
-    """Return the time of a step: the micro-batches of the slowest stage (1F1B), and the slowest rank's update."""
+    """Return the time of a step with the schedule 1F1B.
+
+    It is the time of all micro-batches in the slowest stage, the bubble of pp - 1 more of them, the transfers between
+    stages (activations and their gradients), and the update of the rank with most parameters.
+    """
     slowest = max((_stage_time(model, layout, cluster, settings, s) for s in range(layout.pp)), key=lambda t: t.total)
     micro = settings.batch // layout.dp
     stage_bytes = 2 * settings.seq / layout.cp * model.hidden / layout.tp * settings.compute if layout.pp > 1 else 0
@@ -49,7 +57,10 @@ def time_of(model: ModelShape, layout: Parallelism, cluster: Cluster, settings: 
 
 
 def _update_time(model: ModelShape, layout: Parallelism, cluster: Cluster, settings: PlanSettings) -> float:
-    """Return the seconds of AdamW, which reads weight, gradient and moments and writes all but the gradient."""
+    """Return the seconds of AdamW, which reads weight, gradient and moments and writes all but the gradient.
+
+    Swapped moments also move over the host link, both ways at once; the slower of the two counts.
+    """
     parameters = max(sharded_parameters(stage_weights(model, layers), layout) for layers in stages(model, layout.pp))
     bytes_per_parameter = 2 * settings.weight + settings.gradient + 4 * settings.moment
     update = parameters * bytes_per_parameter / cluster.hardware.memory_bandwidth
@@ -76,8 +87,12 @@ def _stage_time(model: ModelShape, layout: Parallelism, cluster: Cluster, settin
         return _speed(cluster, settings, span)
 
     def remote_share(n: int) -> float:
+        """Return the share of data that comes from other ranks in a group of n."""
         return (n - 1) / n
 
+    # Every forward and the backward communicate. TP: an all-gather and a reduce-scatter, for the attention and for the
+    # feed-forward layer. EP: dispatch and combine. CP: the keys of the whole sequence. FSDP: weights are gathered in
+    # forward and in backward, and gradients are reduced.
     passes = forwards + 1
     hidden = tokens * model.hidden * size
     tensor = len(layers) * passes * 4 * hidden * remote_share(layout.tp) / speed(layout.tp)

@@ -1,4 +1,4 @@
-"""The checks of `whorl selftest --ranks`. A check returns a short text that says what it compared, or raises.
+"""The checks of `whorl selftest --ranks`, listed in CHECKS. A check returns a text about what it compared, or raises.
 
 Numbers come from generators seeded by rank, so that every rank can compute the data of all ranks and no check relies on
 the collective that it tests.
@@ -32,7 +32,7 @@ class Check:
 
 
 def data(rank: int, *shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the random numbers of a rank, the same on every rank that asks for them."""
+    """Return the random numbers that belong to `rank`, the same on whichever rank this is called."""
     generator = torch.Generator().manual_seed(1000 + rank)
     return torch.randn(shape, generator=generator).to(device, dtype)
 

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from whorl.device import HOST
 
-BATCH, LENGTH = 8, 32
+BATCH, LENGTH = 8, 32  # sequences of the global batch, tokens of a sequence
+# What a step has computed: "loss", "norm", "gradients" by parameter; "counts" (tokens per expert), "kl" (indexer loss)
+# and "biases" (of the experts) by layer. A parameter without a gradient has None.
 Result = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """The degrees and options of a training step; the remaining ranks are sharded data parallel."""
+    """The degrees and options of a training step; the ranks that the degrees leave are data parallel by FSDP."""
 
     tp: int = 1
     cp: int = 1
@@ -68,7 +70,7 @@ def job(degrees: Degrees) -> Any:
 
 
 def build(config: Any, **model_args: Any) -> Any:
-    """Build the model; the weights are the same for all degrees. model_args: they replace the defaults."""
+    """Build the model of a job with fixed random weights. model_args: arguments that replace the defaults here."""
     from whorl.titan.deepseek_v32.args import FLAVOURS, experts
     from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 
@@ -96,6 +98,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def full_tensor(x: Any) -> Tensor:
+    """Return the whole tensor of a DTensor, gathered from all ranks; a tensor is only detached."""
     tensor: Tensor = x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach()
     return tensor
 
@@ -125,7 +128,10 @@ def install_cpu_shims(device: str) -> None:
 
 
 def one_rank(micro_batches: int = 1, stage: str = "sparse", *, device: str = HOST, **model_args: Any) -> Result:
-    """Return the result of one rank, with the micro-batches added in order: the others are compared with it."""
+    """Return the result of a step on one rank, which those of several ranks are compared with.
+
+    micro_batches: the batch is divided into as many parts, whose gradients are added in order.
+    """
     from torchtitan.components.loss import cross_entropy_loss
 
     model = build(job(Degrees(stage=stage)), **model_args).to(device)
@@ -146,7 +152,10 @@ def dims(degrees: Degrees) -> Any:
 
 
 def run(degrees: Degrees, device: str = HOST) -> Result:
-    """Run a training step on every rank; loss and counts are summed over ranks as TorchTitan does."""
+    """Run a training step; every rank calls this and returns what it knows of the result.
+
+    Loss, counts and indexer loss are summed over data- and context-parallel ranks, as TorchTitan does.
+    """
     install_cpu_shims(device)
     torch._dynamo.reset()  # other degrees bring other shapes
     from torchtitan.distributed import utils
@@ -212,6 +221,10 @@ def fuse(model: Any, path: str) -> None:
 
 
 def _plain(model: Any, parallel_dims: Any, config: Any) -> Any:
+    """Return a function (tokens, labels, other inputs) -> loss that runs forward and backward.
+
+    Its attribute `parts` has the parallelized model.
+    """
     from torchtitan.components.loss import cross_entropy_loss
 
     from whorl.titan.deepseek_v32.infra.parallelize import parallelize_deepseek_v32
@@ -228,6 +241,10 @@ def _plain(model: Any, parallel_dims: Any, config: Any) -> Any:
 
 
 def _pipelined(model: Any, parallel_dims: Any, config: Any) -> Any:
+    """Return the same as `_plain` for a pipeline; `parts` has the stages of this rank.
+
+    On a rank without the last stage the loss is 0.
+    """
     from torchtitan.components.loss import cross_entropy_loss
 
     from whorl.titan.deepseek_v32.infra.parallelize import parallelize_deepseek_v32
@@ -263,9 +280,10 @@ def _pipelined(model: Any, parallel_dims: Any, config: Any) -> Any:
 
 
 def merge_ranks(results: list[Result], degrees: Degrees) -> Result:
-    """Merge the results of all ranks into that of the whole model; pipeline stages have a part each."""
+    """Merge the results of all ranks into that of the whole model; each pipeline stage has a part of it."""
     if degrees.pp == 1:
         return results[0]
+    # The ranks of the last stage, one in pp, all have the loss; the others have 0.
     loss = sum(result["loss"] for result in results) * degrees.pp / len(results)
     merged: Result = {"loss": loss, "norm": results[0]["norm"]}
     for kind in ("gradients", "counts", "kl", "biases"):

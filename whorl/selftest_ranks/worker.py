@@ -1,4 +1,4 @@
-"""One process of a check: runs the check and writes its result into a file."""
+"""One process of a check, started by torchrun: runs the check and writes its result into a file."""
 
 import datetime
 import json
@@ -9,10 +9,12 @@ from pathlib import Path
 
 from .checks import CHECKS, Skipped
 
-_LIMIT = datetime.timedelta(seconds=240)  # of a collective; shorter than the limit of a check
+# After this time a collective raises an error; shorter than the limit of a check, so that a report names the rank.
+_LIMIT = datetime.timedelta(seconds=240)
 
 
 def main(name: str, device: str, ranks: str, folder: str) -> int:
+    """Run the check `name`, write rank, status and detail to FOLDER/rankN.json, and return 1 if it failed, else 0."""
     rank = int(os.environ["RANK"])
     status, detail = "passed", ""
     try:

@@ -14,14 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torchtitan.components.checkpoint import (
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    TRAIN_STATE,
-    AsyncMode,
-    CheckpointManager,
-)
+from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
 from whorl.titan.checkpoint_files import METADATA, Refused, is_resumable, is_unfinished, read_complete, remove
@@ -44,7 +37,7 @@ T = TypeVar("T")
 
 
 def agree(decide: Callable[[], T]) -> T:
-    """Call `decide` on rank 0; return its result or raise its `Refused` on all ranks, so that none waits for ever."""
+    """Call `decide` on rank 0 only; all ranks return its result or raise its `Refused`, so that none waits for ever."""
     message: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -58,7 +51,7 @@ def agree(decide: Callable[[], T]) -> T:
 
 
 def first_problem(problem: str | None) -> str | None:
-    """Return the problem of the first rank that has one, on all ranks; None when no rank has one."""
+    """Gather the problem of each rank, None for none; all ranks return the first one, None when no rank has one."""
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     return next((text for text in problems if text is not None), None)
@@ -68,8 +61,8 @@ def first_problem(problem: str | None) -> str | None:
 class ExpectedState:
     """The tensors that a run expects in a checkpoint; each pipeline stage expects a part of them."""
 
-    model: dict[str, list[int]] = field(default_factory=dict)
-    optimizer: list[str] = field(default_factory=list)
+    model: dict[str, list[int]] = field(default_factory=dict)  # shapes by name
+    optimizer: list[str] = field(default_factory=list)  # names
 
     def over_ranks(self) -> "ExpectedState":
         """Return the union over all ranks on rank 0; on other ranks, what this rank expects."""
@@ -88,8 +81,9 @@ class ExpectedState:
 class Checkpoints(CheckpointManager):
     """TorchTitan's checkpoint manager with checks: nothing unchecked is loaded, nothing incomplete looks complete.
 
-    begin_stage: called with the step that a stage starts after, before its learning rate is loaded. describe: writes
-    the files that a server needs beside the weights. fall_back and accept_changes are options of `[whorl]`.
+    record: the model and the training stage (warm-up or sparse) of this run. begin_stage: called with the step after
+    which the stage starts, before the state of its learning-rate schedule is loaded. describe: writes the files that a
+    server needs into the folder of a step. fall_back and accept_changes are options of `[whorl]`.
     """
 
     folder: str
@@ -108,14 +102,18 @@ class Checkpoints(CheckpointManager):
         self.record, self.begin_stage, self.describe = record, begin_stage, describe
         self.fall_back, self.accept_changes = fall_back, accept_changes
         self.states[RECORD] = record
-        self._writing = ""
-        self._finite: set[int] = set()  # steps whose weights and moments this run has checked
-        self._not_finite_steps: dict[int, str] = {}
+        self._writing = ""  # the folder of the last save, which may still be under way
+        self._finite: set[int] = set()  # steps whose weights and moments this run has found to be finite
+        self._not_finite_steps: dict[int, str] = {}  # steps that this run has loaded in vain, and the reason
 
     # ---- loading
 
     @torch.no_grad()
     def load(self, step: int = -1) -> bool:
+        """Load a step (-1: the newest), or `initial_load_path` if there is none; return whether anything was loaded.
+
+        Values are checked after loading. If some are not finite, the step counts as damaged, and another is chosen.
+        """
         if not self.enable:
             return False
         while True:
@@ -131,6 +129,7 @@ class Checkpoints(CheckpointManager):
             self._not_finite_steps[loaded_step] = f"{problem} are not finite"
 
     def _load(self, step: int) -> bool:
+        """Load a step; for -1 load `initial_load_path`, if it is set."""
         if step >= 0:
             return super().load(step)
         # TorchTitan ignores initial_load_path when the folder exists, even if no checkpoint in it is finished.
@@ -175,7 +174,7 @@ class Checkpoints(CheckpointManager):
         return None
 
     def _choose_step(self, step: int) -> int:
-        """Return the step to load, or -1 when there is none."""
+        """Return the step to load, or -1 when there is none; raises `Refused` when it cannot be loaded."""
         steps = self._steps()
         if step >= 0:
             if step in steps and (reason := self._problem(step)):
@@ -202,9 +201,10 @@ class Checkpoints(CheckpointManager):
         return -1
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Load a folder into `state_dict`, as TorchTitan does, after it has been checked against this run."""
         if from_hf:
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-        is_full = TRAIN_STATE in state_dict
+        is_full = TRAIN_STATE in state_dict  # otherwise only the model is loaded
         expected = ExpectedState(tensor_shapes(self.states[MODEL].state_dict()))
         if OPTIMIZER in state_dict:
             expected.optimizer = [name for name in self.states[OPTIMIZER].state_dict() if name.startswith("state.")]
@@ -262,6 +262,7 @@ class Checkpoints(CheckpointManager):
 
     @torch.no_grad()
     def save(self, curr_step: int, last_step: bool = False) -> None:
+        """Save if a checkpoint is due at this step; raises NotFinite when a weight or moment is not finite."""
         is_due = self._should_save(curr_step, last_step)
         if is_due and (bad := self._not_finite()):
             raise NotFinite(f"step {curr_step}: {bad} are not finite; no checkpoint was written")
@@ -288,7 +289,7 @@ class Checkpoints(CheckpointManager):
         finished = [f for f in candidates if not is_unfinished(f)]
         stale = [*finished[self.keep_latest_k - 1 :], *(f for f in candidates if is_unfinished(f))]
         for folder in stale:
-            # Removed first, so that a half removed checkpoint does not look complete.
+            # The metadata is removed first, so that a half removed checkpoint does not look complete.
             (folder / METADATA).unlink(missing_ok=True)
             self.purge_queue.put(str(folder))
 

@@ -13,7 +13,7 @@ METADATA = ".metadata"
 
 
 class Refused(ValueError):
-    """A checkpoint that a run cannot continue from; the message says why and what to do."""
+    """The error for a checkpoint that a run cannot continue from; the message says why and what to do."""
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -63,7 +63,10 @@ def is_resumable(metadata: Metadata) -> bool:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether a folder has only data files: torch writes `.metadata` after all of them."""
+    """Return whether the folder is a save that was not finished: it has data files and no `.metadata`, the last file.
+
+    A folder without any file counts as well; the files for a server are disregarded.
+    """
     names = [p.name for p in folder.iterdir() if p.name not in NAMES]
     return METADATA not in names and all(n.endswith(".distcp") or n.startswith(METADATA) for n in names)
 

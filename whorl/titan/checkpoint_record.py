@@ -15,7 +15,8 @@ from torchtitan.tools.logging import logger
 
 from whorl.titan.checkpoint_files import Refused
 
-RECORD = "whorl"
+RECORD = "whorl"  # the key of our record among the states of a checkpoint
+# The states of a checkpoint besides the model, whose tensors have no such prefix.
 PARTS = (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, RECORD)
 # Settings of a run and not of the model: they may change when a run continues from a checkpoint.
 RUN_SETTINGS = frozenset(
@@ -31,9 +32,9 @@ RUN_SETTINGS = frozenset(
 class Record:
     """The model, its settings and the stage of a run, saved in the checkpoint beside TorchTitan's state."""
 
-    model: str
-    settings: dict[str, Any]
-    stage: str
+    model: str  # model.name of the job
+    settings: dict[str, Any]  # the model arguments as nested dictionaries
+    stage: str  # whorl.stage of the job
     stage_start: int = 0  # the last step of the previous stage
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def join_names(names: list[str]) -> str:
 
 
 def tensor_shapes(states: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the shapes of the tensors in a state dict."""
+    """Return the shape of each tensor in a state dict by its name."""
     return {name: list(x.shape) for name, x in states.items() if isinstance(x, Tensor)}
 
 
@@ -97,7 +98,10 @@ def flat_settings(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_record(saved: dict[str, Any], current: Record, *, accept_changes: bool) -> None:
-    """Raise `Refused` when a run with the record `current` may not continue from a checkpoint with `saved`."""
+    """Raise `Refused` when a run with the record `current` may not continue from a checkpoint with the record `saved`.
+
+    accept_changes: only warn about settings of the model that differ.
+    """
     if (saved["stage"], current.stage) == ("sparse", "warmup"):
         raise Refused(
             "its stage is sparse and whorl.stage is warmup, which would lose the state of the optimizer; "
@@ -119,7 +123,7 @@ def check_record(saved: dict[str, Any], current: Record, *, accept_changes: bool
 
 
 def check_optimizer(metadata: Metadata, names: list[str]) -> None:
-    """Raise `Refused` unless the checkpoint has these states of the optimizer."""
+    """Raise `Refused` unless the checkpoint has all these optimizer states, such as `state.NAME.exp_avg`."""
     missing = sorted(name for name in names if f"{OPTIMIZER}.{name}" not in metadata.state_dict_metadata)
     if missing:
         raise Refused(

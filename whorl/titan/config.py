@@ -9,7 +9,7 @@ class Whorl:
     """The options of the `[whorl]` section."""
 
     stage: Literal["sparse", "warmup"] = "sparse"
-    """sparse: everything trains, the indexer by its KL loss only; warmup: only the indexer, on dense attention."""
+    """sparse: everything trains, the indexer only by its KL loss; warmup: only indexers train, attention is dense."""
 
     indexer_loss_coeff: float = 1.0
     """Factor of the indexer loss, which is the mean over tokens of a layer's KL divergence."""
@@ -21,16 +21,18 @@ class Whorl:
     """Number of tokens whose cross entropy is computed at once in fp32; 0: all tokens."""
 
     attention: Literal["auto", "masked", "absorbed"] = "auto"
-    """Path of whorl_dsa. masked: per-head keys, all read; absorbed: only the selected latent keys; auto: by length."""
+    """How whorl_dsa computes attention. masked: reads all keys, for short sequences; absorbed: reads only the latents
+    of selected keys; auto: chooses by sequence length and device."""
 
     bootstrap_indexer: bool = False
     """Accept a Hugging Face checkpoint without indexer weights and start the indexers from their initial values."""
 
     no_codegen: bool = False
-    """Use torch.compile without generated kernels: graph passes and one wrapper around library operators."""
+    """Compile without generating kernels: torch.compile only runs its graph passes and calls the usual operators."""
 
     health_every: int = 0
-    """Steps between reports of recall and ties of each layer's indexer; 0: never."""
+    """Steps between measurements of each layer's indexer: recall (share of dense attention that falls on selected keys)
+    and ties (share of queries with an unselected key that scores like the last selected one). 0: never."""
 
     data: str = ""
     """A text file or a folder of text files; "": Python's standard library; "synthetic": random tokens."""
@@ -42,7 +44,7 @@ class Whorl:
     """bytes: UTF-8 bytes, no files; hf: from model.hf_assets_path; auto: hf if that folder has one, else bytes."""
 
     check_converters: bool = True
-    """Before training, compare samples of the modules that converters replace with float64, and stop on an error."""
+    """Before training, compare a small sample of each replaced module with float64; stop if its error is too large."""
 
     fall_back: bool = False
     """Resume from the newest complete checkpoint when a newer one is damaged, instead of raising an error."""
@@ -53,7 +55,7 @@ class Whorl:
 
 @dataclass
 class Optimizer:
-    """Options added to TorchTitan's `[optimizer]` section, the only one that its optimizer builder gets."""
+    """Options added to TorchTitan's `[optimizer]` section, because its optimizer builder gets no other section."""
 
     swap: bool = False
     """Keep AdamW's moments in pinned host memory between steps."""

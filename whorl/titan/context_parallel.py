@@ -1,9 +1,10 @@
 """Context parallelism: each rank has the queries of its part of a sequence and gathers the keys of all ranks.
 
 TorchTitan shards tokens, labels and positions before the model is called. Each rank gets one contiguous run of tokens
-or, with the load balancer "headtail", two: the r-th from the front and the r-th from the back, so that every rank has
-the same causal work. The attention only has to gather the keys of the other ranks; `ContextParallelAttention.gather`
-does that.
+or, with the load balancer "headtail", two: rank r gets the r-th run from the front and the r-th from the back, so that
+every rank has the same causal work. The attention only has to gather the keys of the other ranks;
+`ContextParallelAttention.gather` does that. In shapes, B is the batch, S the sequence, P the number of ranks that share
+it, s = S / P the tokens of a rank, and D the channels.
 """
 
 from abc import ABC, abstractmethod
@@ -14,11 +15,11 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-BALANCERS = ("headtail", None)
+BALANCERS = ("headtail", None)  # the values of parallelism.context_parallel_load_balancer that are supported
 
 
 class _Gather(torch.autograd.Function):
-    """Gather [B, S / P, D] of every rank to [B, S, D] in sequence order; backward is a reduce-scatter."""
+    """Gather [B, s, D] of every rank to [B, S, D] in sequence order; backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: "ContextParallelAttention") -> Tensor:
@@ -32,7 +33,7 @@ class _Gather(torch.autograd.Function):
 
 
 class ContextParallelAttention(ABC):
-    """Adds context parallelism to an attention module; a subclass knows where the module has its keys.
+    """Adds context parallelism to an attention module; a subclass defines at which point the module gathers its keys.
 
     mesh: the ranks that share a sequence. balancer: how TorchTitan sharded it, "headtail" or None. Raises ValueError
     for another balancer.
@@ -46,7 +47,7 @@ class ContextParallelAttention(ABC):
             )
         self.group, self.size = mesh.get_group(), mesh.size()
         ranks = range(self.size)
-        # For each rank, the positions of its runs in the sequence.
+        # For each rank, which of the sequence's runs it has, counted from the front.
         self._run_positions = [(r,) if balancer is None else (r, 2 * self.size - 1 - r) for r in ranks]
 
     @abstractmethod
@@ -54,7 +55,7 @@ class ContextParallelAttention(ABC):
         """Make `attention` gather its keys; called once, before the model is compiled or sharded."""
 
     def gather(self, *tensors: Tensor) -> list[Tensor]:
-        """Gather each tensor [B, S / P, ...] of all ranks to [B, S, ...] in the order of the sequence.
+        """Gather each tensor [B, s, ...] of all ranks to [B, S, ...] in the order of the sequence.
 
         Gradients are summed over the ranks and scattered back. Tensors of one dtype share an all-gather.
         """

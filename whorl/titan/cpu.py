@@ -44,7 +44,10 @@ def _rebind(home: str, name: str, new: object) -> None:
 
 
 def _host_module() -> types.ModuleType:
-    """Return torch.cpu with the functions of torch.cuda that TorchTitan calls; memory is this process's peak."""
+    """Return a module like torch.cpu with the functions of torch.cuda that TorchTitan calls.
+
+    The peak memory that it reports is the peak resident memory of this process.
+    """
     module = types.ModuleType("torch_cpu_for_torchtitan")
     module.__dict__.update({n: v for n, v in vars(torch.cpu).items() if not n.startswith("__")})
     memory = _physical_memory()

@@ -24,8 +24,9 @@ from torchtitan.tools.logging import logger
 from whorl.titan.config import Whorl
 
 SYNTHETIC = "synthetic"
+# A folder with one of these files has a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
-# Folders of the standard library to skip: installed packages, and tests, which consist largely of tables.
+# Folders of the standard library that are not read: installed packages, and tests, which consist largely of tables.
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -118,8 +119,9 @@ class Corpus:
 
     def __init__(self, files: list[Path], tokenizer: BaseTokenizer, seq_len: int) -> None:
         self.tokens = np.concatenate([encode(tokenizer, text) for path in files for text in documents(path)])
-        self.windows = (len(self.tokens) - 1) // seq_len
+        self.windows = (len(self.tokens) - 1) // seq_len  # their number; each also needs the token after it as a label
         self.seq_len = seq_len
+        # Identifies the text: a checkpoint records it, and a run with another text cannot resume.
         self.name = hashlib.sha256(self.tokens.tobytes()).hexdigest()[:16]
         if not self.windows:
             raise ValueError(
@@ -128,12 +130,13 @@ class Corpus:
         logger.info(f"Text: {len(files)} files, {len(self.tokens):,} tokens, {self.windows:,} sequences of {seq_len}")
 
     def window(self, number: int, seed: int) -> Tensor:
-        """Return the [S + 1] tokens of the number-th window that training reads; each epoch has a random order."""
+        """Return the tokens [S + 1] int64 of a window. number: how many windows training has read before this one."""
         epoch, position = divmod(number, self.windows)
         start = int(self._order(epoch, seed)[position]) * self.seq_len
         return torch.from_numpy(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
 
     def _order(self, epoch: int, seed: int) -> Tensor:
+        """Return the random order of the windows in an epoch; the last order is cached."""
         key = (epoch, seed)
         if getattr(self, "_order_key", None) != key:
             self._order_key = key
@@ -149,16 +152,21 @@ class RandomTokens:
         self.name = f"{SYNTHETIC}-{vocab_size}"
 
     def window(self, number: int, seed: int) -> Tensor:
+        """Return tokens [S + 1] int64 that depend only on both numbers, as `Corpus.window` does."""
         return torch.randint(self.vocab_size, (self.seq_len + 1,), generator=_generator(seed, number))
 
 
 def _generator(*numbers: int) -> torch.Generator:
+    """Return a generator that is seeded by all the numbers."""
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 class WindowLoader(BaseDataLoader):
-    """Loads batches of windows; data-parallel rank r of n reads every n-th window, starting with the r-th."""
+    """Yields batches of {"input": tokens [B, S]} and labels [B, S], without end.
+
+    Data-parallel rank r of n reads every n-th window, starting with the r-th.
+    """
 
     def __init__(
         self, source: Corpus | RandomTokens, *, batch_size: int, dp_rank: int, dp_world_size: int, seed: int
@@ -195,9 +203,9 @@ class WindowLoader(BaseDataLoader):
 def build_dataloader(
     dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig
 ) -> BaseDataLoader:
-    """Return the loader of `whorl.data`; `debug.seed` (0 by default) determines the order.
+    """Return the loader of the text that `whorl.data` names; `debug.seed` (0 by default) determines the order.
 
-    Raises ValueError when the tokenizer has more tokens than the vocabulary of the model.
+    Raises ValueError when the tokenizer has more tokens than the vocabulary of the model, or the text cannot be read.
     """
     options, training = settings(job_config), job_config.training
     vocab = _vocab_size(job_config)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 FILE = "metrics.jsonl"
 Line = dict[str, Any]
-# Title, key and format of each column.
+# Title, key in metrics.jsonl, and format of each column.
 COLUMNS = [
     ("loss", "loss", "{:.4f}"),
     ("indexer KL", "indexer_kl", "{:.4f}"),
@@ -25,7 +25,7 @@ COLUMNS = [
     ("lr", "lr", "{:.2e}"),
 ]
 PLOTTED = [("loss", "loss"), ("gradient norm", "grad_norm"), ("indexer KL", "indexer_kl")]
-BARS = "_.-~^"
+BARS = "_.-~^"  # characters of a chart, from the lowest value to the highest
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Tail:
     """Reads the complete lines that were added to a file since the last call."""
 
     path: Path
-    offset: int = 0
+    offset: int = 0  # bytes that have been read
 
     def read(self) -> list[Line]:
         if not self.path.is_file():
@@ -53,11 +53,14 @@ class History:
     A resumed run repeats steps: a repeated step replaces the earlier one and all steps after it.
     """
 
-    run: Line = field(default_factory=dict)
+    run: Line = field(default_factory=dict)  # the description of the run
     steps: list[Line] = field(default_factory=list)
 
     def add(self, lines: list[Line]) -> list[Line]:
-        """Add lines, and return those that are steps."""
+        """Add lines of metrics.jsonl, and return those that are steps.
+
+        A line with a validation loss has the number of the step before it and does not replace that step.
+        """
         step_lines = []
         for line in lines:
             if "run" in line:
@@ -122,6 +125,7 @@ class Display:
     def __init__(self, folder: Path, console: Console | None = None) -> None:
         self.console = console or Console()
         self.history = History()
+        # What an earlier run in the same folder has written is not shown.
         self._tail = Tail(folder / FILE, (folder / FILE).stat().st_size if (folder / FILE).is_file() else 0)
         self._progress = Progress(
             TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""End a run cleanly: pass signals on to torchrun, and leave no process behind."""
+"""Start torchrun, wait for it and end it cleanly: pass signals on to it, and leave no process behind."""
 
 import contextlib
 import ctypes
@@ -12,17 +12,17 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-# Sent by Ctrl-C, by a scheduler or systemd, and by a closed terminal. Windows has no SIGHUP.
+# The signals that end a run: sent by Ctrl-C, by a scheduler or systemd, and by a closed terminal (not on Windows).
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-POLL = 0.25  # seconds
+POLL = 0.25  # seconds between two looks at the process and at the signals
 GRACE = 45.0  # seconds between the first signal and SIGKILL; torchrun gives its ranks 30
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 
 
 def end_with_parent(number: int) -> Callable[[], None]:
-    """Return a function that asks the kernel to send this process a signal when its parent ends, even by kill -9.
+    """Return a function that asks the kernel for signal `number` when the parent of the calling process ends.
 
-    Only Linux can do that; elsewhere the function does nothing.
+    That also holds when the parent is ended by kill -9. Only Linux can do that; elsewhere the function does nothing.
     """
     if not sys.platform.startswith("linux"):
         return lambda: None
@@ -35,7 +35,10 @@ def end_with_parent(number: int) -> Callable[[], None]:
 
 
 class Signals:
-    """Records the signals that end a run while the context is open; ignored signals (nohup) stay ignored."""
+    """A context in which the signals of ENDING do not end this process, but are appended to `seen`.
+
+    Signals that were ignored before, as nohup does with SIGHUP, stay ignored.
+    """
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -57,19 +60,25 @@ class Signals:
 
 
 def start(command: list[str]) -> "subprocess.Popen[str]":
-    """Start a command in its own session, so that Ctrl-C reaches only this process; it ends when this process ends."""
+    """Start a command in its own session, so that Ctrl-C in the terminal reaches only this process.
+
+    The command is sent SIGTERM when this process ends. Its standard error is piped, its standard output is discarded.
+    """
     return subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=end_with_parent(signal.SIGTERM),  # it makes a single libc call
+        preexec_fn=end_with_parent(signal.SIGTERM),  # safe between fork and exec: it makes a single libc call
     )
 
 
 def wait(process: "subprocess.Popen[str]", update: Callable[[], None], signals: Signals) -> str | None:
-    """Wait for a process and return its standard error, or None if a signal ended it; it is over on return."""
+    """Wait until a process ends or this process gets a signal, and call `update` every POLL seconds meanwhile.
+
+    Return the standard error of the process, or None after a signal. In both cases the process has ended on return.
+    """
     try:
         while not signals.seen:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -81,7 +90,10 @@ def wait(process: "subprocess.Popen[str]", update: Callable[[], None], signals: 
 
 
 def end(process: "subprocess.Popen[str]", signals: Signals) -> None:
-    """Pass the signal on and wait; kill the process after GRACE seconds or at a second signal."""
+    """End a process if it still runs: pass the first signal on (SIGTERM if there was none) and wait.
+
+    After GRACE seconds, or at the next signal, the process is killed.
+    """
     if process.poll() is not None:
         return
     process.send_signal(signals.seen[0] if signals.seen else signal.SIGTERM)
@@ -90,6 +102,6 @@ def end(process: "subprocess.Popen[str]", signals: Signals) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=POLL)
             return
-    # Its ranks are in other sessions; each has asked the kernel to kill it when torchrun ends.
+    # This kills torchrun. Its ranks are in other sessions; each has asked the kernel to be killed when torchrun ends.
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,7 @@
-"""Lock the folder of a run, so that only one run writes into it; the system releases the lock when a run ends."""
+"""Lock the folder of a run, so that only one run writes into it.
+
+The lock is a flock on a file in the folder; the operating system releases it when the process ends for any reason.
+"""
 
 import contextlib
 import errno
@@ -22,7 +25,8 @@ class FolderLocked(ValueError):
 class FolderLock:
     """A lock on a folder, acquired by the constructor and released by `release` or the end of the process.
 
-    The lock file stays. Raises FolderLocked when another process has the lock.
+    The lock file stays and names its last holder. Raises FolderLocked when another process has the lock; on a file
+    system without locks it only warns.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,6 +66,7 @@ class FolderLock:
 
 
 def _describe_holder(folder: Path, file: TextIOWrapper) -> str:
+    """Return the message of FolderLocked, with the process that the lock file names."""
     file.seek(0)
     holder: dict[str, Any] = {}
     with contextlib.suppress(ValueError):  # the holder may not have written its name yet

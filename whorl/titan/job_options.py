@@ -40,11 +40,11 @@ DEGREES = {
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """An option, or a section with all its options, that this trainer does not read."""
+    """An option of TorchTitan, or a section with all its options, that has no effect in this trainer."""
 
     name: str
-    why: str
-    only_ours: bool = False  # only for our models; TorchTitan's models have other loaders
+    why: str  # the reason, for the error message
+    only_ours: bool = False  # it has no effect only for our models: those of TorchTitan have loaders that read it
 
 
 IGNORED = [
@@ -64,13 +64,13 @@ IGNORED = [
 
 
 def read(arguments: Sequence[str]) -> JobConfig:
-    """Return the job config of these arguments, as a rank reads it.
+    """Return the job config of these command-line arguments, as every rank reads it.
 
-    An unknown option ends the process with exit code 2 and a list of similar options. Raises ValueError when the job
-    cannot be read.
+    On an unknown option TorchTitan's parser ends the process with exit code 2 and a list of similar options. Raises
+    ValueError when the job cannot be read.
     """
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # every rank logs these warnings again
+    logging.disable(logging.WARNING)  # the ranks read the job again and log the warnings then
     try:
         return ConfigManager().parse_args(list(arguments))
     except (AssertionError, AttributeError, ImportError, OSError, TypeError) as error:
@@ -86,7 +86,7 @@ def locked_folders(config: JobConfig) -> list[Path]:
 
 
 def world_size() -> int:
-    """Return the number of ranks of all machines, as seen by a rank."""
+    """Return the number of ranks of all machines; called in a rank, where torchrun has set WORLD_SIZE."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -121,6 +121,7 @@ def check(config: JobConfig, num_ranks: int | None) -> None:
 
 
 def _import(name: str) -> None:
+    """Import the module that a job names, which may register more models and converters."""
     try:
         if name:
             importlib.import_module(name)
@@ -138,6 +139,7 @@ def _spec(name: str) -> specs.TrainSpec:
 
 
 def _one_of(option: str, value: str, known: Mapping[str, Any]) -> Any:
+    """Return known[value]; raises ValueError with the known values when the option has another one."""
     if value not in known:
         raise ValueError(f"{option} is {value!r}, expected one of {', '.join(known)}")
     return known[value]
@@ -191,7 +193,7 @@ def _check_schedule(config: JobConfig, dims: ParallelDims) -> None:
 
 
 def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `section.name` and the value of all options, also of nested sections."""
+    """Yield the name of each option, as `section.name` or `section.subsection.name`, and its value."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
@@ -236,5 +238,6 @@ def _check_needs(config: JobConfig, dims: ParallelDims) -> None:
 
 
 def _refuse(names: Iterable[str], why: str) -> None:
+    """Raise ValueError for the first of the options, if there is one."""
     for name in names:
         raise ValueError(f"{name} would have no effect: {why}. Remove the option")

@@ -15,7 +15,7 @@ def local(x: Any) -> Any:
 
 
 def _placed_like(x: Tensor, like: Tensor) -> Tensor:
-    """Return the local result x as a DTensor with the placements of `like`, if that is a DTensor."""
+    """Return x, a local result of the shape of `like`, as a DTensor with its placements; x itself if it is a Tensor."""
     if not isinstance(like, DTensor):
         return x
     shape, stride = like.shape, like.stride()
@@ -23,7 +23,10 @@ def _placed_like(x: Tensor, like: Tensor) -> Tensor:
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """Return the RMS norm of x. As in nn.RMSNorm, eps None is the eps of the dtype that the norm is computed in."""
+    """Return the RMS norm of x over its last dimension, times `weight`, in the dtype of x.
+
+    As in nn.RMSNorm, an eps of None is the machine epsilon of the dtype that the norm is computed in, at least float32.
+    """
     if weight.dtype not in (x.dtype, torch.float32):
         weight = weight.to(x.dtype)
     if eps is None:
@@ -32,19 +35,23 @@ def normalise(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
 
 
 def rotate(q: Tensor, k: Tensor | None, rows: Tensor, style: str) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k [B, S, H, D] by table rows [1 or B, S, R]; heads and batch may be sharded over ranks."""
+    """Rotate the first R channels of q and k, [B, S, H, D], by rows [1 or B, S, R] of cosines, then sines.
+
+    style: "pairs" or "half", see `whorl.ops.rope`. q and k may be DTensors whose heads or batch are sharded over ranks;
+    so are the results then.
+    """
     local_q, local_k = local(q), local(k)
     rotated_q, rotated_k = ops.rope(local_q, local_k, rows.expand(local_q.shape[0], -1, -1), style=style)
     return _placed_like(rotated_q, q), None if k is None else _placed_like(rotated_k, k)
 
 
 def complex_rows(cis: Tensor) -> Tensor:
-    """Convert [..., R/2] complex to [..., R] real: cosines, then sines."""
+    """Convert complex cos + i sin, [..., R/2], to real [..., R]: cosines, then sines."""
     return torch.view_as_real(cis).transpose(-1, -2).flatten(-2)
 
 
 def doubled_rows(table: Tensor) -> Tensor:
-    """Convert [..., 2 R] with cosines and sines each twice to [..., R]: cosines, then sines."""
+    """Convert [..., 2 R], where R/2 cosines are repeated and then R/2 sines, to [..., R]: cosines, then sines."""
     cos, _, sin, _ = table.split(table.shape[-1] // 4, -1)
     return torch.cat((cos, sin), -1)
 

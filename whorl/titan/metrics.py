@@ -33,19 +33,22 @@ NAMES = {
     "n_tokens_seen": "tokens",
     "validation_metrics/loss": "validation_loss",
 }
-A100 = 312e12  # what TorchTitan assumes for an unknown device
-V_SHAPED = ("dualpipev", "zbvzerobubble")
+A100 = 312e12  # the peak FLOP/s that TorchTitan assumes for an unknown device
+V_SHAPED = ("dualpipev", "zbvzerobubble")  # schedules that go through the ranks forth and back
 
 
 def peak_flops(device_name: str, assumed: float) -> float | None:
-    """Return the peak FLOP/s of a device, None when unknown. assumed: TorchTitan's value, which may be a default."""
+    """Return the peak FLOP/s of a device, None if unknown. assumed: TorchTitan's value, that of an A100 by default."""
     if "Ascend910_93" in device_name:
         return A3.flops
     return assumed if assumed != A100 or "A100" in device_name else None
 
 
 class JsonLines(BaseLogger):
-    """Writes one JSON object for each call and flushes it, so that a reader sees every finished step."""
+    """Appends one JSON object for each logged step and flushes it, so that a reader sees every finished step.
+
+    The first line describes the run. knows_peak: whether the device's peak FLOP/s are known; if not, MFU is omitted.
+    """
 
     def __init__(self, path: Path, run: dict[str, Any], *, knows_peak: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,15 +80,16 @@ def _plain(value: Any) -> Any:
 
 
 def metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
-    """Return the first rank that knows the loss.
+    """Return the first rank that has the last pipeline stage and therefore knows the loss.
 
-    A V-shaped schedule ends on the rank where it begins; TorchTitan handles only one of these schedules.
+    A V-shaped schedule ends on the rank where it begins; of these schedules TorchTitan knows only one.
     """
     is_v = job_config.parallelism.pipeline_parallel_schedule.lower() in V_SHAPED
     return 0 if is_v else _get_metrics_rank(parallel_dims, job_config)
 
 
-# Metrics of a model, called on every rank: (model parts, dims, job config, step, steps since the last call) -> numbers.
+# A function that returns the metrics of a model by name. Every rank calls it with: model parts, dimensions, job config,
+# step, and the number of steps since the last call.
 Figures = Callable[[Sequence[nn.Module], ParallelDims, JobConfig, int, int], dict[str, float]]
 
 
@@ -134,7 +138,7 @@ class WhorlMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        # Called on every rank, because these numbers are sums over ranks.
+        # Every rank has to call this, because it sums over ranks.
         figures = self._figures(self.model_parts, self.parallel_dims, self.job_config, step, self._steps)
         self._steps = 0
         super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **figures})

@@ -11,19 +11,27 @@ BLOCK = 256  # number of values that share a scale in the 8-bit format
 
 
 class Format(Protocol):
-    """Stores a flat tensor of n values in one or more parts; `decode` and `encode` run on the device."""
+    """Stores a flat tensor of values as one or more flat tensors, its parts, such as codes and scales.
+
+    `decode` and `encode` run on the device of the parts: the accelerator in a step, the host for a state dict.
+    """
 
     name: str
-    is_exact: bool
+    is_exact: bool  # the values keep their dtype and bits
 
     def parts(self, dtype: torch.dtype) -> Sequence[tuple[torch.dtype, int]]:
         """For values of `dtype`, return the dtype of each part and how many values one element of it covers."""
         ...
 
-    def decode(self, parts: Sequence[Tensor], size: int) -> Tensor: ...
+    def decode(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        """Return the first `size` values, in float32, or for `Exact` a view of the part in its own dtype."""
+        ...
 
     def encode(self, x: Tensor, parts: Sequence[Tensor], generator: torch.Generator | None) -> None:
-        """Round stochastically, which is unbiased; without a generator round to the nearest."""
+        """Write the values x into the parts, rounded stochastically, which is unbiased.
+
+        Without a generator they are rounded to the nearest.
+        """
         ...
 
 
@@ -39,14 +47,15 @@ class Exact:
         return parts[0][:size]
 
     def encode(self, x: Tensor, parts: Sequence[Tensor], generator: torch.Generator | None) -> None:
-        if x.data_ptr() != parts[0].data_ptr():  # otherwise it was updated in place
+        if x.data_ptr() != parts[0].data_ptr():  # otherwise x is what `decode` returned, updated in place
             parts[0][: x.numel()].copy_(x)
 
 
 class Bfloat16:
-    """Stores values in bfloat16, within 2**-7 of the computed ones.
+    """Stores values in bfloat16, with a relative error below 2**-7.
 
-    With rounding to the nearest, an update with a beta2 of 0.999 would never change a stored value.
+    Rounding is stochastic, because an update with a beta2 of 0.999 changes a value by about 0.1 %, less than half a
+    step of bfloat16: rounded to the nearest, a stored value would never change.
     """
 
     name, is_exact = "bfloat16", False
@@ -65,11 +74,12 @@ class Bfloat16:
 
 
 class Int8:
-    """Stores a scale for each block of 256 values and an 8-bit level for each value.
+    """Stores a scale for each block of 256 values, the largest magnitude, and an 8-bit level for each value.
 
-    Levels are 9.2 % apart and reach `octaves` octaves below the largest value of the block. Each value is within one
-    level of the computed one. A positive second moment is never stored as zero, because the first is divided by its
-    root.
+    Levels are on a logarithmic scale: each is 9.2 % above the one below, and the lowest is `octaves` octaves (powers of
+    two) below the largest value of the block; level 0 is zero. A stored value is within one level of the computed one.
+    signed: the level has the sign of the value, for the first moment. The second moment has no sign; if positive, it is
+    never stored as zero, because the first is divided by its root.
     """
 
     name, is_exact = "int8", False

@@ -1,4 +1,4 @@
-"""Build TorchTitan's optimizers with two more options: moments on the host, and a check that updates are finite.
+"""Build TorchTitan's optimizers with two more options: `swap` keeps moments on the host, `watch` stops at a NaN.
 
 The containers, the hook that balances experts and the checkpoint format are those of TorchTitan.
 """
@@ -40,7 +40,7 @@ def build_optimizers(
         optimizers.register_step_pre_hook(lambda *_: _update_expert_biases(mtp_experts, parallel_dims))
     if swap:
         optimizers.optimizers = [_swap_optimizer(o, optimizer_config) for o in optimizers.optimizers]
-    if getattr(optimizer_config, "watch", True) and dist.get_backend() != "fake":
+    if getattr(optimizer_config, "watch", True) and dist.get_backend() != "fake":  # a dry run computes no real values
         Watch.attach(optimizers, can_replay=not parallel_dims.pp_enabled)
     return optimizers
 
@@ -90,7 +90,7 @@ def _moe_outside_layers(model_parts: list[nn.Module]) -> Iterator[MoE]:
 
 @torch.no_grad()
 def _update_expert_biases(experts: list[MoE], parallel_dims: ParallelDims) -> None:
-    """Move each expert bias by a fixed amount towards an even load, as TorchTitan does."""
+    """Move each expert bias by a fixed amount towards an even load, as TorchTitan does, and reset the token counts."""
     counts = torch.stack([cast(Tensor, moe.tokens_per_expert) for moe in experts])
     mesh = parallel_dims.get_optional_mesh("loss")
     if mesh is not None:

@@ -1,4 +1,4 @@
-"""Build TorchTitan's pipeline with a loss whose gradient is that of the mean over tokens."""
+"""Build TorchTitan's pipeline, with gradients of the mean loss over tokens and with FSDP2 in every schedule."""
 
 from typing import Any
 
@@ -18,6 +18,8 @@ from .stage_backward import check_split, shard_backward, splits_backward
 
 
 class _DivideGradient(torch.autograd.Function):
+    """Returns the loss unchanged and divides its gradient."""
+
     @staticmethod
     def forward(ctx: Any, loss: Tensor, divisor: Tensor | float) -> Tensor:
         ctx.divisor = divisor
@@ -32,8 +34,9 @@ class PipelineLoss:
     """The sum of the losses of a micro-batch, as TorchTitan's pipeline expects; its gradient is that of the mean.
 
     TorchTitan 0.2 divides the sums by the number of tokens of the step only after backward, when it reports them, so
-    that gradients are too large by that factor. `num_tokens` is the number for the whole step, over ranks and
-    micro-batches: all labels of the global batch, or the number that a trainer counts and sets before each step.
+    that gradients would be too large by that factor. loss: returns the sum over tokens. num_tokens: the labels of the
+    whole step, over ranks and micro-batches; a trainer that counts them sets it before each step (`set_num_tokens`),
+    otherwise it is the size of the global batch.
     """
 
     def __init__(self, loss: LossFunction, num_tokens: Tensor | float) -> None:
@@ -44,7 +47,7 @@ class PipelineLoss:
 
 
 def labels_in_step(job_config: JobConfig, parallel_dims: ParallelDims) -> int:
-    """Return the number of labels of one optimizer step, over all ranks."""
+    """Return the number of labels of one optimizer step, over all ranks, ignored labels included."""
     training = job_config.training
     replicas = parallel_dims.dp_replicate * parallel_dims.dp_shard
     batch = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * replicas
@@ -65,20 +68,22 @@ def build_pipeline(
     if device.type == HOST and parallelism.pipeline_parallel_schedule.lower() == "dualpipev":
         parallelism.pipeline_parallel_expert_parallel_overlap = False  # the overlap needs the streams of an accelerator
     loss = PipelineLoss(loss_fn, labels_in_step(job_config, parallel_dims))
-    built = pipeline_llm(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss)
-    if splits_backward(built[0]):
+    schedule, parts, has_first_stage, has_last_stage = pipeline_llm(
+        model, parallel_dims, job_config, device, model_args, parallelize_fn, loss
+    )
+    if splits_backward(schedule):
         check_split(job_config)
-    shard_backward(built[0], job_config)
-    for part in built[1]:
+    shard_backward(schedule, job_config)
+    for part in parts:
         _reset_first_counts(part)
-    return built
+    return schedule, parts, has_first_stage, has_last_stage
 
 
 def _reset_first_counts(part: nn.Module) -> None:
     """Reset the token counts of the experts after the first run of a stage, so that it does not change their biases.
 
-    A stage infers its shapes by a first run on arbitrary values. That run has a backward, in which activation
-    checkpointing routes and counts again, so that the counts are reset when the second run begins.
+    torch runs a stage once on arbitrary values to infer its shapes. That run has a backward, in which activation
+    checkpointing routes and counts the tokens again. The counts are therefore reset when the second run begins.
     """
     runs = 0
 
@@ -94,7 +99,7 @@ def _reset_first_counts(part: nn.Module) -> None:
 
 
 def set_num_tokens(schedule: _PipelineSchedule, num_tokens: Tensor | float) -> None:
-    """Set the number of labels of a step, as counted by a trainer without the ignored ones."""
+    """Set the number of labels of the next step, as counted by a trainer: over all ranks, without ignored labels."""
     loss = schedule._loss_fn
     if isinstance(loss, PipelineLoss):  # other models have other losses
         loss.num_tokens = num_tokens

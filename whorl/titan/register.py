@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchtitan.protocols.train_spec import TrainSpec
 
-# `model.name` of a job, and the module with its `train_spec` and `check_layout`.
+# For each `model.name` of a job, the Python module with the functions `train_spec` and `check_layout` of that model.
 MODELS = {"deepseek_v32": "whorl.titan.deepseek_v32.spec"}
 
 
 def model(name: str) -> Any:
-    """Return the module of one of our models."""
+    """Import and return the Python module of one of our models; `MODELS` lists what it contains."""
     return import_module(MODELS[name])
 
 
 def train_spec(name: str = "deepseek_v32") -> "TrainSpec":
-    """Return TorchTitan's description of one of our models."""
+    """Return the TrainSpec of one of our models: the classes and functions that TorchTitan builds a run from."""
     return model(name).train_spec()
 
 

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class Rotary(nn.Module):
-    """Rotates the first R channels of q [B, S, H, D] and of k [B, S, D] by the table row of their token.
+    """Rotates the first R channels of q [B, S, H, D] and of k [B, S, D], and returns both in their dtypes.
 
-    rows: [B, S, R] fp32, R/2 cosines then R/2 sines. Style `pairs` rotates neighbouring channels (the attention),
-    `half` rotates channel i with channel i + R/2 (the indexer).
+    rows: [B, S, R] fp32, the row of the rotary table for each token: R/2 cosines, then R/2 sines. Style `pairs` rotates
+    neighbouring channels (the attention), `half` rotates channel i with channel i + R/2 (the indexer).
     """
 
     def __init__(self, style: Literal["half", "pairs"]) -> None:

@@ -1,4 +1,4 @@
-"""Write the files that a server needs beside the weights, so that `whorl serve` can load the folder of a step.
+"""Write config.json and the tokenizer beside the weights, so that `whorl serve` can load the checkpoint of a step.
 
 A model trained on bytes gets a byte tokenizer; the files of any other tokenizer are copied.
 """
@@ -14,12 +14,15 @@ TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"),
     *("special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt"),
 )
-NAMES = frozenset((CONFIG, *TOKENIZER))
-END = "<|endoftext|>"
+NAMES = frozenset((CONFIG, *TOKENIZER))  # all files that may be written here
+END = "<|endoftext|>"  # the text of token 256, which ends a document
 
 
 def byte_letters() -> list[str]:
-    """Return the character of each byte in byte-level vocabularies: itself if printable, else one above 255."""
+    """Return for each byte the character that stands for it in byte-level vocabularies, as GPT-2 defined them.
+
+    It is the character with the same code if that is printable, else one with a code above 255.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     substitutes = iter(range(256, 512))
     return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
@@ -51,9 +54,10 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def describer(config: dict[str, Any], *, is_bytes: bool, assets: Path) -> Callable[[Path], None]:
-    """Return a function that writes these files into a folder.
+    """Return a function that writes config.json and the tokenizer into a folder.
 
-    config: the values of config.json. assets: the folder of the tokenizer's files, unless it is a byte tokenizer.
+    config: the values of config.json. is_bytes: write the byte tokenizer. assets: otherwise, the folder that the files
+    of the tokenizer are copied from.
     """
 
     def write(folder: Path) -> None:

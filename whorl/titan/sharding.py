@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.models.moe import MoE
 
+# Values of parallelism.fsdp_reshard_after_forward; None: reshard unless there are pipeline stages.
 RESHARD = {"always": True, "never": False, "default": None}
 
 
@@ -21,10 +22,10 @@ class Sharding:
     """How FSDP2 shards the modules of a model."""
 
     mesh: DeviceMesh
-    expert_mesh: DeviceMesh | None  # the mesh of the experts, with expert parallelism
+    expert_mesh: DeviceMesh | None  # the mesh that shards the experts under expert parallelism, else None
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    offload: bool
+    offload: bool  # keep parameters, gradients and optimizer state on the host
     reshard: bool  # free the gathered parameters of a block after its forward
     reshard_last: bool  # also free those of the head, which backward needs first
 
@@ -36,7 +37,7 @@ class Sharding:
             raise ValueError(
                 f"parallelism.fsdp_reshard_after_forward is {policy!r}, expected one of {', '.join(RESHARD)}"
             )
-        # A pipeline runs a stage many times in a step, and gathering its parameters each time would not be hidden.
+        # A pipeline runs a stage many times in a step; compute would not hide gathering its parameters each time.
         is_pipelined = job_config.parallelism.pipeline_parallel_degree > 1
         return Sharding(
             mesh=mesh,
@@ -49,7 +50,7 @@ class Sharding:
         )
 
     def shard(self, modules: Any, mesh: DeviceMesh | None = None, **options: Any) -> None:
-        """Make one FSDP2 unit of a module or of several modules."""
+        """Make one FSDP2 unit of a module or a list of modules. mesh: None for `self.mesh`; options: of fully_shard."""
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
@@ -64,7 +65,8 @@ def shard_block(block: nn.Module, sharding: Sharding) -> None:
     """Shard a block, with its experts as a separate unit under expert parallelism."""
     mesh = sharding.expert_mesh
     for moe in (m for m in block.modules() if isinstance(m, MoE) and mesh is not None):
-        # Expert parallelism shards dimension 0; where too few experts are left for FSDP2, it shards dimension 1.
+        # Expert parallelism has sharded dimension 0, the experts. FSDP2 shards it again by default; if a rank has fewer
+        # experts than FSDP2 has ranks, FSDP2 shards dimension 1 instead.
         local = moe.experts.w1.to_local().shape[0]
         placement = None if mesh is None or mesh.size(-1) <= local else (lambda _: Shard(1))
         sharding.shard(moe.experts, mesh, reshard_after_forward=sharding.reshard, shard_placement_fn=placement)
@@ -77,10 +79,12 @@ def fsdp_units(module: nn.Module | None) -> list[FSDPModule]:
 
 
 def prefetch(in_order: Sequence[list[FSDPModule]], not_in_backward: nn.Module | None) -> None:
-    """Make each unit prefetch the next when it starts, in forward and backward; `in_order` is the order of forward.
+    """Make FSDP2 gather the parameters of the next module when a module starts, in forward and in backward.
 
-    By default FSDP2 prefetches only in backward, in the order that it recorded in forward, and the wait for the sizes
-    of an expert-parallel dispatch delays even that. not_in_backward: a module that backward does not gather.
+    in_order: for each module, in the order of forward, its FSDP2 units as `fsdp_units` returns them. not_in_backward: a
+    module whose parameters backward does not gather. By default FSDP2 prefetches only in backward, in the order that it
+    recorded in forward, and in a block with expert parallelism it starts only after the CPU has waited for the sizes of
+    the dispatch.
     """
     for unit, following in pairwise(in_order):
         unit[0].set_modules_to_forward_prefetch(following)

@@ -20,8 +20,8 @@ from torchtitan.config import JobConfig
 class Stage(Protocol):
     """The attributes of torch's pipeline stage that are used here."""
 
-    submod: nn.Module
-    backward_maybe_with_nosync: Any
+    submod: nn.Module  # the model part
+    backward_maybe_with_nosync: Any  # (kind, tensors, is this the last backward of the step) -> gradients
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None: ...
 
@@ -34,9 +34,9 @@ def splits_backward(schedule: _PipelineSchedule) -> bool:
 
 
 def check_split(job_config: JobConfig) -> None:
-    """Raise ValueError when a job combines a split backward with activation checkpointing or a compiled model.
+    """Raise ValueError when a job with a split backward uses activation checkpointing or compiles the model.
 
-    torch runs the backward of a stage once for its inputs, then again from each matmul for its parameters.
+    torch runs a split backward of a stage once for its inputs, and then again from each matmul for its parameters.
     """
     name = job_config.parallelism.pipeline_parallel_schedule
     mode, compiles = job_config.activation_checkpoint.mode, job_config.compile.enable
@@ -55,9 +55,10 @@ def check_split(job_config: JobConfig) -> None:
 
 
 class ShardedBackward:
-    """Replaces the `backward_maybe_with_nosync` of a stage, which computes full, input or weight gradients.
+    """Replaces the method `backward_maybe_with_nosync` of a stage; called with the same arguments.
 
-    reshards: reduce gradients and free parameters in each call.
+    kind: "full", or one half of a split backward, "input" or "weight". reshards: reduce gradients and free the gathered
+    parameters in each call, and not only at the end of the step.
     """
 
     def __init__(self, stage: Stage, *, reshards: bool) -> None:
@@ -82,22 +83,23 @@ class ShardedBackward:
     def _unit_by_unit(self, tensors: dict[str, Any]) -> Any:
         """Run backward as torch does, with the hooks of FSDP2 that gather, reduce and free each unit in turn."""
         root = self.units[0]
-        root.set_is_last_backward(False)  # no wait here: the schedule waits at the end of the step
+        root.set_is_last_backward(False)  # FSDP2 does not wait for the reductions: the schedule does, after the step
         root.set_reshard_after_backward(True)
         root.set_requires_gradient_sync(True)
         return stage_backward(tensors["stage_output"], tensors["output_grads"], tensors["input_values"]), None
 
     def _gather(self) -> None:
+        """Gather the parameters of all units and wait for them."""
         handles = [unit.unshard(async_op=True) for unit in self.units]
         for handle in handles:
             assert isinstance(handle, UnshardHandle)
             handle.wait()
 
     def _accumulate(self) -> None:
-        """Add the gradients to sums in the dtype that gradients are reduced in.
+        """Add the weight gradients to FSDP2's sums over micro-batches, in the dtype that gradients are reduced in.
 
-        FSDP2 does so when backward leaves a unit, which happens in the input half. Without this call, torch would add
-        the weight gradients of consecutive micro-batches in the dtype of the parameters.
+        FSDP2 does this when backward leaves a unit, but that happens in the input half, before the weight gradients
+        exist. Without this call, torch would add those of consecutive micro-batches in the dtype of the parameters.
         """
         for unit in self.units:
             group = unit._get_fsdp_state()._fsdp_param_group
@@ -107,7 +109,7 @@ class ShardedBackward:
 
 
 def shard_backward(schedule: Any, job_config: JobConfig) -> None:
-    """Install ShardedBackward in the sharded stages when backward is split or parameters are resharded."""
+    """Install ShardedBackward in the FSDP2 stages of a schedule if backward is split or parameters are resharded."""
     reshards = job_config.parallelism.fsdp_reshard_after_forward == "always"
     if not reshards and not splits_backward(schedule):
         return

@@ -1,4 +1,8 @@
-"""Memory of AdamW's moments: on the host by parameter, on the device in buckets of parameter spans."""
+"""Memory of AdamW's moments: on the host by parameter, on the device in buckets of parameter spans.
+
+A format stores a moment as one or more flat tensors, its parts (see `moments.py`). In this file `moments[i][j]` is part
+j of moment i.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,14 +16,14 @@ from whorl.device import FinishedEvent, host_buffer
 from whorl.titan.moments import BLOCK, Format
 
 Formats = tuple[Format, Format]  # the formats of the first and of the second moment
-# Parameters are divided at multiples of the elements per CUDA block, which is also a multiple of every CPU vector.
-# So no element moves between the vector body and the tail of a kernel, which may round differently.
+# Parameters are divided only at multiples of this many elements. It is the work of a CUDA block and a multiple of every
+# CPU vector, so that no element moves between the vector loop of a kernel and its tail, which may round differently.
 ALIGNMENT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The elements `start` to `stop` of a parameter, stored at `offset` in a bucket."""
+    """The elements `start` to `stop` of the flat local shard of a parameter, at element `offset` of a bucket."""
 
     param: Tensor
     start: int
@@ -31,19 +35,19 @@ class Span:
 class Bucket:
     """The spans that one kernel call updates; their parameters have the same group and dtype."""
 
-    group: int
+    group: int  # index into the optimizer's param_groups
     dtype: torch.dtype
     spans: list[Span] = field(default_factory=list)
-    size: int = 0
+    size: int = 0  # elements, with the padding after each span
 
 
 @dataclass(slots=True)
 class DeviceBuffer:
-    """Device memory for one bucket: for each moment the parts of its format."""
+    """Device memory for one bucket: for each moment the parts of its format, as bytes."""
 
     memory: list[list[Tensor]]
-    loaded: Any = field(default_factory=FinishedEvent)
-    stored: Any = field(default_factory=FinishedEvent)
+    loaded: Any = field(default_factory=FinishedEvent)  # the event after the last load into this buffer
+    stored: Any = field(default_factory=FinishedEvent)  # the event after the last store from it
 
 
 @dataclass(slots=True)
@@ -55,12 +59,12 @@ class HostMoments:
 
 
 def local(x: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, or the tensor itself, without its gradient."""
+    """Return the local shard of a DTensor, or the tensor itself, detached; both share memory with x."""
     return x.to_local() if isinstance(x, DTensor) else x.detach()
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """Return the dimensions in order of decreasing stride."""
+    """Return the dimensions in order of decreasing stride: permuted by it, a dense tensor is contiguous."""
     strides = x.stride()
     return sorted(range(x.dim()), key=lambda i: (-strides[i], i))
 
@@ -71,7 +75,10 @@ def flatten(x: Tensor, order: list[int]) -> Tensor:
 
 
 def split_into_buckets(groups: list[list[Tensor]], capacity: int) -> list[Bucket]:
-    """Return buckets of at most `capacity` elements that cover the parameters in order."""
+    """Return buckets of at most `capacity` elements that cover the local shards of the parameters in order.
+
+    groups: the parameters of each group of the optimizer; a bucket never crosses groups or dtypes.
+    """
     buckets: list[Bucket] = []
     for index, params in enumerate(groups):
         bucket: Bucket | None = None
@@ -119,7 +126,10 @@ def flat_gradient(param: Tensor) -> Tensor:
 
 
 def unflatten(param: Tensor, values: Tensor | None) -> Tensor:
-    """Return flat values in the shape and sharding of `param`; for None, a tensor without memory."""
+    """Return flat values, in memory order, as a view in the shape and sharding of `param`.
+
+    For None the result is on the meta device, which has shapes but no memory.
+    """
     shard = local(param)
     order = memory_order(shard)
     if values is None:
@@ -141,8 +151,9 @@ def new_host(param: Tensor, formats: Formats) -> HostMoments:
     """Return host memory for the moments of a parameter, filled with zeros."""
     shard = local(param)
 
-    def part(dtype: torch.dtype, values: int) -> Tensor:
-        return host_buffer(-(-shard.numel() // values) * dtype.itemsize, shard.device.type).view(dtype)
+    def part(dtype: torch.dtype, values_per_element: int) -> Tensor:
+        num_bytes = -(-shard.numel() // values_per_element) * dtype.itemsize
+        return host_buffer(num_bytes, shard.device.type).view(dtype)
 
     return HostMoments([[part(*p) for p in moment_format.parts(shard.dtype)] for moment_format in formats])
 
@@ -150,7 +161,10 @@ def new_host(param: Tensor, formats: Formats) -> HostMoments:
 def move(
     formats: Formats, bucket: Bucket, buffer: DeviceBuffer, hosts: dict[Tensor, HostMoments], *, back: bool = False
 ) -> None:
-    """Copy the moments of a bucket from the host to the device, or with `back` from the device to the host."""
+    """Start to copy the moments of a bucket from the host to the device, or with `back` from the device to the host.
+
+    The copies run on the current stream. hosts: the host moments by parameter.
+    """
     for span in bucket.spans:
         for i, moment_format in enumerate(formats):
             host_parts, device_parts = hosts[span.param].moments[i], views(formats, bucket, buffer, span)[i]
@@ -164,7 +178,7 @@ def move(
 
 
 def views(formats: Formats, bucket: Bucket, buffer: DeviceBuffer, span: Span) -> list[list[Tensor]]:
-    """Return the moments of a span on the device, each as the parts of its format."""
+    """Return views of the moments of a span in a device buffer, each as the parts of its format."""
     moments = []
     for moment_format, memory in zip(formats, buffer.memory, strict=True):
         parts = []

@@ -2,7 +2,9 @@
 
     load of bucket n+1  |  update of bucket n  |  store of bucket n-1       three streams, a ring of device buffers
 
-The update is torch's fused kernel, so that bits are equal to those of torch.optim.AdamW(fused=True).
+A bucket is a fixed number of elements of consecutive parameters, with both moments. The update is torch's fused kernel,
+so that bits are equal to those of torch.optim.AdamW(fused=True). `swap_memory.py` has the memory on both sides,
+`moments.py` the formats in which the host stores moments.
 """
 
 import functools
@@ -44,7 +46,7 @@ FIXED_OPTIONS: dict[str, tuple[object, ...]] = {
     "fused": (True,),
     "decoupled_weight_decay": (True,),
 }
-# Those that say how a step is computed; a loaded state does not change them.
+# Those of them that only say how a step is computed, with our values: loading a state dict does not change them.
 COMPUTE_OPTIONS = {"foreach": None, "capturable": False, "differentiable": False, "fused": True}
 
 
@@ -52,10 +54,11 @@ class SwapAdamW(torch.optim.AdamW):
     """torch.optim.AdamW(fused=True) with the moments in host memory.
 
     moments: format on the host, "exact", "bfloat16" or "int8"; the last two need float32 parameters and round
-    stochastically, which is unbiased. chunk: elements of a bucket, which moves as one, a multiple of 65536. ring:
-    buckets on the device at once, at least 2. prefetch: loading starts when the parameter at this share of the list
-    gets its gradient (backward reaches the first parameters last); None: when `step` starts. The other arguments are
-    those of torch.optim.AdamW. Raises ValueError for a value out of range or an option that it does not support.
+    stochastically, which is unbiased. chunk: number of elements of a bucket, a multiple of 65536. ring: number of
+    buckets on the device at once, at least 2. prefetch: a share of the list of parameters; the first loads start in
+    backward when the parameter at this place gets its gradient (0.1: one tenth from the front, which backward reaches
+    near its end); None: they start with `step`. The other arguments are those of torch.optim.AdamW. Raises ValueError
+    for a value out of range or an option that it does not support.
 
         optimizer = SwapAdamW(model.parameters(), lr=1e-4, moments="bfloat16")
     """
@@ -76,9 +79,10 @@ class SwapAdamW(torch.optim.AdamW):
     ) -> None:
         self._initialize(moments, chunk, ring, prefetch)
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
-        self._start_lanes()
+        self._create_streams()
 
     def _initialize(self, moments: str, chunk: int, ring: int, prefetch: float | None) -> None:
+        """Check our own arguments and create empty state; called by the constructor and when a copy is unpickled."""
         if moments not in FORMATS:
             raise ValueError(f"moments is {moments!r}, expected one of {', '.join(FORMATS)}")
         if chunk < ALIGNMENT or chunk % ALIGNMENT:
@@ -91,17 +95,19 @@ class SwapAdamW(torch.optim.AdamW):
             raise ValueError(f"prefetch is {prefetch}, expected a share of the parameters from 0 to 1, or None")
         self._settings = {"moments": moments, "chunk": chunk, "ring": ring, "prefetch": prefetch}
         self.formats, self.capacity = FORMATS[moments], chunk
-        self._hosts: dict[Tensor, HostMoments] = {}
-        self._targets: dict[Tensor, HostMoments] = {}  # new memory for moments that a state dict refers to
+        self._hosts: dict[Tensor, HostMoments] = {}  # by parameter
+        # While a step is under way, by parameter: where it stores new moments if a state dict refers to the old ones.
+        self._targets: dict[Tensor, HostMoments] = {}
         self._buckets: list[Bucket] = []
-        self._planned: list[list[Tensor]] = []
-        self._buffers: list[DeviceBuffer] = []
+        self._planned: list[list[Tensor]] = []  # the parameters of each group that the buckets were made of
+        self._buffers: list[DeviceBuffer] = []  # bucket n uses buffer n % ring; empty between steps
         self._ring = ring
         self._next = 0  # the next bucket to load
-        self._updates = 0  # the number of updates, which seeds the rounding
-        self._last_store: Any = FinishedEvent()  # reached when the last store is done
+        self._updates = 0  # the number of updates, which seeds the stochastic rounding
+        self._last_store: Any = FinishedEvent()  # the event after the last store
 
-    def _start_lanes(self) -> None:
+    def _create_streams(self) -> None:
+        """Create the three streams, and the hook that starts loading during backward."""
         self._step_supports_amp_scaling = False  # GradScaler then unscales gradients and skips steps itself
         trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         device_type = (trainable or self.param_groups[0]["params"])[0].device.type
@@ -112,7 +118,7 @@ class SwapAdamW(torch.optim.AdamW):
         )
         prefetch = cast(float | None, self._settings["prefetch"])
         if prefetch is not None and trainable:
-            weak_self = weakref.ref(self)
+            weak_self = weakref.ref(self)  # the hook of a parameter must not keep the optimizer alive
             trigger = trainable[min(int(prefetch * len(trainable)), len(trainable) - 1)]
             trigger.register_post_accumulate_grad_hook(lambda _: _prefetch(weak_self()))
 
@@ -127,7 +133,7 @@ class SwapAdamW(torch.optim.AdamW):
     # ---- copies and pickles
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state with the moments as stored on the host, so that a copy continues with equal bits."""
+        """Return the state for a copy or pickle, with the moments as the host stores them: bits stay equal."""
         self._last_store.synchronize()
         steps = {param: {"step": state["step"].clone()} for param, state in self.state.items()}
         host_parts = {param: host.moments for param, host in self._hosts.items()}
@@ -148,7 +154,7 @@ class SwapAdamW(torch.optim.AdamW):
                 for host_part, value in zip(host_moment, saved_moment, strict=True):
                     host_part.copy_(value)
         self._updates = swap["updates"]
-        self._start_lanes()
+        self._create_streams()
 
     # ---- memory on the host
 
@@ -179,7 +185,10 @@ class SwapAdamW(torch.optim.AdamW):
         self._expose_moments(param)
 
     def _expose_moments(self, param: Tensor) -> None:
-        """Put the moments into `state`, where torch's checkpoints look for the names of the tensors to load."""
+        """Put the moments into `state`, where torch's checkpoints look for the names of the tensors to load.
+
+        They are views of host memory, or tensors on the meta device for a format that has no tensor of the values.
+        """
         for name, moment_format, parts in zip(MOMENTS, self.formats, self._hosts[param].moments, strict=True):
             values = parts[0] if len(moment_format.parts(param.dtype)) == 1 else None
             self.state[param][name] = unflatten(param, values)
@@ -193,6 +202,7 @@ class SwapAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient. closure: computes the loss, which is then returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -223,7 +233,7 @@ class SwapAdamW(torch.optim.AdamW):
             self._buckets, self._planned = split_into_buckets(groups, self.capacity), groups
 
     def _start_loading(self, n: int) -> None:
-        """Start to load as many buckets as the ring has free buffers while bucket n is updated."""
+        """Start to load all buckets that have a buffer in the ring while bucket n is updated: up to n + ring - 1."""
         if not self._buffers and self._buckets:
             self._make_buffers()
         while self._next < min(n + self._ring, len(self._buckets)):
@@ -233,24 +243,33 @@ class SwapAdamW(torch.optim.AdamW):
             buffer.loaded = self._load.run(copy, after=(buffer.stored, self._last_store))
 
     def _make_buffers(self) -> None:
+        """Allocate a ring of device buffers, each large enough for every bucket, as bytes without a dtype.
+
+        The parts of a format are listed for float32; the exact format has the dtype of the parameters instead.
+        """
         capacity = max(bucket.size for bucket in self._buckets)
         itemsize = max(bucket.dtype.itemsize for bucket in self._buckets)
         device = local(self._buckets[0].spans[0].param).device
 
-        def part(form: Format, index: int) -> Tensor:
-            dtype, values = form.parts(torch.float32)[index]
-            num_bytes = capacity // values * (itemsize if form.is_exact else dtype.itemsize)
+        def part(moment_format: Format, index: int) -> Tensor:
+            dtype, values = moment_format.parts(torch.float32)[index]
+            num_bytes = capacity // values * (itemsize if moment_format.is_exact else dtype.itemsize)
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             self._load.uses(memory)
             self._store.uses(memory)
             return memory
 
         for _ in range(min(self._ring, len(self._buckets))):
-            memory = [[part(form, i) for i in range(len(form.parts(torch.float32)))] for form in self.formats]
-            # Kernels that the caller launched earlier may still use this memory, so that the first load waits for them.
+            memory = [
+                [part(moment_format, i) for i in range(len(moment_format.parts(torch.float32)))]
+                for moment_format in self.formats
+            ]
+            # Kernels that the caller launched earlier may still use this memory: the first load waits for them, as it
+            # waits for an earlier store.
             self._buffers.append(DeviceBuffer(memory, stored=self._compute.run(lambda: None)))
 
     def _process_bucket(self, n: int, bucket: Bucket, grads: dict[Tensor, Tensor]) -> None:
+        """Launch the update of bucket n after its load, and its store after its update. grads: flat, by parameter."""
         buffer = self._buffers[n % self._ring]
         updated = self._compute.run(lambda: self._update(n, bucket, buffer, grads), after=(buffer.loaded,))
         for span in bucket.spans:
@@ -259,18 +278,20 @@ class SwapAdamW(torch.optim.AdamW):
         copy = functools.partial(move, self.formats, bucket, buffer, self._hosts | self._targets, back=True)
         buffer.stored = self._last_store = self._store.run(copy, after=(updated,))
         for span in bucket.spans:
-            # One parameter at a time, so that the memory of a freed state dict can be used for the next parameter.
+            # After its last span a parameter uses the new memory. The old memory is freed at once, if its state dict is
+            # gone, so that the next parameter can use it.
             if span.param in self._targets and span.stop == local(span.param).numel():
                 self._hosts[span.param] = self._targets.pop(span.param)
                 self._expose_moments(span.param)
 
     def _update(self, n: int, bucket: Bucket, buffer: DeviceBuffer, grads: dict[Tensor, Tensor]) -> None:
+        """Decode the moments in a device buffer, update them and the parameters in place, and encode the moments."""
         group = self.param_groups[bucket.group]
         parts = [views(self.formats, bucket, buffer, span) for span in bucket.spans]
         sizes = [span.stop - span.start for span in bucket.spans]
         first, second = (
-            [form.decode(view[i], size) for view, size in zip(parts, sizes, strict=True)]
-            for i, form in enumerate(self.formats)
+            [moment_format.decode(view[i], size) for view, size in zip(parts, sizes, strict=True)]
+            for i, moment_format in enumerate(self.formats)
         )
         beta1, beta2 = map(float, group["betas"])
         lr = group["lr"]
@@ -316,20 +337,29 @@ class SwapAdamW(torch.optim.AdamW):
         return packed
 
     def _indices(self, packed: dict[str, Any]) -> Iterable[tuple[Tensor, int]]:
+        """Yield each parameter and its number in a state dict."""
         for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
             yield from zip(group["params"], saved["params"], strict=True)
 
     def _lend(self, param: Tensor) -> list[Tensor]:
+        """Return both moments of a parameter for a state dict.
+
+        They share memory with the host moments, which are marked as lent; those of `int8` are decoded copies.
+        """
         host, size = self._hosts[param], local(param).numel()
         moments = []
-        for form, parts in zip(self.formats, host.moments, strict=True):
+        for moment_format, parts in zip(self.formats, host.moments, strict=True):
             if len(parts) == 1:
                 host.is_lent = True
-            moments.append(unflatten(param, parts[0] if len(parts) == 1 else form.decode(parts, size)))
+            moments.append(unflatten(param, parts[0] if len(parts) == 1 else moment_format.decode(parts, size)))
         return moments
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of any torch.optim.AdamW without amsgrad, and round the moments to this format.
+
+        Raises ValueError when the state has amsgrad, lacks a moment, or was sharded differently.
+        """
         self._last_store.synchronize()
         self._release_buffers()
         steps = {index: {"step": state["step"]} for index, state in state_dict["state"].items()}
@@ -354,7 +384,7 @@ class SwapAdamW(torch.optim.AdamW):
 
     def _load_moments(self, param: Tensor, saved: dict[str, Any]) -> None:
         order = memory_order(local(param))
-        for name, form, parts in zip(MOMENTS, self.formats, self._hosts[param].moments, strict=True):
+        for name, moment_format, parts in zip(MOMENTS, self.formats, self._hosts[param].moments, strict=True):
             if name not in saved:
                 raise ValueError(f"the saved state of a parameter of shape {tuple(param.shape)} has no {name}")
             value = local(saved[name])
@@ -363,8 +393,8 @@ class SwapAdamW(torch.optim.AdamW):
                     f"the saved {name} has shape {tuple(value.shape)}, expected {tuple(local(param).shape)}; use "
                     "torch.distributed.checkpoint to load a state that was sharded differently"
                 )
-            dtype = param.dtype if form.is_exact else torch.float32
-            form.encode(flatten(value, order).to(device=parts[0].device, dtype=dtype), parts, None)
+            dtype = param.dtype if moment_format.is_exact else torch.float32
+            moment_format.encode(flatten(value, order).to(device=parts[0].device, dtype=dtype), parts, None)
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -378,5 +408,6 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def _prefetch(optimizer: SwapAdamW | None) -> None:
+    """Start to load the first buckets, if there are buckets of an earlier step."""
     if optimizer is not None:
         optimizer._start_loading(0)

@@ -1,7 +1,9 @@
 """Tensor-parallel styles that models share: gathered tokens, sharded heads, sharded and unsharded experts.
 
-Where a replicated tensor is used by sharded heads, each rank computes only a part of its gradient. `to_heads` marks
-that gradient as partial.
+A DTensor becomes a local tensor in one of two ways, which differ only in backward. Where a replicated tensor is used by
+the heads of one rank, that rank computes only a part of its gradient: `to_heads` declares the gradient partial, and
+DTensor sums it over the ranks. Where the local gradient is already complete, because every rank computes the same, or
+because the tensor is sharded, `to_local` leaves it as it is.
 """
 
 from typing import Any
@@ -23,19 +25,22 @@ from torchtitan.distributed import NoParallel
 
 
 def to_heads(x: Any) -> Any:
-    """Return the local tensor for the heads of this rank; the gradient of a replicated tensor is partial."""
+    """Return the local tensor of a DTensor for use by this rank's heads: a replicated tensor gets a partial gradient.
+
+    Anything but a DTensor is returned unchanged.
+    """
     if not isinstance(x, DTensor):
         return x
     return x.to_local(grad_placements=[Partial() if p == Replicate() else p for p in x.placements])
 
 
 def to_local(x: Any) -> Any:
-    """Return the local tensor, where every rank computes the same gradient."""
+    """Return the local tensor of a DTensor whose local gradient is complete; anything else is returned unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 class GatherTokens(ParallelStyle):
-    """All-gathers the tokens of the first argument before the module is called."""
+    """All-gathers the first argument before the module is called: [B, S / P, ...] of each rank to [B, S, ...]."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -47,7 +52,7 @@ class GatherTokens(ParallelStyle):
 
 
 class RouterScores(NoParallel):
-    """Replicates a router gate whose scores go to sharded experts, so that their gradient is partial."""
+    """Replicates the gate of a router whose scores go to sharded experts: the gradient of the scores is partial."""
 
     def __init__(self) -> None:
         super().__init__(use_local_output=False)
@@ -59,7 +64,7 @@ class RouterScores(NoParallel):
 
 
 class LocalHeads(ParallelStyle):
-    """Calls the module with local tensors: the heads of this rank, and in full what all heads share."""
+    """Calls the module with local tensors by `to_heads`: the heads of this rank, and in full what all heads share."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, args: tuple(map(to_heads, args)))
@@ -67,7 +72,7 @@ class LocalHeads(ParallelStyle):
 
 
 class LocalReplicated(ParallelStyle):
-    """Calls the module with local tensors, where every rank computes the same."""
+    """Calls the module with local tensors by `to_local`, which leaves their gradients as they are."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, args: tuple(map(to_local, args)))
@@ -77,8 +82,8 @@ class LocalReplicated(ParallelStyle):
 def parallelize_sharded_experts(block: Any, mesh: DeviceMesh) -> None:
     """Parallelize the MoE of a block whose experts are sharded by channel: gather tokens, reduce-scatter the result.
 
-    The output of an expert is then a partial sum, and so is the gradient of its score. TorchTitan's plan treats that
-    gradient as complete where scores multiply the outputs of the experts, as they do here.
+    The output of an expert is then a partial sum on each rank. Here scores multiply these outputs, so that the gradient
+    of a score is a partial sum as well. TorchTitan's own plan would treat it as complete.
     """
     plan: dict[str, ParallelStyle] = {
         "moe": PrepareModuleInputOutput(
@@ -103,8 +108,9 @@ def parallelize_unsharded_experts(block: Any, mesh: DeviceMesh) -> None:
     plan gathers all tokens, routes every token on every rank and then drops the tokens of other ranks.
     """
     plan: dict[str, ParallelStyle] = {
-        "moe": LocalReplicated(),
-        # Tokens are sharded on dimension 0; the gradient of the weight is partial, as that of a norm.
+        "moe": LocalReplicated(),  # the tokens stay sharded: their local gradients are complete
+        # The MoE flattens its tokens, so that they are sharded on dimension 0. Each rank has the gradient of the gate's
+        # weight from its own tokens only; with SequenceParallel it is a partial DTensor, as that of a norm.
         "moe.router.gate": SequenceParallel(sequence_dim=0, use_local_output=True),
     }
     if block.moe.shared_experts is not None:
@@ -118,7 +124,8 @@ def parallelize_unsharded_experts(block: Any, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
 
     def count_all(_: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        # TorchTitan updates the expert biases with counts that it sums over data-parallel ranks only.
+        # Sum over tensor-parallel ranks, because TorchTitan, which updates the expert biases with these counts, sums
+        # them only over data-parallel ranks.
         weights, chosen, counts = output
         return weights, chosen, collectives.all_reduce(counts, "sum", group)
 

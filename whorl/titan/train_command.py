@@ -13,7 +13,7 @@ from typing import Any
 RECIPES = Path(__file__).parent / "recipes"
 CONFIG = "whorl.titan.config"
 LOGS = "logs"
-SHOWN_LINES = 25  # lines of the log of a failed rank
+SHOWN_LINES = 25  # how many lines at the end of a failed rank's log are printed
 STOPPED = "stopped; the same command resumes from the last checkpoint, if the recipe writes checkpoints"
 
 
@@ -24,12 +24,14 @@ class Job:
     recipe: Path
     folder: Path
     ranks: int  # processes on this machine
-    command: list[str]
-    locked: list[Path]  # folders that only one run may write into; empty where several machines share them
+    command: list[str]  # the torchrun command line
+    # The folders to check for another run before this one starts. Empty if the user sets options of torchrun, because
+    # another machine of the same run may then hold the locks.
+    locked: list[Path]
 
 
 def recipes() -> dict[str, str]:
-    """Return the names of our recipes and their descriptions."""
+    """Return the description of each of our recipes by its name."""
     descriptions = {}
     for path in sorted(RECIPES.glob("*.toml")):
         descriptions[path.stem] = _read(path).get("job", {}).get("description", "")
@@ -37,7 +39,10 @@ def recipes() -> dict[str, str]:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the path of a recipe, named by one of our names or the path of a TorchTitan TOML; raises ValueError."""
+    """Return the path of a recipe. name: the name of one of our recipes, or the path of a TorchTitan TOML file.
+
+    Raises ValueError when there is no such recipe or file.
+    """
     if name.startswith("-"):
         raise ValueError(f"train: give the recipe before TorchTitan's options: whorl train RECIPE {name} ...")
     path = Path(name)
@@ -59,7 +64,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Raise ValueError for an option without a section: it is a misspelt one of ours, as TorchTitan's have one."""
+    """Raise ValueError for an option without a section.
+
+    All options of TorchTitan are `--section.name`, so that an option without a dot is a misspelt option of ours.
+    """
     for option in options:
         if option.startswith("-") and "." not in option.split("=")[0] and not _is_number(option):
             raise ValueError(
@@ -76,7 +84,10 @@ def _is_number(text: str) -> bool:
 
 
 def option_value(options: Sequence[str], section: str, name: str) -> str | None:
-    """Return the last value of --section.name in the options, or None; dashes and `=` are accepted."""
+    """Return the value of --section.name in the options, None if it is not set; the last of several counts.
+
+    As in TorchTitan, the name may have dashes for underscores, and `=` may join it with the value.
+    """
     result = None
     spellings = {f"--{section}.{name}", f"--{section}.{name.replace('_', '-')}"}
     for i, option in enumerate(options):
@@ -119,7 +130,10 @@ def build_job(recipe: str, options: Sequence[str], *, ranks: int | None, torchru
 
 
 def num_machines(launch: Sequence[str]) -> int | None:
-    """Return the number of machines that torchrun's options name; None where it may change during the run."""
+    """Return the number of machines that torchrun's options name, 1 by default.
+
+    The result is None where the number may change during the run (--nnodes 1:4).
+    """
     nodes = "1"
     for i, option in enumerate(launch):
         key, is_joined, value = option.partition("=")
@@ -153,7 +167,10 @@ def _local_ranks() -> int:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Rename the folder of a run, so that the next one starts from scratch; return its new path, if it existed."""
+    """Rename the folder of a run to FOLDER.1, FOLDER.2, ..., so that the next run starts from scratch.
+
+    Return the new path, or None if the folder does not exist.
+    """
     if not folder.exists():
         return None
     number = 1
@@ -206,7 +223,11 @@ def _print_failure(folders: set[Path], errors: str, code: int) -> None:
 
 
 def first_failure(folders: set[Path]) -> Path | None:
-    """Return the log of the rank that failed first, by the time of torchrun's error files; it explains the others."""
+    """Return the log of the rank that failed first, because its error usually explains those of the other ranks.
+
+    folders: the log folders of the run. torchrun writes an error.json for each failed rank; their times give the order.
+    Without such files it is the first log that is not empty; None if there is none.
+    """
     marks = [mark for folder in folders for mark in folder.rglob("error.json")]
     logs = [mark.with_name("stderr.log") for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime_ns)]
     logs = logs or sorted(log for folder in folders for log in folder.rglob("stderr.log"))

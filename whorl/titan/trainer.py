@@ -1,4 +1,6 @@
-"""TorchTitan's trainer with checked checkpoints, two training stages, and a watch that names the layer of a NaN.
+"""TorchTitan's trainer with checked checkpoints, training stages, and a watch that names the layer of a NaN.
+
+A stage is a part of training with its own learning-rate schedule: first the warm-up, if any, then sparse training.
 
 Start it with `torchtitan.train.main(WhorlTrainer)`: TorchTitan takes the trainer class as an argument.
 """
@@ -31,10 +33,11 @@ class WhorlTrainer(Trainer):
 
     def __init__(self, job_config: JobConfig) -> None:
         job_options.check(job_config, job_options.world_size())
-        # Locked before anything is written. Rank 0 locks for all: the other ranks cannot save without it.
+        # The folders are locked before anything is written. Rank 0 locks for all ranks: no rank can save without it.
         self._locks = [FolderLock(f) for f in job_options.locked_folders(job_config) if job_options.is_first_rank()]
         super().__init__(job_config)
-        self._batches: list[dict[str, Any]] = []
+        self._batches: list[dict[str, Any]] = []  # the arguments of every forward and backward of the current step
+        # `Watch.attach` has added the attribute to the optimizers, unless optimizer.watch is off.
         self.watch: Watch | None = getattr(self.optimizers, "watch", None)
         if self.watch is not None:
             self.watch.replay, self.watch.replays_backward = self._replay, True
@@ -49,6 +52,7 @@ class WhorlTrainer(Trainer):
     # ---- checkpoints
 
     def _replace_checkpointer(self) -> None:
+        """Replace the checkpoint manager that TorchTitan's trainer has built by ours, with the same states."""
         config = self.job_config
         settings: Any = getattr(config, "whorl", None)
         original = self.checkpointer
@@ -90,7 +94,11 @@ class WhorlTrainer(Trainer):
         return describer(values, is_bytes=is_bytes, assets=assets)
 
     def _begin_stage(self, start: int) -> None:
-        """Make the learning-rate schedule cover this stage: the steps after `start` to the end of training."""
+        """Replace the learning-rate schedule by one that covers only this stage.
+
+        start: the step after which the stage begins; the stage lasts to the end of training. If it is 0, the schedule
+        that TorchTitan has built already covers the stage.
+        """
         if start == 0:
             return
         config = self.job_config
@@ -107,6 +115,7 @@ class WhorlTrainer(Trainer):
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
     ) -> Tensor:
+        """Run forward and backward of one micro-batch as TorchTitan does, and record it for the watch."""
         if self.parallel_dims.pp_enabled:
             set_num_tokens(self.pp_schedule, global_valid_tokens)
         batch = {"input_dict": input_dict, "labels": labels, "global_valid_tokens": global_valid_tokens}
@@ -119,5 +128,6 @@ class WhorlTrainer(Trainer):
         return loss
 
     def _replay(self) -> None:
+        """Run all micro-batches of the current step again; the watch calls this to find the layer of a NaN."""
         for batch in self._batches:
             super().forward_backward_step(**batch)

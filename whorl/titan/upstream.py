@@ -1,6 +1,7 @@
 """Check whether the installed TorchTitan still has what our code uses of it.
 
-`drift()` compares it with the names, signatures and source fingerprints in `upstream_names.py`.
+`drift()` compares it with the names, signatures and source fingerprints in `upstream_names.py`. A *point* is one of
+these names, as text: `module:name` or `module:Class.method`.
 """
 
 import ast
@@ -14,11 +15,11 @@ from typing import Any
 
 from whorl.titan.upstream_names import ATTRIBUTES, CONSTANTS, FIELDS, NAMES, SIGNATURES, SOURCES
 
-WRITTEN_FOR = "0.2.2"
+WRITTEN_FOR = "0.2.2"  # the version of TorchTitan that our code is written for
 
 
 def resolve(point: str) -> Any:
-    """Return the object that `module:name.name` names."""
+    """Return the object that a point names; raises ImportError or AttributeError when it does not exist."""
     module, _, path = point.partition(":")
     target = importlib.import_module(module)
     for name in path.split("."):
@@ -27,7 +28,7 @@ def resolve(point: str) -> Any:
 
 
 def owner(point: str) -> Any:
-    """Return the class of a method; None for anything outside a class."""
+    """Return the class that a point lies in; None for a point outside a class."""
     return resolve(point.rpartition(".")[0]) if "." in point.partition(":")[2] else None
 
 
@@ -59,6 +60,7 @@ def fingerprint(function: Callable[..., Any]) -> str:
 
 
 def _find_problem(point: str, compare: Callable[[Any], str | None]) -> str | None:
+    """Return what has changed at a point, or None; `compare` returns what is different about the object."""
     try:
         target = resolve(point)
     except (ImportError, AttributeError) as error:
@@ -86,7 +88,7 @@ def _fields_problem(expected: str) -> Callable[[Any], str | None]:
 
 
 def set_on_self(cls: type) -> set[str]:
-    """Return the attributes that the methods of a class and of its bases in TorchTitan assign to self."""
+    """Return the attributes that methods of a class, and of its bases in the same package, assign to self."""
     names: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.split(".")[0] == cls.__module__.split(".")[0]:

@@ -100,10 +100,10 @@ def whorl_gmm(config: GroupedExperts.Config) -> GroupedExperts.Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """What `dispatch` passes to `combine`: the row of each choice, and the scores."""
+    """What `dispatch` passes to `combine`."""
 
-    places: Tensor
-    scores: Tensor
+    places: Tensor  # the row of each choice among the tokens sorted by expert, from `ops.permute`
+    scores: Tensor  # the router's score of each choice
 
 
 class WhorlTokenDispatcher(LocalTokenDispatcher):
@@ -124,7 +124,10 @@ class WhorlTokenDispatcher(LocalTokenDispatcher):
 
 
 class WhorlAllToAllDispatcher(AllToAllTokenDispatcher):
-    """Dispatches by our operators unless experts are parallel; TorchTitan 0.3 uses this dispatcher by default."""
+    """TorchTitan 0.3's default dispatcher, with our operators where all experts are on this rank.
+
+    With expert parallelism it is unchanged.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):

@@ -1,9 +1,9 @@
 """Check before every update that loss and gradients are finite; if not, stop and name the layer.
 
 The check reads one number from the device in each step. TorchTitan clips gradients by their norm over all ranks, so
-that a NaN anywhere makes every gradient NaN on every rank. It is therefore enough to check the smallest gradient, and
-all ranks agree without communication. The weights are still those of the previous step, so that the step can be run
-again with hooks on every module to find the layer.
+that a NaN anywhere makes every gradient NaN on every rank. It is therefore enough to check one gradient, that with the
+fewest elements, and all ranks agree without communication. The weights are still those of the previous step, so that
+the step can be run again with hooks on every module to find the layer.
 """
 
 import re
@@ -21,6 +21,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from whorl.titan.swap_memory import local
 from whorl.titan.swap_optimizer import SwapAdamW
 
+# Parts of a module's name that activation checkpointing, torch.compile and FSDP insert.
 WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 
 
@@ -39,7 +40,7 @@ def is_finite(tensors: Iterable[object]) -> bool:
 
 
 def named_modules(parts: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules with the names that checkpoints use."""
+    """Yield the name and the module for all modules of the model parts, with the names that checkpoints use."""
     for part in parts:
         for name, module in part.named_modules():
             yield WRAPPERS.sub("", f"{name}.")[:-1] or "the model", module
@@ -55,7 +56,10 @@ def bad_weights(parts: list[nn.Module]) -> list[str]:
 
 
 def bad_moments(optimizers: OptimizersContainer) -> list[str]:
-    """Return the names of the parameters whose optimizer state is not finite; each state is read once, in place."""
+    """Return the names of the parameters whose optimizer state is not finite, on this rank.
+
+    Swapped moments are checked in host memory, in the format in which they are stored.
+    """
     names = {
         p: f"{name}.{key}" for name, m in named_modules(optimizers.model_parts) for key, p in _direct_parameters(m)
     }
@@ -79,10 +83,10 @@ def _direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @dataclass(slots=True)
 class Trace:
-    """What the hooks recorded in one run of a step; names are in the order in which modules finished."""
+    """What the hooks recorded in one run of a step."""
 
-    order: list[str] = field(default_factory=list)
-    first: str | None = None
+    order: list[str] = field(default_factory=list)  # names of the modules, in the order in which they finished
+    first: str | None = None  # a sentence about the first output that is not finite
 
     def record(self, name: str, inputs: Any, output: Any) -> None:
         if name not in self.order:
@@ -98,7 +102,10 @@ class Trace:
 
 @contextmanager
 def traced(parts: list[nn.Module]) -> Iterator[Trace]:
-    """Record every module in a trace; compiled modules run in eager mode, because hooks are not called otherwise."""
+    """Give a trace that records every module that runs in this context.
+
+    Compiled modules run in eager mode, because hooks inside a compiled module are not called.
+    """
     trace, handles = Trace(), []
     for name, module in named_modules(parts):
 
@@ -115,7 +122,10 @@ def traced(parts: list[nn.Module]) -> Iterator[Trace]:
 
 
 def examine(parts: list[nn.Module], replay: Callable[[], None]) -> str | None:
-    """Run a step again and return where the first value that is not finite appears on this rank, or None."""
+    """Return a sentence about where the first value that is not finite appears on this rank, or None if all are finite.
+
+    replay: runs the step again. Gradients are cleared first.
+    """
     weights = bad_weights(parts)
     if weights:
         return f"weights are not finite before the step: {', '.join(weights[:4])}{', ...' if weights[4:] else ''}"
@@ -127,7 +137,10 @@ def examine(parts: list[nn.Module], replay: Callable[[], None]) -> str | None:
 
 
 def _first_gradient(parts: list[nn.Module], order: list[str]) -> str | None:
-    """Return the first module in backward order whose gradient is not finite; the NaN spreads to all after it."""
+    """Return a sentence about the first module in backward order with a gradient that is not finite, or None.
+
+    order: names of the modules in the order of forward. All modules that come later in backward get the NaN from it.
+    """
     finite = {
         name: is_finite([p.grad for p in module.parameters(recurse=False)])
         for name, module in named_modules(parts)
@@ -145,24 +158,31 @@ def _first_gradient(parts: list[nn.Module], order: list[str]) -> str | None:
 
 
 class Watch:
-    """Checks the losses in `losses` and the clipped gradients before each update; `replay` runs the step again."""
+    """Checks before each update that the losses and the clipped gradients are finite.
+
+    A trainer sets the public attributes. Without one, as in TorchTitan's own trainer, only gradients are checked, and
+    only the forward can be run again.
+    """
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self.parts = parts
-        self.losses: list[Tensor] = []
+        self.losses: list[Tensor] = []  # of the micro-batches of this step
         self.step: int | None = None
-        self.replay: Callable[[], None] | None = None
-        self.replays_backward = False
+        self.replay: Callable[[], None] | None = None  # runs the step again
+        self.replays_backward = False  # whether `replay` runs backward as well
         self.last_good: Callable[[], str] | None = None  # returns a sentence about the last good checkpoint
-        self._batches: list[Callable[[], None]] = []
-        self._probe: Tensor | None = None
+        self._batches: list[Callable[[], None]] = []  # each runs the forward of a micro-batch of this step again
+        self._probe: Tensor | None = None  # the parameter whose gradient is checked
 
     @classmethod
     def attach(cls, optimizers: OptimizersContainer, *, can_replay: bool) -> "Watch":
-        """Add a watch to the optimizers. can_replay: the model can be run again with its recorded inputs."""
+        """Create a watch that checks before every step of the optimizers, as their attribute `watch`, and return it.
+
+        can_replay: the model can be run again with recorded inputs, which is not possible with pipeline stages.
+        """
         watch = cls(optimizers.model_parts)
         handle = optimizers.register_step_pre_hook(lambda *_: watch.check())
-        # It runs before the hook that updates the expert biases, because a repeated step must route as before.
+        # The check runs before the hook that updates the expert biases, because a repeated step must route as before.
         optimizers._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
         optimizers.watch = watch  # type: ignore[attr-defined]
         if can_replay:
@@ -188,14 +208,14 @@ class Watch:
             forward()
 
     def _smallest_gradient(self) -> Tensor | None:
-        """Return the parameter with the smallest gradient of this rank that is not empty."""
+        """Return the parameter whose gradient has the fewest elements on this rank, but not none; None without any."""
         parameters = [
             p for part in self.parts for p in part.parameters() if p.grad is not None and local(p.grad).numel()
         ]
         return min(parameters, key=lambda p: local(cast(Tensor, p.grad)).numel(), default=None)
 
     def check(self) -> None:
-        """Raise NotFinite when a loss or a gradient is not finite."""
+        """Raise NotFinite, with the layer where possible, when a loss or a gradient of this step is not finite."""
         if self._probe is None or self._probe.grad is None:
             self._probe = self._smallest_gradient()
         gradient = None if self._probe is None else self._probe.grad
@@ -213,6 +233,7 @@ class Watch:
         raise NotFinite(f"{prefix}the {quantity} is not finite. {cause}. Nothing was updated in this step{advice}")
 
     def _find_cause(self) -> str:
+        """Run the step again on all ranks and return a text about where it becomes infinite or NaN on each."""
         if self.replay is None:
             return f"The layer is unknown: with pipeline stages only {TRAINER} can run the step again"
         self.losses = []

@@ -7,7 +7,8 @@ from whorl.titan.ending import end_with_parent
 
 
 def main() -> None:
-    end_with_parent(signal.SIGKILL)()  # without torchrun a rank would train on, and nothing would end it
+    """Train on this rank, with the command-line arguments as TorchTitan's options."""
+    end_with_parent(signal.SIGKILL)()  # otherwise a rank would train on after torchrun was killed
     if default_device() == HOST:
         from whorl.titan import cpu
 

@@ -1,4 +1,9 @@
-"""The base of all converters: find modules, compare a small sample of each kind with float64, replace, and log."""
+"""The base of all converters: find modules, compare a small sample of each kind with float64, replace, and log.
+
+A converter replaces modules of a model by ones that compute the same by our operators. Before it does, it builds a
+small module of each kind, runs it before and after the replacement, and refuses the job if the error against float64
+has grown too much; `whorl.judge` has the rule.
+"""
 
 import copy
 import types
@@ -20,12 +25,13 @@ from whorl.ops import OPS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """A small module of the same kind as one of the model, and the arguments to call it with."""
+    """A sample to compare: a small module of the same kind as one of the model, and the arguments to call it with."""
 
     module: nn.Module
     inputs: tuple[Tensor, ...]  # float32; they are rounded to the dtype of training, and their gradients are compared
     constants: tuple[Any, ...] = ()  # arguments after the inputs, such as tables and counts; they are not rounded
-    exact: Callable[..., Any] | None = None  # computes the result in float64, for a module that rounds inside
+    # (module, *inputs, *constants) -> the result, for a module that rounds even if its inputs are float64
+    exact: Callable[..., Any] | None = None
 
 
 class Converter(ABC):
@@ -39,7 +45,7 @@ class Converter(ABC):
 
     @abstractmethod
     def is_candidate(self, module: nn.Module) -> bool:
-        """Return whether this converter is meant for such a module."""
+        """Return whether this converter is meant for such a module; `refusal` may still exclude it."""
 
     @abstractmethod
     def replace(self, module: nn.Module) -> None:
@@ -47,7 +53,7 @@ class Converter(ABC):
 
     @abstractmethod
     def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
-        """Return a small module of the same kind with inputs."""
+        """Return a small module of the same kind as `module`, with random inputs, on the CPU in float32."""
 
     def refusal(self, module: nn.Module) -> str | None:
         """Return the reason why a candidate is not converted, or None."""
@@ -87,7 +93,7 @@ class Converter(ABC):
         return bool(getattr(getattr(self.job_config, "whorl", None), "check_converters", True))
 
     def _compare(self, module: nn.Module) -> float:
-        """Return our error as a multiple of TorchTitan's; raises ValueError when the judge rejects it."""
+        """Return the error of our module as a multiple of the original one's; raises ValueError if it is too large."""
         device = torch.device(utils.device_type)
         dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -134,7 +140,10 @@ def _backend(op: str, device: str) -> str:
 
 
 def compare(sample: Probe, replace: Callable[[nn.Module], None], device: torch.device, dtype: torch.dtype) -> Verdict:
-    """Compare the outputs and gradients of a module before and after its replacement with float64."""
+    """Compare the outputs and gradients of a module, before and after its replacement, with those in float64.
+
+    dtype: the dtype of parameters and inputs, that of training.
+    """
     original = _typed(sample.module, device, dtype)
     converted = copy.deepcopy(original)
     replace(converted)
@@ -151,7 +160,7 @@ def compare(sample: Probe, replace: Callable[[nn.Module], None], device: torch.d
 
 
 def _typed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of a module with parameters and buffers in a dtype."""
+    """Return a copy of a module with parameters and buffers in a dtype, all trainable."""
     return copy.deepcopy(module).to(device=device, dtype=dtype).requires_grad_(True)
 
 
@@ -171,7 +180,10 @@ def _widened(value: Any) -> Any:
 def _outputs_and_gradients(
     call: Callable[..., Any], module: nn.Module, inputs: list[Tensor], constants: list[Any]
 ) -> list[Tensor]:
-    """Return outputs, then gradients of inputs and parameters; the output gradients are equal for every dtype."""
+    """Return the outputs of `call`, then the gradients of the inputs and of the parameters of `module`.
+
+    The gradients of the outputs are random, and exact in bfloat16, so that they are equal for every dtype.
+    """
     leaves = [x.detach().requires_grad_(True) for x in inputs]
     result = call(*leaves, *constants)
     outputs = [result] if isinstance(result, Tensor) else list(result)
@@ -186,7 +198,7 @@ def _outputs_and_gradients(
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Change the class of a module to a subclass with another `forward`; each subclass is created once."""
+    """Change the class of a module to a subclass with another `forward`; modules of one class share the subclass."""
     module.__class__ = _subclass(type(module), forward)
 
 

@@ -16,9 +16,9 @@ from .conversion import Converter, Probe, replace_forward
 
 
 def compute_dtype(module: GroupedExperts, x: Tensor) -> torch.dtype:
-    """Return the dtype of TorchTitan's own matmuls.
+    """Return the dtype in which TorchTitan's own experts would multiply.
 
-    It is that of autocast, bf16 where TorchTitan would call torch._grouped_mm, else that of x.
+    That is the dtype of autocast if it is on; bf16 where TorchTitan would call torch._grouped_mm; else that of x.
     """
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
@@ -26,6 +26,7 @@ def compute_dtype(module: GroupedExperts, x: Tensor) -> torch.dtype:
 
 
 def _forward(self: GroupedExperts, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    """Compute what GroupedExperts.forward does, by our operator: x [rows, C], sorted by expert -> [rows, C]."""
     dtype = compute_dtype(self, x)
     w1, w2, w3 = (local(w).to(dtype) for w in (self.w1, self.w2, self.w3))
     counts = num_tokens_per_expert
@@ -71,6 +72,7 @@ class GroupedMatmulConverter(Converter):
 
 
 def _expert_by_expert(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    """Compute the experts one after another in the dtype of the rows, for the comparison with float64."""
     parts = rows.split(counts.tolist())
     weights = zip(module.w1, module.w2, module.w3, strict=True)
     return torch.cat([(F.silu(x @ a.T) * (x @ c.T)) @ b.T for x, (a, b, c) in zip(parts, weights, strict=True)])

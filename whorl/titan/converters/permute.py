@@ -19,21 +19,24 @@ from .conversion import Converter, Probe, replace_forward
 def _keep_token_order(
     self: TokenReorderer, top_scores: Tensor, selected_experts_indices: Tensor
 ) -> tuple[Tensor, int, Tensor]:
-    """Return the scores of all choices, the first choice (0), and the experts, in token order: the operator sorts.
+    """Leave choices in token order, where TokenReorderer.forward sorts them by expert: `ops.permute` sorts later.
 
-    Where tensor-parallel ranks share the tokens, a hook shards the inputs and adds the offset of this rank to the
-    second result, which are the indices of choices in TorchTitan.
+    Return the scores of all choices [T * K], the number of the first choice, 0, and the experts [T, K]. The second
+    result exists for a hook of TorchTitan. Where tensor-parallel ranks share the tokens, that hook takes only this
+    rank's tokens of the inputs and adds their offset to the second result, which in TorchTitan are the numbers of the
+    choices. `_forward` gets the offset of this rank that way.
     """
     return top_scores.reshape(-1), 0, selected_experts_indices
 
 
 def _forward(self: MoE, x: Tensor) -> Tensor:
+    """Compute what MoE.forward does, by our operators: x [B, S, C] -> [B, S, C]."""
     tokens = x.reshape(-1, x.shape[-1])
     scores, ids, counts = self.router(tokens, self.expert_bias)
     with torch.no_grad():
         self.tokens_per_expert.add_(counts)
     scores, first_choice, ids = self.reorderer(scores, ids)
-    first_token, count = first_choice // ids.shape[1], ids.shape[0]
+    first_token, count = first_choice // ids.shape[1], ids.shape[0]  # the tokens of this rank
     probs = scores.view_as(ids)
     local_tokens = tokens if count == tokens.shape[0] else tokens[first_token : first_token + count]
     scores_first = self.score_before_experts
@@ -136,6 +139,7 @@ class MoEWithScores(nn.Module):
 
 
 def _exact(module: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """Compute what MoEWithScores does directly: each token times the sum of its scores times the experts' factors."""
     ids, count = module.moe.router.ids, module.moe.experts.num_experts
     weights = (scores * (1 + ids / count)).sum(-1, keepdim=True)
     return x * weights.view(*x.shape[:-1], 1)

@@ -1,7 +1,7 @@
 """whorl_rope: rotate queries and keys by `ops.rope`, in our models and in TorchTitan's.
 
-TorchTitan's attention calls the global function `apply_rotary_emb` of its module. A converted attention gets a copy of
-its `forward` with other globals, in which only that name is ours; TorchTitan's module is not changed.
+TorchTitan's attention calls `apply_rotary_emb`, a global function of its Python module. A converted attention gets a
+copy of its `forward` with other globals, in which only that name is ours; TorchTitan's module is not changed.
 """
 
 import functools
@@ -42,7 +42,7 @@ def _qwen3(xq: Tensor, xk: Tensor, rope_cache: Tensor, positions: Tensor | None 
     return rotate(xq, xk, doubled_rows(_table_rows(rope_cache, xq, positions)), "half")
 
 
-# TorchTitan's functions, and our replacements.
+# TorchTitan's rotary functions, and our replacements with the same signatures.
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     llama3.apply_rotary_emb: _llama3,
     deepseek_v3.apply_rotary_emb: _deepseek_v3,
@@ -65,7 +65,7 @@ def with_global(forward: Callable[..., Any], name: str, new: Callable[..., Any])
 
 
 def _rotary_function(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the rotary function that the forward of a module calls, or None."""
+    """Return the function that the forward of a module calls as `apply_rotary_emb`, or None if it calls none."""
     forward = type(module).forward
     code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     return names.get(NAME) if code is not None and NAME in code.co_names else None
@@ -138,6 +138,7 @@ class FunctionModule(nn.Module):
 
 
 def _table(angles: Tensor, is_half: bool) -> Tensor:
+    """Return the rotary table as TorchTitan has it: complex for pairs, for qwen3 cosines and sines, each twice."""
     if not is_half:
         return torch.polar(torch.ones_like(angles), angles)
     return torch.cat((angles.cos(), angles.cos(), angles.sin(), angles.sin()), -1)

@@ -16,4 +16,5 @@ _OURS: list[type[Converter]] = [
     DSAConverter,
 ]
 CONVERTERS: dict[str, type[Converter]] = {converter.name: converter for converter in _OURS}
+# The names in the Ascend plug-in of TorchTitan are aliases.
 CONVERTERS |= {name.replace("whorl_", "npu_"): converter for name, converter in list(CONVERTERS.items())}

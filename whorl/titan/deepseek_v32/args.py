@@ -13,9 +13,9 @@ from torchtitan.tools.utils import has_cuda_capability
 
 from whorl.models.deepseek_v32 import DeepSeekV32Config
 
-Stage = Literal["sparse", "warmup"]
-Path = Literal["auto", "masked", "absorbed"]
-FULL = DeepSeekV32Config()
+Stage = Literal["sparse", "warmup"]  # see `stages.py`
+Path = Literal["auto", "masked", "absorbed"]  # of the attention, see `fused.py`
+FULL = DeepSeekV32Config()  # the published model of 671 B parameters
 # Sizes and rotary options: the names here, which are TorchTitan's where it has them, and the names in a config.json.
 NAMES = {
     "vocab_size": "vocab_size",
@@ -35,7 +35,7 @@ SAME_NAMES = (
     *("rope_theta", "rope_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 )
 NAMES |= {name: name for name in SAME_NAMES}
-# The same for the experts, inside `moe_args`.
+# The same for the fields of TorchTitan's MoEArgs, which are in `moe_args`.
 EXPERT_NAMES = {
     "num_experts": "n_routed_experts",
     "num_shared_experts": "n_shared_experts",
@@ -46,7 +46,7 @@ EXPERT_NAMES = {
 
 
 def experts(**changes: Any) -> MoEArgs:
-    """Return the arguments of the experts that all flavours share (normalised sigmoid scores), with changes."""
+    """Return the arguments of the experts that all flavours share, such as normalised sigmoid scores, with changes."""
     same = {name: getattr(FULL, EXPERT_NAMES[name]) for name in ("num_shared_experts", "route_norm", "route_scale")}
     return MoEArgs(score_func="sigmoid", score_before_experts=False, **same | changes)
 
@@ -102,7 +102,10 @@ class DeepSeekV32Args(BaseModelArgs):
     bootstrap_indexer: bool = False
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        """Set what a job decides; raises ValueError when its degrees exclude multi-token prediction layers."""
+        """Set the arguments that a job determines, such as max_seq_len and stage; TorchTitan calls this.
+
+        Raises ValueError when the job's degrees of parallelism exclude multi-token prediction layers.
+        """
         training, parallelism = job_config.training, job_config.parallelism
         self.max_seq_len = training.seq_len
         if self.moe_args.use_grouped_mm and not has_cuda_capability(9, 0):
@@ -123,14 +126,14 @@ class DeepSeekV32Args(BaseModelArgs):
 
     @staticmethod
     def from_config(config: DeepSeekV32Config) -> "DeepSeekV32Args":
-        """Return the arguments that a model config describes."""
+        """Return the arguments that a model config describes; what a job determines has its default."""
         named = {ours: getattr(config, theirs) for ours, theirs in NAMES.items()}
         length = config.trained_seq_len or config.max_position_embeddings
         return DeepSeekV32Args(**named, max_seq_len=length, moe_args=_experts_from_config(config))
 
     @property
     def config(self) -> DeepSeekV32Config:
-        """Return the config of the model, without what a job sets, such as the stage and the loss coefficients."""
+        """Return the config of the model, without what a job determines, such as stage and loss coefficients."""
         moe = self.moe_args
         config = DeepSeekV32Config(
             **{theirs: getattr(self, ours) for ours, theirs in NAMES.items()},
@@ -144,7 +147,10 @@ class DeepSeekV32Args(BaseModelArgs):
         return replace(config, max_position_embeddings=longest, trained_seq_len=trained)
 
     def hf_config(self, dtype: str) -> dict[str, Any]:
-        """Return the values of config.json; raises ValueError if transformers' model cannot compute the same."""
+        """Return the values of config.json. dtype: its field `dtype`, such as "bfloat16".
+
+        Raises ValueError if transformers' model cannot compute the same.
+        """
         moe = self.moe_args
         requirements = {
             "moe_args.score_func": (moe.score_func, "sigmoid"),
@@ -163,9 +169,9 @@ class DeepSeekV32Args(BaseModelArgs):
         return self.config.softmax_scale
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Return the number of parameters and the FLOPs per token.
+        """Return the number of parameters and the FLOPs per token of forward and backward, for TorchTitan's MFU.
 
-        Only selected experts and selected keys count, and recomputation does not.
+        Of experts and keys only the selected ones count; recomputation does not count.
         """
         total = sum(p.numel() for p in model.parameters())
         experts = sum(p.numel() for name, p in model.named_parameters() if ".moe.experts." in name)
@@ -199,7 +205,7 @@ def _global_batch(job_config: Any) -> int:
 
 
 def _few_layers(layers: int, top_k: int) -> DeepSeekV32Args:
-    """Return the full width with few layers, of which the first is dense, and 8 experts."""
+    """Return the published sizes with few layers, of which the first has no experts, and 8 experts in the others."""
     return DeepSeekV32Args(n_layers=layers, n_dense_layers=1, moe_args=experts(num_experts=8, top_k=top_k))
 
 

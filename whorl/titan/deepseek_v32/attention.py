@@ -13,12 +13,15 @@ from .args import DeepSeekV32Args
 from .core import AttentionSettings, Core, SmallOps, carry
 from .indexer import Indexer
 
-# Gathers (kv, k_pe, index_k, k_positions) from all ranks that share the sequence.
+# With context parallelism: gathers (kv, k_pe, index_k, positions) from all ranks that share the sequence.
 GatherKeys = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
 def rotary_rows(cos_sin: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
-    """Return the rows of the rotary table for the tokens of x, [B, S, R]; raises ValueError for a bad table."""
+    """Return the rows [B, S, R] of the rotary table `cos_sin` for the tokens of x [B, S, C].
+
+    positions: [B or 1, S]; None: 0, 1, ... Raises ValueError when the table is not fp32 or is too short.
+    """
     if cos_sin.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"DeepSeek-V3.2: the rotary table is {cos_sin.dtype}, expected float32; build the model in its dtype "
@@ -36,6 +39,7 @@ class Attention(nn.Module):
 
     def __init__(self, args: DeepSeekV32Args) -> None:
         super().__init__()
+        # Channels of a head that are not rotated, channels that are, and channels of a latent (not a process rank).
         self.nope, self.rope, self.rank = args.qk_nope_head_dim, args.qk_rope_head_dim, args.kv_lora_rank
         head = self.nope + self.rope
         self.wq_a = nn.Linear(args.dim, args.q_lora_rank, bias=False)
@@ -61,7 +65,10 @@ class Attention(nn.Module):
     def project(
         self, x: Tensor, cos_sin: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return q_nope, q_pe [B, S, H, *], kv, k_pe [B, S, *], and queries, keys and weights of the indexer."""
+        """Return q_nope, q_pe [B, S, H, *], kv, k_pe [B, S, *], and queries, keys and weights of the indexer.
+
+        kv is normalised; q_pe and k_pe are rotated. `core.py` explains the sizes.
+        """
         rows = rotary_rows(cos_sin, x, positions)
         q_low = self.q_norm(self.wq_a(x))
         # With tensor parallelism only some heads are here; the projection determines their number.

@@ -1,4 +1,4 @@
-"""whorl_dsa: compute DeepSeek-V3.2's attention core by our sparse operators, masked or absorbed by length."""
+"""The converter whorl_dsa: replace the core of DeepSeek-V3.2's attention by `FusedDSA`, which uses our operators."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -15,7 +15,7 @@ from .attention import Attention
 from .core import Core, SmallOps
 from .fused import FusedDSA
 
-TOKENS, HEADS, TOP = 64, 16, 32  # upper limits of the sizes that are compared
+TOKENS, HEADS, TOP = 64, 16, 32  # upper limits for the sample: tokens, heads, selected keys
 
 
 class DSAConverter(Converter):
@@ -67,7 +67,7 @@ class DSAConverter(Converter):
 
 
 class CoreHolder(nn.Module):
-    """Has a core as an attribute, like an attention module."""
+    """A module with a core as its attribute, like an attention module, so that `replace` works on it."""
 
     def __init__(self, core: SmallOps) -> None:
         super().__init__()

@@ -2,6 +2,12 @@
 
 A core selects keys by the indexer, computes the attention over them, and trains the indexer by its loss. `SmallOps` is
 plain torch and materialises every score; `fused.py` has the core for training.
+
+Sizes: B sequences, S queries and T keys of each (T > S only with context parallelism), H heads of this rank. A head has
+Dn channels that are not rotated ("nope"), Dr rotated ones ("pe") and Dv values; a latent has Dc channels. The indexer
+has HI heads of D channels.
+
+A loss is not returned but attached to the output, and recorded in a *log*: a [1] tensor whose gradient accumulates it.
 """
 
 from collections.abc import Callable
@@ -18,14 +24,14 @@ from .args import DeepSeekV32Args, Path, Stage
 class AttentionSettings:
     """The sizes and options of a core."""
 
-    scale: float
-    topk: int
-    nope: int
-    value: int
-    coefficient: float  # factor of the indexer loss
+    scale: float  # of the softmax
+    topk: int  # number of keys that the indexer selects for each query
+    nope: int  # Dn
+    value: int  # Dv
+    coefficient: float  # factor of the indexer loss; 0: no loss
     global_tokens: int  # tokens that the loss is averaged over; 0: the tokens of a call
     stage: Stage
-    path: Path = "auto"
+    path: Path = "auto"  # how `FusedDSA` computes the attention
 
     @staticmethod
     def from_args(args: DeepSeekV32Args) -> "AttentionSettings":
@@ -41,11 +47,16 @@ class AttentionSettings:
         )
 
     def factor(self, num_tokens: int) -> float:
-        """Return the factor of the sum of the token losses; results of ranks and micro-batches can then be added."""
+        """Return the factor of the sum of the token losses in a call with this many tokens.
+
+        With it, the results of ranks and micro-batches only have to be added.
+        """
         return self.coefficient / (self.global_tokens or max(1, num_tokens))
 
 
 class _Attach(torch.autograd.Function):
+    """See `attach_loss`."""
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, loss: Tensor, log: Tensor) -> Tensor:
         ctx.save_for_backward(loss)
@@ -72,6 +83,8 @@ def new_log(device: torch.device | None = None) -> Tensor:
 
 
 class _LogWithWeights(torch.autograd.Function):
+    """See `log_with_weights`."""
+
     @staticmethod
     def forward(ctx: Any, weights: Tensor, log: Tensor) -> tuple[Tensor, Tensor]:
         ctx.log = log
@@ -102,6 +115,8 @@ def pop_log(log: Tensor) -> Tensor:
 
 
 class _Carry(torch.autograd.Function):
+    """See `carry`."""
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, *sources: Tensor) -> Tensor:
         ctx.shapes = [source.shape for source in sources]
@@ -115,9 +130,11 @@ class _Carry(torch.autograd.Function):
 
 
 def carry(value: Tensor, *sources: Tensor) -> Tensor:
-    """Return `value` detached, but let backward reach `sources` with an arbitrary gradient, which no parameter uses.
+    """Return `value` detached from what computed it; its backward goes on directly to `sources`.
 
-    In warm-up only the indexers train, each on its own loss, so that nothing between them has to be differentiated.
+    In warm-up only the indexers train, each on a loss that is attached to the output of its attention. Backward has to
+    reach these outputs, but nothing between them has to be differentiated. The gradient that a source gets has the
+    right shape and no meaning; no parameter uses it.
     """
     return _Carry.apply(value.detach(), *sources)
 
@@ -138,7 +155,7 @@ class CoreInputs(NamedTuple):
 
 
 class Core(nn.Module):
-    """Takes the arguments that `CoreInputs` lists and returns [B, S, H, Dv].
+    """The base class of cores: takes the arguments that `CoreInputs` lists and returns [B, S, H, Dv].
 
     A query sees keys at its own position and before; without positions tokens are in order and T = S. Gradients of the
     first five arguments come from the output (none in warm-up); those of the three indexer arguments come only from the
@@ -148,9 +165,10 @@ class Core(nn.Module):
     def __init__(self, settings: AttentionSettings) -> None:
         super().__init__()
         self.settings = settings
-        # Sums the targets [queries, keys] of the heads of all tensor-parallel ranks before they are normalised.
+        # With tensor parallelism, a function that sums the targets of the indexer [queries, keys], which this rank has
+        # for its own heads, over the ranks, before they are normalised.
         self.reduce_target: Callable[[Tensor], Tensor] | None = None
-        # Accumulates this rank's share of the loss. Not a buffer: casting or moving the model would replace it.
+        # The log of this rank's share of the indexer loss. Not a buffer: casting or moving the model would replace it.
         self.kl = new_log()
 
     def forward(self, *inputs: Any) -> Tensor:
@@ -210,13 +228,16 @@ class SmallOps(Core):
         return attach_loss(out, loss.float().reshape(1), log)
 
     def _choose(self, scores: Tensor, seen: Tensor) -> Tensor:
-        """Return the mask of the top-k visible keys; of equal scores the lowest index is selected."""
+        """Return the mask [B, S, T] of the top-k visible keys; of equal scores the lowest index is selected."""
         masked = scores.masked_fill(~seen, float("-inf"))
         order = torch.sort(masked, dim=-1, descending=True, stable=True).indices[..., : self.settings.topk]
         return torch.zeros_like(masked, dtype=torch.bool).scatter(-1, order, True) & seen
 
     def _divergence(self, target: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the scaled KL divergence of the indexer's distribution from the attention over selected keys."""
+        """Return the KL divergence of the indexer's distribution from the attention, times `AttentionSettings.factor`.
+
+        target: [B, S, T], the attention weights summed over heads. Both are distributions over the keys in `chosen`.
+        """
         if self.reduce_target is not None:
             target = self.reduce_target(target.flatten(0, 1)).view_as(target)
         p = target / target.sum(-1, keepdim=True)

@@ -1,12 +1,15 @@
 """The attention core for training: `whorl.ops` over flat tokens, without [S, S] tensors.
 
-There are two paths to the same result. Masked, for short sequences on devices that have the kernel: per-head keys and
-values, all keys are read, and a bit mask says which are selected. Absorbed, for long sequences and always on Ascend:
-absorbed queries over the selected latents. In both, what is cheap to recompute is not saved for backward: keys and
-values of the heads, and absorbed queries, which are three times as large as plain ones.
+There are two paths to the same result. The masked path, for short sequences on devices that have the kernel, expands
+latents to keys and values for each head and reads all of them; a bit mask says which are selected. The absorbed path,
+for long sequences and always on Ascend, multiplies queries by the key weights ("absorbed"), so that they attend
+directly to the selected latents. In both, what is cheap to recompute is not saved for backward: keys and values of the
+heads, and absorbed queries, which are three times as large as plain ones.
 
-The indexer loss is computed in backward only. Target, loss and gradients of the indexer are one operator, which is one
-kernel on Ascend; with tensor parallelism they are two, because the targets of the ranks are summed in between.
+The indexer loss is computed in backward only. On the absorbed path its target, the loss and the gradients of the
+indexer are one operator, which is one kernel on Ascend; with tensor parallelism, and on the masked path, the target is
+an operator of its own, so that the targets of the ranks can be summed before the loss. Tokens are flat, N = B * S;
+`core.py` explains the other sizes.
 """
 
 from collections.abc import Callable
@@ -30,12 +33,16 @@ from .warmup import Dense, Gradients
 # The operators that compute the indexer loss, in both stages.
 LOSS = (indexer_target, indexer_kl, indexer_kl_gradients, *warmup.LOSS)
 
-# (sequence, q, k, weights, selected keys, options) -> loss [T] or [1], dq, dk, dweights
+# Computes the indexer loss of one sequence: (number of the sequence, q, k, weights and selected keys of the indexer,
+# options) -> loss [S] or [1], not scaled; dq, dk, dweights, scaled by the option grad_scale
 IndexerStep = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 def select_keys(core: Core, visibility: Visibility, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Return the selected keys of each query as indices into the flat keys, [B * S, K] int32, -1 for none."""
+    """Return the selected keys of each query as indices into the flat keys, [B * S, K] int32, -1 for none.
+
+    q, k, weights: those of the indexer, with flat tokens. K is top-k, or the number of keys if that is smaller.
+    """
     selections = []
     for sequence, (q_one, k_one, weights_one) in enumerate(split_sequences(visibility.batch, q, k, weights)):
         count = min(core.settings.topk, k_one.shape[0])
@@ -48,7 +55,7 @@ def select_keys(core: Core, visibility: Visibility, q: Tensor, k: Tensor, weight
 
 
 class FusedDSA(Core):
-    """The core for training; it chooses between the masked and the absorbed path."""
+    """The core for training; it chooses between the masked and the absorbed path, and in warm-up uses `Dense`."""
 
     def attend(self, inputs: CoreInputs) -> Tensor:
         q_nope, q_pe, kv, k_pe, wkv_b, index_q, index_k, index_weights, q_positions, k_positions = inputs
@@ -83,7 +90,10 @@ class FusedDSA(Core):
 def indexer_gradients(
     core: Core, visibility: Visibility, index: tuple[Tensor, ...], indices: Tensor, step: IndexerStep
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dweights of the indexer and its loss [1], computed one sequence at a time."""
+    """Return dq, dk, dweights of the indexer and its scaled loss [1], computed by `step` one sequence at a time.
+
+    index: queries, keys and weights of the indexer, with flat tokens. indices: the result of `select_keys`.
+    """
     factor = core.settings.factor(indices.shape[0])
     options = {"grad_scale": factor, "deterministic": torch.are_deterministic_algorithms_enabled()}
     parts, total = [], torch.zeros(1, dtype=torch.float32, device=indices.device)
@@ -97,7 +107,11 @@ def indexer_gradients(
 
 
 class _Masked(torch.autograd.Function):
-    """Attention with per-head keys and a bit mask; keys and values of the heads are recomputed in backward."""
+    """Attention with per-head keys and a bit mask; keys and values of the heads are recomputed in backward.
+
+    tensors: q, kv, k_pe, wkv_b, the three of the indexer, log, selected keys, bit mask. The gradient of `log` is the
+    indexer loss.
+    """
 
     @staticmethod
     def forward(ctx: Any, core: Core, visibility: Visibility, *tensors: Tensor) -> Tensor:
@@ -144,7 +158,11 @@ class _Masked(torch.autograd.Function):
 
 
 class _Absorbed(torch.autograd.Function):
-    """Attention of absorbed queries over selected latents; the queries are recomputed in backward."""
+    """Attention of absorbed queries over selected latents; the absorbed queries are recomputed in backward.
+
+    tensors: q_nope, q_pe, kv, k_pe, wkv_b, the three of the indexer, log, selected keys. The gradient of `log` is the
+    indexer loss.
+    """
 
     @staticmethod
     def forward(ctx: Any, core: Core, visibility: Visibility, *tensors: Tensor) -> Tensor:

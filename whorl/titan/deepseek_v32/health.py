@@ -1,8 +1,9 @@
 """Measure the indexers by layer: their loss, the recall of their selection, and how often it is a tie.
 
-Recall is the share of dense attention that falls on selected keys. The loss is accumulated during training at no cost.
-Recall and ties are measured only after a call of `watch`: in the next forward, on some queries of the first sequence,
-in plain torch and without gradients.
+Recall is the share of dense attention that falls on selected keys. A query has a tie if a key that it did not select
+scores exactly like the last selected one. The loss is accumulated during training at no cost. Recall and ties are
+measured only after a call of `watch`: in the next forward, on some queries of the first sequence, in plain torch and
+without gradients.
 """
 
 import weakref
@@ -23,8 +24,8 @@ from .core import Core, pop_log
 from .latents import absorb_queries, split_heads
 from .visibility import Visibility
 
-QUERIES = 64  # number of queries to measure
-MAX_ELEMENTS = 2**27  # elements of the largest temporary tensor
+QUERIES = 64  # number of queries to measure, spread evenly over the sequence
+MAX_ELEMENTS = 2**27  # maximum elements of a temporary tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,7 @@ def attention_layers(models: Iterable[nn.Module]) -> dict[int, Attention]:
 
 @torch.no_grad()
 def measure_selection(core: Core, *args: Any) -> SelectionStats:
-    """Measure the selection of a core for some queries; `args` are the arguments of its forward."""
+    """Measure the selection of a core for some queries of the first sequence. args: those of `Core.forward`."""
     q_nope, q_pe, kv, k_pe, wkv_b, index_q, index_k, index_weights, *positions = args
     q_positions, k_positions = (*positions, None, None)[:2]
     settings, num_queries = core.settings, q_nope.shape[1]
@@ -78,7 +79,10 @@ def measure_selection(core: Core, *args: Any) -> SelectionStats:
 
 
 def _attention_on_selected(core: Core, q: Tensor, keys: Tensor, visible: Tensor, chosen: Tensor) -> Tensor:
-    """Return the share of dense attention on selected keys, [Q], mean over the heads of all tensor-parallel ranks."""
+    """Return the share of dense attention on selected keys, [Q], mean over the heads of all tensor-parallel ranks.
+
+    q: [Q, H, Dc + Dr], absorbed queries. keys: [T, Dc + Dr]. visible, chosen: [Q, T] bool.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     keys = keys.to(wide)
     parts = []
@@ -122,13 +126,17 @@ class SelectionWatch:
         )
 
     def close(self) -> dict[int, SelectionStats]:
+        """Stop measuring; return the results by layer number."""
         for handle in self._handles:
             handle.remove()
         return self.stats
 
 
 def watch(models: Sequence[nn.Module]) -> SelectionWatch:
-    """Measure the next forward; all ranks of a tensor- or context-parallel group must call this together."""
+    """Start to measure the next forward of model parts; `close` of the result returns what was measured.
+
+    All ranks of a tensor- or context-parallel group must call this together, because the measurement communicates.
+    """
     return SelectionWatch(models)
 
 
@@ -166,6 +174,7 @@ def collect(
         state.warned = True
     settings = getattr(job_config, "whorl", None)
     every, log_every = getattr(settings, "health_every", 0), job_config.metrics.log_freq
+    # Start a measurement if a multiple of `every` comes up to the next logged step, which then reports it.
     is_due = every > 0 and (step + log_every) // every > step // every
     state.watch = watch(models) if is_due else None
     table = _sum_over_ranks(models, layers, stats, parallel_dims)
@@ -173,6 +182,7 @@ def collect(
 
 
 def _coefficients(models: Sequence[nn.Module]) -> tuple[float, float]:
+    """Return the factors of the indexer loss and of the multi-token prediction loss."""
     args = getattr(models[0], "model_args", None)
     return getattr(args, "indexer_loss_coeff", 1.0), getattr(args, "mtp_loss_coeff", 1.0)
 
@@ -200,6 +210,7 @@ def _sum_over_ranks(
 
 
 def _figures(table: list[list[float]], steps: int, coefficients: tuple[float, float]) -> dict[str, float]:
+    """Return the metrics by name from the table of `_sum_over_ranks`; losses are divided by their coefficients."""
     *layers, (mtp_loss, *_) = table
     figures: dict[str, float] = {}
     # Without a backward since the last call there is no loss to report.

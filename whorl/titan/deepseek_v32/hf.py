@@ -25,11 +25,15 @@ from whorl.titan.served_files import copy_tokenizer
 
 from .args import DeepSeekV32Args
 
-SHARD = 4 * 2**30  # maximum bytes of a file
+SHARD = 4 * 2**30  # maximum bytes of a .safetensors file, unless a single tensor is larger
 
 
 class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
-    """TorchTitan's adapter for DeepSeek-V3, with indexers and multi-token prediction layers."""
+    """TorchTitan's adapter for DeepSeek-V3, with indexers and multi-token prediction (MTP) layers.
+
+    Hugging Face stores MTP layers behind the others, as `model.layers.61` and so on, each with a copy of the embedding
+    and of the head; here they are the modules `mtp.0` and so on, and use those of the model.
+    """
 
     model_args: DeepSeekV32Args
 
@@ -38,24 +42,30 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
         self.from_hf_map = dict(NAMES)
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        first = self.model_args.n_layers
-        hf_state = super().to_hf({flat(name, first): value for name, value in state_dict.items()})
-        for layer in _layers_from(hf_state, first):
+        """Return the state dict of the model with Hugging Face's names and one tensor for each expert."""
+        first_mtp = self.model_args.n_layers
+        hf_state = super().to_hf({flat(name, first_mtp): value for name, value in state_dict.items()})
+        for layer in _layers_from(hf_state, first_mtp):
             tied = {f"model.layers.{layer}.{theirs}": ours for theirs, ours in PREDICTION_TIED.items()}
             hf_state |= {theirs: state_dict[ours] for theirs, ours in tied.items() if ours in state_dict}
         return hf_state
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        first = self.model_args.n_layers
-        last = first + self.model_args.n_mtp_layers
+        """Return the state dict of the model from one with Hugging Face's names.
+
+        MTP layers that the model does not have are dropped. Raises ValueError when the indexers are missing, unless
+        bootstrap_indexer is set; then they get initial values.
+        """
+        first_mtp = self.model_args.n_layers
+        end = first_mtp + self.model_args.n_mtp_layers
         known = {}
         for name, value in hf_state_dict.items():
             layer = layer_of(name)
-            is_tied = layer is not None and layer >= first and name.split(".", 3)[3] in PREDICTION_TIED
-            if not is_tied and (layer is None or layer < last):
+            is_tied = layer is not None and layer >= first_mtp and name.split(".", 3)[3] in PREDICTION_TIED
+            if not is_tied and (layer is None or layer < end):
                 known[name] = value
         known |= self._missing_indexers(known)
-        return {_nested(name, first): value for name, value in super().from_hf(known).items()}
+        return {_nested(name, first_mtp): value for name, value in super().from_hf(known).items()}
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
         return _reader_with_bootstrap(super().get_hf_storage_reader(path, from_quantized), self.model_args)
@@ -81,10 +91,12 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
 
 
 def _layers_from(hf_state_dict: Mapping[str, Any], first: int) -> list[int]:
+    """Return the numbers of the layers in a Hugging Face state dict, from layer `first` on."""
     return sorted({layer for name in hf_state_dict if (layer := layer_of(name)) is not None and layer >= first})
 
 
 def _nested(name: str, first: int) -> str:
+    """Return the name in the model of a tensor, the inverse of `flat`: layers.61.X -> mtp.0.block.X if first is 61."""
     match = re.match(r"layers\.(\d+)\.(mtp\.)?(.*)", name)
     if not match or int(match[1]) < first:
         return name
@@ -92,6 +104,7 @@ def _nested(name: str, first: int) -> str:
 
 
 def _no_indexer(missing: list[str]) -> str:
+    """Return the message for a checkpoint without these tensors of indexers."""
     return (
         f"the checkpoint has no {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}: it is a dense "
         "DeepSeek-V3. Set whorl.bootstrap_indexer (and whorl.stage to warmup) to start indexers from initial values"
@@ -99,7 +112,11 @@ def _no_indexer(missing: list[str]) -> str:
 
 
 def _reader_with_bootstrap(reader: HuggingFaceStorageReader, args: DeepSeekV32Args) -> HuggingFaceStorageReader:
-    """Return a reader that skips indexers missing from the files, which keep their current values."""
+    """Return the reader, changed so that indexers missing from the files keep their current values.
+
+    Its metadata lists them, because torch would otherwise refuse the files as incomplete; `read_data` skips them.
+    Raises ValueError when indexers are missing and bootstrap_indexer is not set.
+    """
     known = reader.read_metadata().state_dict_metadata
     layers = {layer for name in known if (layer := layer_of(name)) is not None and layer < args.n_layers}
     absent = {
@@ -145,7 +162,10 @@ def from_hf_config(values: Mapping[str, Any]) -> DeepSeekV32Args:
 
 
 def save_pretrained(state_dict: dict[str, Any], args: DeepSeekV32Args, folder: str | Path) -> None:
-    """Write a full state dict of the model as a folder that transformers' `from_pretrained` can load."""
+    """Write a state dict of the model, with full tensors, as a folder that transformers' `from_pretrained` can load.
+
+    The tensors keep their dtype; config.json names that of the attention. No tokenizer is written.
+    """
     from safetensors.torch import save_file
 
     folder = Path(folder)
@@ -171,10 +191,10 @@ def save_pretrained(state_dict: dict[str, Any], args: DeepSeekV32Args, folder: s
 
 
 def export_checkpoint(checkpoint: str | Path, args: DeepSeekV32Args, folder: str | Path, dtype: torch.dtype) -> None:
-    """Write a TorchTitan checkpoint (a `step-N` folder) of any number of ranks as `save_pretrained` does; needs no GPU.
+    """Write a TorchTitan checkpoint (a `step-N` folder) of any number of ranks as `save_pretrained` does, on the CPU.
 
-    A tokenizer in the checkpoint folder, as `whorl train` writes it, is copied. Raises ValueError when the folder is
-    not a checkpoint.
+    dtype: of all tensors except the expert biases, which keep theirs. A tokenizer in the checkpoint folder, as `whorl
+    train` writes it, is copied. Raises ValueError when the folder is not a checkpoint.
 
         export_checkpoint("outputs/tiny/checkpoint/step-50", FLAVOURS["tiny"], "exported", torch.bfloat16)
     """
@@ -194,7 +214,10 @@ def export_checkpoint(checkpoint: str | Path, args: DeepSeekV32Args, folder: str
 
 
 def load_pretrained(folder: str | Path) -> dict[str, Tensor]:
-    """Return every tensor of a Hugging Face folder by name; the model must fit in host memory."""
+    """Return every tensor of a Hugging Face folder by its name there; the model must fit in host memory.
+
+    Raises ValueError when the folder has no .safetensors file.
+    """
     from safetensors.torch import load_file
 
     files = sorted(Path(folder).glob("*.safetensors"))

@@ -22,10 +22,10 @@ class Indexer(nn.Module):
         self.rotary = Rotary("half")
 
     def forward(self, x: Tensor, q_low: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, S, C], q_low [B, S, rank] (normalised) -> q [B, S, HI, D], k [B, S, D], weights [B, S, HI] (>= fp32).
+        """Return queries [B, S, HI, D], keys [B, S, D] and head weights [B, S, HI], the latter in at least fp32.
 
-        Both inputs are detached: the indexer is trained by its own loss and trains nothing else. rows: [B, S, R] of the
-        rotary table.
+        x: [B, S, C]; q_low: [B, S, q_lora_rank], the normalised low-rank query of the attention; rows: [B, S, R], rows
+        of the rotary table. x and q_low are detached: the indexer is trained by its own loss and trains nothing else.
         """
         x, q_low = x.detach(), q_low.detach()
         q = self.wq_b(q_low).unflatten(-1, (self.num_heads, self.head_dim))

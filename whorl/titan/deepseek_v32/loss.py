@@ -1,4 +1,4 @@
-"""Cross entropy without a second copy of the logits: 129280 entries times 4096 tokens are 2 GiB in fp32."""
+"""Cross entropy that needs no copy of all logits: with a vocabulary of 129280, 4096 tokens are 2 GiB in fp32."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = logits.new_zeros((), dtype=torch.float32)
         for part in _chunks(labels, chunk):
             target, mask = _targets(labels[part])
-            # torch copies bf16 to fp32 first (not float16): two chunks in fp32 instead of two full copies.
+            # For bf16 (not float16) torch makes an fp32 copy before the softmax: two fp32 chunks, not two full copies.
             log_probs = torch.log_softmax(logits[part], -1, dtype=torch.float32).gather(1, target)
             total -= (log_probs * mask).sum()
         return total

@@ -21,11 +21,14 @@ from .loss import chunked_cross_entropy
 from .moe import build_experts
 from .stages import apply_stage
 
-MTP_CHUNK = 512  # tokens of the multi-token prediction loss at once
+MTP_CHUNK = 512  # tokens whose multi-token prediction loss is computed at once
 
 
 def cos_sin_table(args: DeepSeekV32Args, device: torch.device | str | None = None) -> Tensor:
-    """Return the rotary table [max_seq_len, R] fp32, R/2 cosines then R/2 sines; DeepSeek's YaRN factor for it is 1."""
+    """Return the rotary table [max_seq_len, R] fp32: for each position R/2 cosines, then R/2 sines.
+
+    They are multiplied by YaRN's attention factor, which is 1 in DeepSeek's configs.
+    """
     device = device or torch.get_default_device()  # meta while TorchTitan builds a model
     rope = args.config.rope
     frequencies = torch.from_numpy(rope.frequencies()).to(device)
@@ -34,7 +37,7 @@ def cos_sin_table(args: DeepSeekV32Args, device: torch.device | str | None = Non
 
 
 class TransformerBlock(nn.Module):
-    """One layer: attention and a feed-forward network, or experts from layer n_dense_layers on."""
+    """One layer: attention, then a mixture of experts, or a feed-forward network in the first n_dense_layers layers."""
 
     def __init__(self, layer_id: int, args: DeepSeekV32Args) -> None:
         super().__init__()
@@ -59,13 +62,13 @@ class TransformerBlock(nn.Module):
         return x + feed_forward(self.ffn_norm(x))
 
     def _warm_up(self, x: Tensor, cos_sin: Tensor, positions: Tensor | None) -> Tensor:
-        """Compute the same values; backward reaches only this indexer and those of the layers before."""
+        """Compute the same as `forward`; backward reaches only this layer's indexer and those of the layers before."""
         attended = self.attention(self.attention_norm(x.detach()), cos_sin, None, positions)
         with torch.no_grad():
             h = x + attended
             if self.moe_enabled:
                 h = h + self.moe(self.ffn_norm(h))
-                self.moe.tokens_per_expert.zero_()  # so that the expert bias, frozen like all else, does not change
+                self.moe.tokens_per_expert.zero_()  # without counts the expert biases, frozen as well, do not change
             else:
                 h = h + self.feed_forward(self.ffn_norm(h))
         return carry(h, attended, x)
@@ -81,7 +84,11 @@ class TransformerBlock(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """An extra layer that predicts the token after the next from the hidden state and the next token."""
+    """An extra layer that predicts one token further ahead from the hidden state and the next known token.
+
+    h: [B, S, C], the hidden states of the layer before. embedded: [B, S, C], the embeddings of the tokens that follow
+    those in h. Returns hidden states [B, S, C], to which the model applies `norm`.
+    """
 
     def __init__(self, layer_id: int, args: DeepSeekV32Args) -> None:
         super().__init__()
@@ -117,7 +124,7 @@ class DeepSeekV32Model(ModelProtocol):
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         after = range(args.n_layers, args.n_layers + args.n_mtp_layers)
         self.mtp = nn.ModuleDict({str(i): MultiTokenPrediction(n, args) for i, n in enumerate(after)})
-        self.mtp_loss = new_log()  # accumulates this rank's share
+        self.mtp_loss = new_log()  # accumulates this rank's share of the multi-token prediction loss
         apply_stage(self, args.stage)
 
     def forward(self, tokens: Tensor, attention_masks: None = None, positions: Tensor | None = None) -> Tensor:
@@ -137,7 +144,11 @@ class DeepSeekV32Model(ModelProtocol):
         return out
 
     def _add_mtp_loss(self, logits: Tensor, h: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return the logits with the loss of the multi-token prediction layers attached to their backward."""
+        """Return the logits unchanged; their backward also starts that of the multi-token prediction loss.
+
+        Layer `depth` predicts the token depth + 1 positions ahead; the last depth + 1 positions have no label. In
+        warm-up there is no such loss, and backward only has to reach the indexers of these layers.
+        """
         args, total = self.model_args, logits.new_zeros(1, dtype=torch.float32)
         layer: Any
         for depth, layer in enumerate(self.mtp.values(), 1):

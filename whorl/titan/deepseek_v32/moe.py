@@ -9,7 +9,7 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter, TokenReorderer
 
 
 def count_tokens(chosen: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert is chosen, [E] int64.
+    """Return how often each expert is chosen, [E] int64. chosen: expert numbers of any shape.
 
     torch.histc does not accept integers on a CPU, and torch.bincount synchronises with the device.
     """

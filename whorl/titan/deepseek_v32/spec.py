@@ -1,4 +1,4 @@
-"""TorchTitan's TrainSpec of DeepSeek-V3.2, and the check of a job that uses it."""
+"""The TrainSpec of DeepSeek-V3.2, and `check_layout`, which checks a job before it starts."""
 
 from functools import partial
 

@@ -12,10 +12,10 @@ from .core import Core
 def apply_stage(model: nn.Module, stage: Stage) -> None:
     """Freeze and unfreeze parameters for a stage and set the stage of the attention cores.
 
-    Call it before the optimizer is built, which takes the trainable parameters. warmup: attention is dense, the
-    indexers learn to predict it, and nothing else trains or gets optimizer state. sparse: attention is over the
-    selected keys; indexers learn only from their own loss, all else only from the language-model loss. Raises
-    ValueError for another stage.
+    Call it before the optimizer is built, because the optimizer takes the parameters that are trainable then. warmup:
+    attention is dense, the indexers learn to predict it, and nothing else trains or gets optimizer state. sparse:
+    attention is over the selected keys; indexers learn only from their own loss, all else only from the language-model
+    loss. Raises ValueError for another stage.
     """
     if stage not in get_args(Stage):
         raise ValueError(f"stage is {stage!r}, expected one of {', '.join(get_args(Stage))}")

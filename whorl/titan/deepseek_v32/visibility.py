@@ -1,4 +1,8 @@
-"""Which keys each query may attend to, by position, for a batch of sequences stored as flat tokens."""
+"""Which keys each query may attend to, by position, for a batch of sequences stored as flat tokens.
+
+Tokens of a batch of B sequences are stored one sequence after the other: queries [B * S, ...], keys [B * T, ...]. A
+query never sees keys of another sequence.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,22 +16,32 @@ from whorl.ops.sparse_attention.bits import WORD, num_words
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visibility:
-    """The visible keys of each query: by positions, or, if both are None, causal in storage order."""
+    """The visible keys of each query.
 
-    batch: int
+    With positions, a query sees the keys whose position is below its `ends`. If both are None, tokens are stored in the
+    order of the sequence, and a query sees the keys up to its own.
+    """
+
+    batch: int  # number of sequences, B
     ends: Tensor | None  # [B, S] int32: the first position that a query does not see
     keys: Tensor | None  # [B, T] int32: the positions of the keys
 
     @staticmethod
     def from_positions(batch: int, q_positions: Tensor | None, k_positions: Tensor | None) -> "Visibility":
-        """Return the visibility of q_positions [B or 1, S] and k_positions [B or 1, T], causal if one is None."""
+        """Return the visibility of queries and keys at q_positions [B or 1, S] and k_positions [B or 1, T].
+
+        If one of them is None, tokens are in the order of the sequence.
+        """
         if q_positions is None or k_positions is None:
             return Visibility(batch=batch, ends=None, keys=None)
         ends, keys = (q_positions + 1).int(), k_positions.int()
         return Visibility(batch=batch, ends=ends.expand(batch, -1), keys=keys.expand(batch, -1))
 
     def bounds(self, sequence: int) -> dict[str, Any]:
-        """Return the bounds arguments of the indexer operators for all queries of a sequence."""
+        """Return the arguments `starts`, `ends` and `key_positions` of the indexer operators for all its queries.
+
+        sequence: the number of a sequence in the batch.
+        """
         if self.ends is None or self.keys is None:
             return {"starts": None, "ends": None, "key_positions": None}
         ends = self.ends[sequence].contiguous()
@@ -35,7 +49,11 @@ class Visibility:
         return {"starts": torch.zeros_like(ends), "ends": ends, "key_positions": self.keys[sequence].contiguous()}
 
     def chunk_bounds(self, sequence: int, rows: slice, device: torch.device) -> dict[str, Any]:
-        """Return the bounds for some queries; causal bounds are made explicit, since a chunk does not start at 0."""
+        """Return the same for a chunk of the queries. rows: the chunk.
+
+        Without positions the bounds are written out, because by default the operators assume that the last of their
+        queries is at the last key.
+        """
         bounds = self.bounds(sequence)
         ends = bounds["ends"]
         chunk_ends = torch.arange(rows.start + 1, rows.stop + 1, device=device).int() if ends is None else ends[rows]
@@ -50,7 +68,10 @@ def split_sequences(batch: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def visible_bits(visibility: Visibility, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Return a bit mask of the visible keys, in the format that `selection_mask` has for selected keys."""
+    """Return a bit mask of the visible keys in the format of `ops.selection_mask`: [B * S, ceil(B * T / 32)] int32.
+
+    num_queries, num_keys: S and T of one sequence.
+    """
     total = visibility.batch * num_keys
     powers = (1 << torch.arange(WORD, device=device)).long()
     words = []

@@ -1,4 +1,8 @@
-"""Attention of the warm-up stage: dense over visible keys, with a backward only for the indexer."""
+"""Attention of the warm-up stage: dense over visible keys, with a backward only for the indexer.
+
+Tokens are flat: N = B * S queries, and as many keys or, with context parallelism, more. `core.py` explains the other
+sizes.
+"""
 
 from typing import Any
 
@@ -15,11 +19,11 @@ from .latents import expand_heads
 from .visibility import Visibility, split_sequences, visible_bits
 
 Gradients = tuple[Tensor | None, ...]
-LOSS = (dense_indexer_target, dense_indexer_kl, dense_indexer_kl_gradients)
+LOSS = (dense_indexer_target, dense_indexer_kl, dense_indexer_kl_gradients)  # the operators of the indexer loss
 
 
 def dense_attention(core: Core, visibility: Visibility, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention over every visible key, [N, H, Dv], and its log-sum-exp [N, H]."""
+    """Return attention over every visible key, [N, H, Dv], and its log-sum-exp [N, H]; q, k, v: [N, H, *]."""
     scale = core.settings.scale
     if visibility.ends is not None:
         bits = visible_bits(visibility, q.shape[0] // visibility.batch, k.shape[0] // visibility.batch, q.device)
@@ -38,7 +42,11 @@ def dense_gradients(
     lse: Tensor,
     factor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return loss [1], dq, dk, dweights of the indexer for one sequence, over every visible key."""
+    """Return loss [1], dq, dk, dweights of the indexer for one sequence, over every visible key.
+
+    index: queries, keys and weights of the indexer. q, k, lse: those of the attention. factor: multiplies the
+    gradients, not the loss. With tensor parallelism the targets are summed over ranks, a chunk of queries at a time.
+    """
     scale = core.settings.scale
     if core.reduce_target is None:
         bounds = visibility.bounds(sequence)
@@ -62,7 +70,9 @@ def dense_gradients(
 class Dense(torch.autograd.Function):
     """Attention with per-head keys over every visible key; the keys are recomputed in backward.
 
-    The gradient of the argument `log`, which follows the queries, keys and weights of the indexer, is the loss.
+    tensors: q [N, H, Dn + Dr], kv, k_pe, wkv_b, queries, keys and weights of the indexer, and `log` [1]. Backward
+    ignores the gradient of the output. It returns the gradients of the three indexer tensors and, as that of `log`, the
+    indexer loss.
     """
 
     @staticmethod
@@ -91,4 +101,4 @@ class Dense(torch.autograd.Function):
             log = log + loss * factor
             parts.append([g.to(x.dtype) for g, x in zip(gradients, index_one, strict=True)])
         index_gradients = [torch.cat(x) for x in zip(*parts, strict=True)]
-        return *(None,) * 6, *index_gradients, log
+        return *(None,) * 6, *index_gradients, log  # none for core, visibility, q, kv, k_pe and weight

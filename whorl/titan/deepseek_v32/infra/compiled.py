@@ -17,8 +17,8 @@ from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 
 from .sharding import transformer_blocks
 
-# Inductor options that lower nothing: every operator stays a library call, and none is decomposed. Graph passes, memory
-# planning and the wrapper, which removes launch overhead, stay on.
+# Options of whorl.no_codegen, with which Inductor generates no kernels: every operator stays a library call, and none
+# is decomposed. Graph passes, memory planning and the wrapper, which removes launch overhead, stay on.
 NO_CODEGEN = {"fallback_by_default": True, "selective_decompose": True}
 
 
@@ -40,7 +40,7 @@ class KeepInBackward(CustomGraphPass):
 
 
 def compile_options(backend: Any, *, no_codegen: bool) -> dict[str, Any]:
-    """Return the keyword arguments for torch.compile; raises ValueError when no_codegen is not for this backend."""
+    """Return the keyword arguments for torch.compile; raises ValueError if no_codegen is set for another backend."""
     if backend == "inductor":
         options = {"joint_custom_pre_pass": KeepInBackward(), **(NO_CODEGEN if no_codegen else {})}
         return {"backend": backend, "options": options}
@@ -50,7 +50,7 @@ def compile_options(backend: Any, *, no_codegen: bool) -> dict[str, Any]:
 
 
 def compiled_parts(block: Any) -> Iterator[nn.Module]:
-    """Yield the modules of a block that are compiled."""
+    """Yield the modules of a TransformerBlock that are compiled, each as one graph."""
     yield from (block.attention_norm, block.attention, block.ffn_norm)
     if not block.moe_enabled:
         yield block.feed_forward

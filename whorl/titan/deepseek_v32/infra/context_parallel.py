@@ -23,6 +23,10 @@ class ContextParallelDSA(ContextParallelAttention):
     def gather_keys(
         self, kv: Tensor, k_pe: Tensor, index_k: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the arguments [B, S, ...] of this rank gathered from all ranks, in the order of the sequence.
+
+        Raises ValueError when there are no positions.
+        """
         if positions is None:
             raise ValueError(
                 "context parallelism: the model is called without positions, so that the order of the ranks' tokens is "

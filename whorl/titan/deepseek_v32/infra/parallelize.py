@@ -35,8 +35,9 @@ from .context_parallel import ContextParallelDSA
 from .sharding import shard, transformer_blocks
 from .tensor_parallel import apply_tensor_parallel
 
-# FSDP2 records profiler marks inside a block whose experts are a separate unit. Their number differs when the block is
-# recomputed, which selective checkpointing would report as nondeterminism.
+# Operators that selective activation checkpointing must not count. FSDP2 records profiler marks inside a block whose
+# experts are a separate unit. When the block is recomputed there are more or fewer of them, which selective
+# checkpointing would report as nondeterminism.
 PROFILER = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -149,12 +150,14 @@ def _parallelize_experts(model: DeepSeekV32Model, parallel_dims: ParallelDims, j
 
 
 def _dispatch_style(moe: Any, are_sharded: bool, job_config: JobConfig) -> BaseExpertParallel:
+    """Return TorchTitan's style that moves tokens to the ranks of their experts. are_sharded: experts also use ETP."""
     if job_config.parallelism.expert_parallel_comm_backend == "deepep":
         return DeepEPExpertParallel(score_before_experts=moe.score_before_experts)
     return ExpertTensorParallel() if are_sharded else ExpertParallel()
 
 
 def _data_mesh(parallel_dims: ParallelDims, name: str) -> DeviceMesh | None:
+    """Return the mesh dimension `name` of FSDP2, with replication in front where there are replicas (HSDP), or None."""
     names = ["dp_replicate", name] if parallel_dims.dp_replicate_enabled else [name]
     return parallel_dims.get_optional_mesh(names)
 

@@ -1,4 +1,4 @@
-"""Divide the model into FSDP2 units; the modules of a unit share an all-gather."""
+"""Divide the model into FSDP2 units: modules whose parameters are gathered by one all-gather."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def shard(model: DeepSeekV32Model, sharding: Sharding) -> None:
 
 
 def units_in_order(model: DeepSeekV32Model) -> list[list[FSDPModule]]:
-    """Return the units of each module in the order of forward."""
+    """Return, for each part of the model in the order of forward, its FSDP2 units; parts without units are left out."""
     head = model.output if model.norm is None else model.norm  # norm and head are one unit
     in_order = (model.tok_embeddings, *model.layers.values(), head, *model.mtp.values())
     return [unit for unit in map(fsdp_units, in_order) if unit]

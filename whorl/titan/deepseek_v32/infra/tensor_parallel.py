@@ -1,4 +1,4 @@
-"""Tensor parallelism: heads, hidden channels and experts are sharded; between them the tokens are.
+"""Tensor parallelism: heads, hidden channels and experts are sharded; between these modules the tokens are sharded.
 
 The low-rank projections and the indexer are replicated: they are small, and their inputs are already gathered. The
 gradients that reach them through the heads of one rank are partial. That is handled in two places: `to_heads`, where
@@ -24,6 +24,7 @@ from whorl.titan.deepseek_v32.attention import Attention
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 from whorl.titan.tensor_parallel import GatherTokens, LocalHeads, LocalReplicated, to_heads, to_local
 
+# Modules of the attention, and of its indexer, that every rank computes in full.
 REPLICATED = ("wq_a", "q_norm", "wkv_a", "kv_norm")
 INDEXER = ("wq_b", "wk", "k_norm", "weights_proj")
 
