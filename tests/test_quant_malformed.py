@@ -175,7 +175,7 @@ def test_gptq_dynamic() -> None:
     of: Any = found.of
     assert of("model.layers.1.self_attn.o_proj") == DENSE
     assert (of("model.layers.1.mlp.down_proj").bits, of("model.layers.1.mlp.down_proj").group) == (8, 32)
-    assert of("model.layers.0.mlp.down_proj").is_ordered
+    assert of("model.layers.0.mlp.down_proj").has_act_order
     assert (of("model.layers.0.mlp.up_proj").bits, of("lm_head")) == (4, DENSE)
     assert found.unit == nn.Unit(rows=8, columns=32)
     assert formats(**GROUPS, lm_head=True).of("lm_head") != DENSE

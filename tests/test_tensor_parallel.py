@@ -368,11 +368,11 @@ def test_no_rank_outlives_the_program(end: signal.Signals | None, code: int, che
 def test_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert RankPlace.find() == RankPlace(rank=0, size=1, local_rank=0, is_given=False)
-    assert RankPlace.find(4) == RankPlace(rank=0, size=4, local_rank=0, is_given=False)
+    assert RankPlace.find() == RankPlace(rank=0, size=1, local_rank=0, is_external=False)
+    assert RankPlace.find(4) == RankPlace(rank=0, size=4, local_rank=0, is_external=False)
     for name, value in {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "MASTER_ADDR": "host", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    assert RankPlace.find() == RankPlace.find(8) == RankPlace(rank=5, size=8, local_rank=1, is_given=True)
+    assert RankPlace.find() == RankPlace.find(8) == RankPlace(rank=5, size=8, local_rank=1, is_external=True)
     assert RankPlace.find(1).size == 1
     with pytest.raises(ValueError, match="tp is 2, and torchrun has started 8 ranks"):
         RankPlace.find(2)
@@ -438,7 +438,7 @@ def test_settings_are_made_and_said_in_a_line(
     monkeypatch.setattr(launch, "device_count", lambda device: 2)
     monkeypatch.setattr(launch, "Address", None)  # nothing is started
     with pytest.raises(AttributeError):
-        launch.start(RankPlace(rank=0, size=2, local_rank=0, is_given=False), device, "none", {})
+        launch.start(RankPlace(rank=0, size=2, local_rank=0, is_external=False), device, "none", {})
     (line,) = caplog.messages
     for name, value in wanted.items():
         is_mine = (device, name) == ("npu", "HCCL_BUFFSIZE")
@@ -449,7 +449,7 @@ def test_settings_are_made_and_said_in_a_line(
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "device_count", lambda device: 2)
     with pytest.raises(ValueError, match="tp is 4; this machine has 2 cuda devices"):
-        launch.start(RankPlace(rank=0, size=4, local_rank=0, is_given=False), "cuda", "none", {})
+        launch.start(RankPlace(rank=0, size=4, local_rank=0, is_external=False), "cuda", "none", {})
     monkeypatch.setattr(collectives, "device_count", lambda device: 1)
     monkeypatch.setattr(collectives, "require", lambda device: device)
     with pytest.raises(ValueError, match=r"--ranks is 1, expected at least 2.* has 1 cuda device"):

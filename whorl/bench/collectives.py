@@ -99,7 +99,7 @@ def _measure_in_new_processes(name: str, variables: dict[str, str], options: dic
 
 def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Start new ranks and time all collectives; runs as rank 0."""
-    place = RankPlace(rank=0, size=options["ranks"], local_rank=0, is_given=False)
+    place = RankPlace(rank=0, size=options["ranks"], local_rank=0, is_external=False)
     group = start(place, options["device"], "whorl.bench.collectives:follow", options, tune=options["tune"])
     try:
         group.collect("here")

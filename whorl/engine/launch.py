@@ -44,13 +44,13 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlace:
-    """The rank of this process and the number of ranks. is_given: torchrun or another launcher has started the ranks;
+    """The rank of this process and the number of ranks. is_external: torchrun or another launcher has started the ranks;
     False: rank 0 starts them."""
 
     rank: int
     size: int
     local_rank: int
-    is_given: bool
+    is_external: bool
 
     @classmethod
     def find(cls, num_ranks: int | None = None) -> "RankPlace":
@@ -60,11 +60,11 @@ class RankPlace:
         env = os.environ
         size = int(env["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys() else 1
         if num_ranks == 1 or size == 1:
-            return cls(rank=0, size=num_ranks or 1, local_rank=0, is_given=False)
+            return cls(rank=0, size=num_ranks or 1, local_rank=0, is_external=False)
         if num_ranks not in (None, size):
             raise ValueError(f"tensor parallel: tp is {num_ranks}, and torchrun has started {size} ranks")
         rank = int(env["RANK"])
-        return cls(rank=rank, size=size, local_rank=int(env.get("LOCAL_RANK", rank)), is_given=True)
+        return cls(rank=rank, size=size, local_rank=int(env.get("LOCAL_RANK", rank)), is_external=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ class Rank:
     def __init__(self, place: RankPlace, device: str, store: distributed.Store) -> None:
         self.rank, self.size, self.device, self._store = place.rank, place.size, device, store
         self.control: Any = None  # a gloo group, in which ranks may wait for rank 0 without a time limit
-        self._is_local, self._has_joined = not place.is_given, False
+        self._is_local, self._has_joined = not place.is_external, False
         use_device(device, place.local_rank)
 
     def put(self, key: str, value: Any) -> None:
@@ -297,15 +297,15 @@ def start(place: RankPlace, device: str, job: str, settings: dict[str, Any], *, 
     if distributed.is_initialized():
         raise ValueError("tensor parallel: torch.distributed is in use in this process; close the other engine first")
     num_devices = device_count(device)
-    if not place.is_given and num_devices is not None and place.size > num_devices:
+    if not place.is_external and num_devices is not None and place.size > num_devices:
         raise ValueError(
             f"tensor parallel: tp is {place.size}; this machine has {num_devices} {device} devices, one for each rank"
         )
     if tune and (variables := tune_collectives(device)) and place.rank == 0:
         log.warning("tensor parallel: set %s", " ".join(f"{name}={value}" for name, value in variables.items()))
-    if place.is_given and place.rank > 0:
+    if place.is_external and place.rank > 0:
         _work(place, Address.from_environment(place.rank), job, device)
-    if place.is_given:
+    if place.is_external:
         group = RankGroup(place, device, Address.from_environment(0))
         if group.has("settings"):
             raise ValueError("tensor parallel: ranks that torchrun started serve one engine only; this is the second")
@@ -381,7 +381,7 @@ def follow() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; rank 0 handles it
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     rank = int(os.environ["RANK"])
-    place = RankPlace(rank=rank, size=int(os.environ["WORLD_SIZE"]), local_rank=rank, is_given=False)
+    place = RankPlace(rank=rank, size=int(os.environ["WORLD_SIZE"]), local_rank=rank, is_external=False)
     _work(place, Address.from_environment(rank), *sys.argv[1:3])
 
 
@@ -403,7 +403,7 @@ def _work(place: RankPlace, address: Address, job: str, device: str) -> NoReturn
         text = traceback.format_exc()
         with contextlib.suppress(RuntimeError):
             store.set(f"error/{place.rank}", json.dumps({"text": text, "is_echo": _is_echo(error)}))
-        if place.is_given:
+        if place.is_external:
             print(f"whorl: rank {place.rank} failed:\n{text}", file=sys.stderr, flush=True)
         _end(1)
     _end(0)

@@ -103,7 +103,7 @@ def _packed(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> For
     return CompressedPacked(
         bits=one_of(weights, "num_bits", BITS, 8),
         group=group,
-        is_ordered=order in ("group", "dynamic"),
+        has_act_order=order in ("group", "dynamic"),
         has_zeros=not setting(weights, bool, True, "symmetric"),
     )
 

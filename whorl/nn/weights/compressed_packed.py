@@ -47,7 +47,7 @@ class CompressedPacked(Packed):
             parameters["packed_zeros"] = torch.empty(
                 *lead, part_starts(matrix, self.per_word)[1], count, dtype=torch.int32
             )
-        if self.is_ordered:
+        if self.has_act_order:
             parameters["g_idx"] = torch.empty(*lead, num_parts, columns, dtype=torch.int32)
         return parameters
 
@@ -72,7 +72,7 @@ class CompressedPacked(Packed):
             into = matrix.packed_zeros[entry_index(part, slice(first, first + rows.stop - rows.start))]
             shape = -(-size // per), shape[1]
             yield "weight_zero_point", Destination(into=into, shape=shape, index=(rows, groups), dtype=torch.int32)
-        if self.is_ordered:
+        if self.has_act_order:
             into = matrix.g_idx[entry_index(part, number)]
             yield "weight_g_idx", Destination(into=into, shape=(columns,), index=(part.columns,), dtype=torch.int32)
 
@@ -83,7 +83,7 @@ class CompressedPacked(Packed):
                     f"{part.source(matrix.name)}.weight_shape is {shape}, expected {list(part.shape)} by config.json"
                 )
         zeros = self._zeros(matrix) if self.has_zeros else None
-        scales, order = narrow_scales(matrix.scales.data), matrix.g_idx.data if self.is_ordered else None
+        scales, order = narrow_scales(matrix.scales.data), matrix.g_idx.data if self.has_act_order else None
         self.lay_out(matrix, matrix.words.data, scales, zeros, order)
 
     def _zeros(self, matrix: Any) -> Tensor:

@@ -130,7 +130,7 @@ def _format(settings: Mapping[str, Any]) -> Gptq:
     return Gptq(
         bits=one_of(settings, "bits", BITS, None),
         group=None if group == -1 else group,
-        is_ordered=setting(settings, bool, False, "desc_act"),
+        has_act_order=setting(settings, bool, False, "desc_act"),
         adds_one=one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq",
     )
 

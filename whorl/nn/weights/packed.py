@@ -28,7 +28,7 @@ class Packed(Quantised):
 
     bits: int
     group: int | None  # columns per group; None: a row is one group
-    is_ordered: bool = False  # act-order: a column may be in any group (g_idx), so every rank has all groups' scales
+    has_act_order: bool = False  # act-order: a column may be in any group (g_idx), so every rank has all groups' scales
 
     @property
     def per_word(self) -> int:
@@ -37,7 +37,7 @@ class Packed(Quantised):
     @property
     def unit(self) -> Unit:  # type: ignore[override]
         """The unit at which shards are cut; rows too, because checkpoints pack zero points along them."""
-        if self.group is None or self.is_ordered:
+        if self.group is None or self.has_act_order:
             return Unit(rows=self.per_word, columns=self.per_word)
         return Unit(rows=self.per_word, columns=max(self.group, self.per_word))
 
@@ -54,7 +54,7 @@ class Packed(Quantised):
 
     def rank_groups(self, part: Part) -> slice:
         """Return the groups whose scales this rank needs."""
-        if self.group is None or self.is_ordered:
+        if self.group is None or self.has_act_order:
             return slice(0, self.num_groups(part.shape[1]))
         return slice(part.columns.start // self.group, part.columns.stop // self.group)
 
@@ -105,11 +105,11 @@ class Packed(Quantised):
         in_order = torch.arange(columns.start, columns.stop, device=order.device)
         in_order = torch.zeros_like(in_order) if self.group is None else in_order // self.group
         if bool((groups == -1).all()) or torch.equal(groups, in_order.expand(groups.shape).to(groups.dtype)):
-            if not self.is_ordered or self.group is None or count == self.num_groups(matrix.shape[-1]):
+            if not self.has_act_order or self.group is None or count == self.num_groups(matrix.shape[-1]):
                 return None
             # With act-order a rank has the scales of all groups, but only some columns: they need their group's index.
             return in_order.expand(groups.shape).to(groups.dtype).contiguous()
-        if not self.is_ordered:
+        if not self.has_act_order:
             raise ValueError(
                 f"{parts[0].source(matrix.name)}: g_idx is not in order, and config.json says desc_act false"
             )
