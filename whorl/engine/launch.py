@@ -44,8 +44,10 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlace:
-    """The rank of this process and the number of ranks. is_external: torchrun or another launcher has started the ranks;
-    False: rank 0 starts them."""
+    """The rank of this process and the number of ranks.
+
+    is_external: torchrun or another launcher has started the ranks; False: rank 0 starts them.
+    """
 
     rank: int
     size: int
