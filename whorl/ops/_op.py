@@ -471,7 +471,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to dtype. A tensor of that dtype is returned as it is; even a cast to its own dtype costs microseconds."""
+    """Round x to dtype. A tensor of that dtype is returned as it is: a cast to its own dtype costs microseconds."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
