@@ -6,7 +6,7 @@ from torch import Tensor
 from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 
-_WITHOUT = {"torch_npu": "torch_npu has none"}
+_WITHOUT = {"torch_npu": "torch_npu has no Hadamard transform"}
 
 
 def _check(x: Tensor, scale: float | None, name: str = "hadamard", argument: str = "x") -> None:
@@ -37,7 +37,7 @@ def hadamard(x: Tensor, scale: float | None = None) -> Tensor:
 
 @operator(check=_check_backward, without=_WITHOUT)
 def hadamard_backward(dy: Tensor, scale: float | None = None) -> Tensor:
-    """Gradient of `hadamard`: the same transform of dy, since H is symmetric."""
+    """Gradient of `hadamard` with respect to x: the same transform of dy [..., D], since H is symmetric."""
     return hadamard.reference(dy, scale)
 
 

@@ -55,13 +55,14 @@ def lightning_indexer(
     k_scale: Tensor | None = None,
     with_scores: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Select the keys of each query: (indices [T, topk] int32 ascending, -1 at the end; scores [T, topk] fp32).
+    """Select the keys of each query: `top_k` of `index_scores`, whose arguments it takes.
 
-    The result is `top_k` of `index_scores`, whose arguments it takes; only the scores of one chunk of queries are in
-    memory. Indices are rows of k, and ties follow the rows: gathered keys should be in the order of their positions.
-    Bounds express packed sequences and slices of a longer sequence: see `causal_bounds`. With with_scores False the
-    scores are None; this saves work on Ascend, whose kernel rounds them to q's dtype, so that plain torch computes them
-    again. No gradient. Raises ValueError when shapes, dtypes, bounds or topk do not fit.
+    Returns indices [T, topk] int32, ascending, -1 after the last, and their scores [T, topk] fp32. Only the scores of
+    one chunk of queries are in memory. Indices are rows of k, and ties go to the lowest row, so keys that were gathered
+    should be in the order of their positions. starts, ends and key_positions can express packed sequences and slices of
+    a longer sequence: see `causal_bounds`. With with_scores=False the scores are None; this saves work on Ascend, whose
+    kernel rounds them to q's dtype, so that plain torch computes them again. No gradient. Raises ValueError when
+    shapes, dtypes, bounds or topk do not fit.
     Example: indices, _ = lightning_indexer(q, k, weights, topk=2048, with_scores=False).
     """
     selections = []
@@ -106,7 +107,7 @@ def _npu_reason(
 
 @lightning_indexer.impl("torch_npu", accepts=_npu_reason)
 def _(q, k, weights, topk, starts, ends, key_positions, k_scale, with_scores):  # type: ignore[no-untyped-def]
-    """Run torch_npu's indexer and sort the indices, since it documents neither their order nor its rule for ties."""
+    """Run torch_npu's indexer and sort its indices: it documents neither their order nor a rule for ties."""
     unsorted, _ = _torch_npu.call(
         "npu_lightning_indexer",
         query=q.unsqueeze(0).contiguous(),
