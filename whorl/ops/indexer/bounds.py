@@ -22,7 +22,8 @@ def causal_bounds(
     that holds a slice of them; by default the last T of the S positions. cu_seqlens: [B + 1] offsets at which the
     packed sequences begin, followed by the total; by default there is one sequence. device: where the result lies, if
     neither tensor is passed. Returns two int32 tensors [T]. Raises ValueError when positions is not [T].
-    Example: starts, ends = causal_bounds(T, S, cu_seqlens=cu_seqlens).
+
+        starts, ends = ops.causal_bounds(T, S, cu_seqlens=cu_seqlens)
     """
     if cu_seqlens is not None:
         device = cu_seqlens.device

@@ -26,7 +26,9 @@ def hadamard(x: Tensor, scale: float | None = None) -> Tensor:
 
     x: [..., D] bf16, fp16 or fp32, D a power of two; y: like x, contiguous. `scale` defaults to D^-0.5, with which the
     transform is orthogonal and its own inverse: transforming both queries and keys changes no score. Sums in fp32,
-    rounded once. Differentiable. Raises ValueError when D is not a power of two. Example: q = hadamard(q).
+    rounded once. Differentiable. Raises ValueError when D is not a power of two.
+
+        q = ops.hadamard(q)
     """
     wide, size = widen(x), x.shape[-1]
     matrix = torch.ones(1, 1, dtype=wide.dtype, device=x.device)

@@ -63,7 +63,8 @@ def lightning_indexer(
     a longer sequence: see `causal_bounds`. With with_scores=False the scores are None; this saves work on Ascend, whose
     kernel rounds them to q's dtype, so that plain torch computes them again. No gradient. Raises ValueError when
     shapes, dtypes, bounds or topk do not fit.
-    Example: indices, _ = lightning_indexer(q, k, weights, topk=2048, with_scores=False).
+
+        indices, _ = ops.lightning_indexer(q, k, weights, topk=2048, with_scores=False)
     """
     selections = []
     starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)

@@ -118,7 +118,8 @@ def indexer_kl_loss(
     runs twice there, returns 0, and backward computes everything once. log: one fp32 element, to which the loss is
     added once it is computed. reduce_target: called with this rank's head sum [T, K], to all-reduce it over
     tensor-parallel ranks. deterministic: see `indexer_kl`.
-    Example: indexer_kl_loss(q, k, weights, indices, main_q, main_k, main_lse, scale=192**-0.5).backward().
+
+        ops.indexer_kl_loss(q, k, weights, indices, main_q, main_k, main_lse, scale=192**-0.5).backward()
     """
     check_sizes("indexer_kl_loss", q, k, main_q, main_k)
     factor = _factor("indexer_kl_loss", coefficient, reduction, when, q.shape[0], log)
@@ -160,7 +161,9 @@ def dense_indexer_kl_loss(
 
     main_k: [S, HK, D'], HK key heads; bounds are those of `index_scores`, the other arguments those of
     `indexer_kl_loss`. Queries are processed in chunks: no [T, S] matrix is ever allocated. `reduce_target` is called
-    once per chunk. Example: dense_indexer_kl_loss(q, k, weights, main_q, main_k, main_lse, scale=192**-0.5).
+    once per chunk.
+
+        ops.dense_indexer_kl_loss(q, k, weights, main_q, main_k, main_lse, scale=192**-0.5)
     """
     check_sizes("dense_indexer_kl_loss", q, k, main_q, main_k)
     check_bounds("dense_indexer_kl_loss", q.shape[0], k.shape[0], starts, ends, key_positions)

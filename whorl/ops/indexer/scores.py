@@ -16,7 +16,8 @@ def indexer_rope(
     cos_sin and positions are those of `rope`. Channel i is paired with i + R/2, as in the indexer of DeepSeek-V3.2
     (its attention pairs neighbouring channels, at the end of the head), or, with `interleaved`, 2i with 2i + 1, as in
     GLM's indexer. Returns q and k, rotated.
-    Example: q, k = indexer_rope(q, k, cos_sin, positions).
+
+        q, k = ops.indexer_rope(q, k, cos_sin, positions)
     """
     rotated_q, rotated_k = rope(q, k.unsqueeze(-2), cos_sin, positions, style="pairs" if interleaved else "half")
     return rotated_q, rotated_k.squeeze(-2)

@@ -169,7 +169,8 @@ def latent_attention(
     selected or contains every key. Tokens without keys, and rows of q after the last query_starts, are zero. A uint8
     cache is read as `latent_write` writes it: code times scale, which is exact in bf16. With turned_cache [blocks,
     block size, D - value_dim] the rotary channels are there, and cache is [blocks, block size, value_dim]. No gradient.
-    Example: out = latent_attention(q, cache, *tables_and_lengths, indices, scale=192**-0.5, value_dim=512).
+
+        out = ops.latent_attention(q, cache, *tables_and_lengths, indices, scale=192**-0.5, value_dim=512)
     """
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     wide = widen(q) * scale

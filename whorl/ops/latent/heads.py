@@ -36,7 +36,9 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     x: [T, H, K] bf16, fp16 or fp32, weight: [H, N, K] in x's dtype, any strides; y: [T, H, N] like x, contiguous. Sums
     in fp32, rounded once. A token's bits depend on the token and its head's weight alone, as in `linear`. No gradient.
-    Raises ValueError when shapes or dtypes do not fit. Example: absorbed = head_linear(q, weight).
+    Raises ValueError when shapes or dtypes do not fit.
+
+        absorbed = ops.head_linear(q, weight)
     """
     wide, factors = widen(x), widen(weight)
     y = torch.empty(*x.shape[:2], weight.shape[1], dtype=wide.dtype, device=x.device)

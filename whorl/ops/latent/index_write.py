@@ -40,8 +40,9 @@ def index_write(
     in place; slots: [T] as in `write_kv`. Computed in fp32, rounded to k's dtype after the norm and again after the
     rotation, as two operators would. A uint8 cache, [blocks, block size, D + 4], stores the `hadamard` transform (D a
     power of two) as e4m3 codes with one power-of-two scale, in two planes per block: see `codes.py`. Returns nothing.
-    Raises ValueError when shapes, dtypes or slots do not fit. Example: index_write(k, weight, bias, cos_sin, cache,
-    slots).
+    Raises ValueError when shapes, dtypes or slots do not fit.
+
+        ops.index_write(k, weight, bias, cos_sin, cache, slots)
     """
     wide = widen(k)
     scale, shift = (x.to(wide.dtype) for x in (weight, bias))

@@ -95,7 +95,8 @@ def paged_indexer(
     `index_write` writes it, holds codes, which are multiplied as they are: queries are transformed and quantised in the
     same way, their scales are multiplied into the weights, and the score is multiplied by the key's scale last. No
     gradient. Raises ValueError when shapes, dtypes or lengths do not fit.
-    Example: indices = paged_indexer(q, weights, cache, block_tables, query_starts, context_lens, topk=2048).
+
+        indices = ops.paged_indexer(q, weights, cache, block_tables, query_starts, context_lens, topk=2048)
     """
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     is_coded = cache.dtype == torch.uint8

@@ -61,7 +61,8 @@ def latent_write(
     `codes.py`. With turned_cache [blocks, block size, R] the rotary channels are stored there, and cache is [blocks,
     block size, N], as Ascend's attention reads them. Returns nothing. Raises ValueError when shapes, dtypes or slots do
     not fit.
-    Example: latent_write(kv, weight, cos_sin, cache, slots).
+
+        ops.latent_write(kv, weight, cos_sin, cache, slots)
     """
     split = weight.shape[0]
     latent = rms_norm.reference(kv[:, :split], weight, eps)

@@ -99,8 +99,9 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
     devices do not check ids. Sums in fp32. gate, up, silu(gate) * up and each expert's result are rounded to x's dtype,
     as separate matmuls of whole tensors would round them; the choices are added in order, in fp32, and y is rounded
     once. A token's bits do not depend on the other tokens, as in `linear`. Differentiable in all but ids; the backward
-    recomputes the matmuls of the forward with `grouped_matmul`. Example: y = experts(x, gate_up, down,
-    *route(logits, k=8)).
+    recomputes the matmuls of the forward with `grouped_matmul`.
+
+        y = ops.experts(x, gate_up, down, *ops.route(logits, k=8))
     """
     if not ids.shape[1]:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)

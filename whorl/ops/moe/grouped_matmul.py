@@ -62,7 +62,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     [E, C, F], as torch's grouped_mm expects it, is passed as weight.transpose(1, 2)); counts: [E] int32 or int64, none
     negative, with sum M. y: [M, F] in x's dtype, contiguous. Sums in fp32, rounded once. Differentiable in x and
     weight. Raises ValueError when shapes or dtypes do not fit, and on the CPU when the counts do not sum to M.
-    Example: y = grouped_matmul(rows, weight, counts), with rows and counts from `permute`.
+
+        y = ops.grouped_matmul(rows, weight, counts)  # rows and counts from permute
     """
     parts = x.split(counts.tolist())
     products = [widen(part) @ widen(w).transpose(0, 1) for part, w in zip(parts, weight, strict=True)]

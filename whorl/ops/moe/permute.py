@@ -118,7 +118,8 @@ def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None = Non
     * K, C] in x's dtype, contiguous; places [T, K] int32, the row of each (token, choice); counts [num_experts] int32,
     the rows of each expert, 0 for one without tokens. Differentiable in x and probs. Raises ValueError when shapes,
     dtypes or ids do not fit.
-    Example: rows, places, counts = permute(x, ids, num_experts=64).
+
+        rows, places, counts = ops.permute(x, ids, num_experts=64)
     """
     flat = ids.flatten().long()
     order = flat.sort(stable=True).indices
@@ -150,7 +151,9 @@ def unpermute(rows: Tensor, places: Tensor, probs: Tensor | None = None) -> Tens
     rows: [T * K, C] bf16, fp16 or fp32; places: [T, K] int32 or int64, as `permute` returns them; probs: [T, K]
     floating point, 1 when None. y: [T, C] in rows' dtype, contiguous. Computed in fp32; the choices of a token are
     added in order and rounded once. Differentiable in rows and probs. Raises ValueError when shapes, dtypes or places
-    do not fit. Example: y = unpermute(rows, places, weights).
+    do not fit.
+
+        y = ops.unpermute(rows, places, weights)
     """
     return _sum_rows(rows, places.long(), probs)
 

@@ -75,7 +75,9 @@ def route(
     groups are considered: a group ranks by its best expert or, with a bias, by the sum of its best two (DeepSeek-V2,
     -V3). `renormalize` divides the weights by their sum; `scale` multiplies them last. The weights are differentiable
     in the logits for a fixed choice; bias has no gradient. Raises ValueError when shapes, dtypes, k or the groups do
-    not fit, or when bias requires grad. Example: weights, ids = route(logits, k=8).
+    not fit, or when bias requires grad.
+
+        weights, ids = ops.route(logits, k=8)
     """
     scores = _scores(widen(logits), scoring)
     ranking = scores if bias is None else scores + bias.to(scores.dtype)

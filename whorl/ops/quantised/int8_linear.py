@@ -70,7 +70,8 @@ def int8_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = 
     [N] floating point; bias: [N] in x's dtype or fp32; y: [T, N] like x, contiguous. The sum is the exact integer; the
     scales and the bias are applied in fp32, in the order above, and y is rounded once. So the bits are the same on
     every device and in every batch. No gradient. Raises ValueError when shapes or dtypes do not fit.
-    Example: y = int8_linear(x, codes, scales).
+
+        y = ops.int8_linear(x, codes, scales)
     """
     return int8_product(x, codes, scales, bias)
 

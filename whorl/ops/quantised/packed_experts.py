@@ -82,7 +82,8 @@ def packed_experts(
     are rounded to x's dtype; the choices are added in order, in fp32, and y is rounded once. A token's bits do not
     depend on the other tokens. No gradient. Raises ValueError when shapes or dtypes do not fit, and on the CPU when an
     id is outside [0, E); other devices do not check ids.
-    Example: y = packed_experts(x, gate_up, s1, None, down, s2, None, *route(logits, k=8), columns=128).
+
+        y = ops.packed_experts(x, gate_up, s1, None, down, s2, None, *ops.route(logits, k=8), columns=128)
     """
 
     def run_expert(e: int, rows_of_expert: Tensor) -> Tensor:

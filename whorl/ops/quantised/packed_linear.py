@@ -105,7 +105,9 @@ def packed_linear(
     `linear` of the rounded values except that K is summed in chunks of 1024 columns: each chunk from zero, upwards, in
     fp32, then the chunks in order; up to K = 1024 that is the sum of `linear`. The bias is added last and y is rounded
     once. A token's bits depend on the token and the weight alone, as in `linear`. No gradient. Raises ValueError when
-    shapes or dtypes do not fit. Example: y = packed_linear(x, codes, scales, columns=128).
+    shapes or dtypes do not fit.
+
+        y = ops.packed_linear(x, codes, scales, columns=128)
     """
     weight = values(codes, scales, zeros, x.shape[1], x.dtype, block=(rows, columns), tiled=tiled)
     y = multiply_in_chunks(widen(x), widen(weight))

@@ -166,7 +166,8 @@ def sparse_attention(
     original heads, 192^-0.5. Differentiable in q and kv through both results; kv's gradient is summed in fp32, in a
     fixed order with `deterministic` or torch.use_deterministic_algorithms. Raises ValueError when shapes, dtypes or
     scale do not fit, and on the CPU when indices are out of range or out of order.
-    Example: out, lse = sparse_attention(q, kv, indices, 192**-0.5, value_dim=512).
+
+        out, lse = ops.sparse_attention(q, kv, indices, 192**-0.5, value_dim=512)
     """
     value_dim = value_dim or q.shape[2]
     out, lse = [], []

@@ -32,7 +32,8 @@ def choose_attention(
     device with a fused kernel for bit masks the answer is the one that measured faster, and up to `topk` keys, where
     all are selected, "masked". Where only sparse attention is fused it is "sparse" at every length: on Ascend
     npu_sparse_flash_attention is fused, attention with a bit mask is not.
-    Example: choose_attention(4096, topk=2048, device="cuda").
+
+        ops.choose_attention(4096, topk=2048, device="cuda")
     """
     device = default_device() if device is None else device
     limit = _crossover(device.split(":")[0] if isinstance(device, str) else device.type)
@@ -73,7 +74,9 @@ def selection_mask(indices: Tensor, num_keys: int) -> Tensor:
     """Return the bit mask of a selection: [T, ceil(num_keys / 32)] int32, bit j % 32 of word j // 32 is key j.
 
     indices: [T, K] int32, ascending, each key once, -1 after the last, as `sparse_attention` takes them. Raises
-    ValueError when they are not. Example: bits = selection_mask(indices, num_keys=k.shape[0]).
+    ValueError when they are not.
+
+        bits = ops.selection_mask(indices, num_keys=k.shape[0])
     """
     words = torch.zeros(indices.shape[0], num_words(num_keys) + 1, dtype=torch.int64, device=indices.device)
     keys = torch.where(indices >= 0, indices, num_words(num_keys) * WORD).long()
@@ -189,7 +192,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale
     once. Apart from the bits no tensor of size T x S is allocated by the fused kernels. The result equals
     `sparse_attention` of absorbed queries and keys. Differentiable in q, k and v; both directions are deterministic, on
     Ascend only under torch.use_deterministic_algorithms. Raises ValueError when shapes, dtypes or scale do not fit.
-    Example: out, lse = masked_attention(q, k, v, selection_mask(indices, len(k)), 192**-0.5).
+
+        out, lse = ops.masked_attention(q, k, v, ops.selection_mask(indices, len(k)), 192**-0.5)
     """
     out, lse = [], []
     bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
