@@ -121,6 +121,7 @@ def _tile_kernel(
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute `linear`, by torch's own product where a trial showed equal bits, else by our kernels."""
     x, weight = unit_stride(x), unit_stride(weight)
     if len(x) > MODERATE and (y := linear_library.multiply(x, weight, bias, _ours)) is not None:
         return y
@@ -128,6 +129,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `linear` by our kernels; x and weight have unit stride along K."""
     (count, length), columns = x.shape, weight.shape[0]
     if bias is None and (hopper := few_rows(x, weight)) is not None and hopper.fits_warpgroup(x, weight):
         return hopper.linear(x, weight)  # type: ignore[no-any-return]

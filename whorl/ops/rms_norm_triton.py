@@ -211,21 +211,26 @@ def backward(
 
 
 def _like(x: Tensor, rows: Tensor) -> Tensor:
-    """x in the shape of `rows`, copied only where its strides require it."""
+    """Return x in the shape of `rows`, copied only where its strides require it."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x.reshape(rows.shape)
 
 
 def _blocks(rows: int, block: int, processors: int) -> tuple[int, int]:
-    """Rows and warps of a program: 1024 channels per warp (2048 in the longest rows), but first a program for every
-    multiprocessor."""
+    """Return the rows and warps of a program. block: channels of a row, rounded up to a power of two.
+
+    A program takes several short rows, unless that would leave a multiprocessor without a program. A warp takes 1024
+    channels, 2048 in the longest rows.
+    """
     at_once = max(1, min(1024 // block, power_of_2(rows // processors + 1) // 2))
     return at_once, max(1, min(16, at_once * block // (2048 if block >= 8192 else 1024)))
 
 
 def _backward_blocks(rows: int, block: int, processors: int, bytes_a_channel: int) -> dict[str, int]:
-    """One program per multiprocessor, 8192 channels at a time, as many blocks in flight as shared memory holds (up to
-    3)."""
+    """Return the launch constants: one program per multiprocessor, which takes 8192 channels at a time.
+
+    It has as many blocks in flight as shared memory holds, up to 3.
+    """
     at_once = max(1, min(8192 // block, power_of_2(rows // processors + 1) // 2))
     stages = max(1, min(3, SHARED_MEMORY // (at_once * block * bytes_a_channel)))
     programs = max(1, min(ceil_div(rows, at_once), processors))
