@@ -34,7 +34,7 @@ Sharding = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class Op:
-    """A callable operator. The decorator `operator` makes it; its docstring describes the keywords of `__init__`.
+    """A callable operator. `operator`, the decorator that makes it, describes the keywords of `__init__`.
 
     Call it with the reference's arguments. `backend="triton"` forces a backend for one call, `using` for a block;
     without them the first backend that takes the arguments runs. A call raises ValueError for arguments that the

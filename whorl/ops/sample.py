@@ -158,7 +158,7 @@ def penalize(
     bias: Tensor | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Apply the penalties and biases of each sequence to its logits; returns new logits [B, V]. A plain function.
+    """Apply the penalties and biases of each sequence to its logits; returns new logits [B, V].
 
     logits: [B, V] fp32; tokens: [B, M] int64, the token ids of sequence b that a penalty or bias applies to, each once,
     padded with -1; counts: [B, M], how often each was generated (0: it occurs in the prompt only; negative: it only has
@@ -166,7 +166,7 @@ def penalize(
     counts >= 0 (as Hugging Face); `presence` [B] is subtracted once and `frequency` [B] once per occurrence, from
     tokens with counts > 0 (as OpenAI); `bias` [B, M] is added last. Ids from `vocab_size` on get minus infinity: a
     model's embedding may be longer than its tokenizer's vocabulary. A token outside [-1, V) raises ValueError on the
-    CPU and is not checked elsewhere.
+    CPU and is not checked elsewhere. This is a plain function of torch, not an operator with backends.
     """
     _check_penalties(logits, tokens, counts, bias, repetition=repetition, presence=presence, frequency=frequency)
     out = logits.clone()

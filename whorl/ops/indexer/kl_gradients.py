@@ -141,9 +141,9 @@ def dense_indexer_kl_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `dense_indexer_kl` of `dense_indexer_target`: `indexer_kl_gradients` over every visible key.
 
-    main_k: [S, HK, D'], HK key heads; bounds are those of `index_scores`, the other arguments those of
-    `indexer_kl_gradients`. Queries are processed in chunks: no [T, S] matrix is ever allocated. dk is added up in a
-    fixed order, except on Ascend, which promises no order.
+    main_k: [S, HK, D'], HK key heads; starts, ends and key_positions are those of `index_scores`, the other arguments
+    and the results those of `indexer_kl_gradients`. Queries are processed in chunks: no [T, S] matrix is ever
+    allocated. dk is added up in a fixed order, except on Ascend, which promises no order.
     """
     return _run_in_chunks(
         dense_indexer_target.reference,

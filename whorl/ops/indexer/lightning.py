@@ -55,14 +55,19 @@ def lightning_indexer(
     k_scale: Tensor | None = None,
     with_scores: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Select the keys of each query: `top_k` of `index_scores`, whose arguments it takes.
+    """Select for each query the `topk` keys with the highest scores: `top_k` of `index_scores`, in chunks of queries.
 
-    Returns indices [T, topk] int32, ascending, -1 after the last, and their scores [T, topk] fp32. Only the scores of
-    one chunk of queries are in memory. Indices are rows of k, and ties go to the lowest row, so keys that were gathered
-    should be in the order of their positions. starts, ends and key_positions can express packed sequences and slices of
-    a longer sequence: see `causal_bounds`. With with_scores=False the scores are None; this saves work on Ascend, whose
-    kernel rounds them to q's dtype, so that plain torch computes them again. No gradient. Raises ValueError when
-    shapes, dtypes, bounds or topk do not fit.
+    score[t, s] = sum over heads h of weights[t, h] * max(0, q[t, h] . k[s]), times k_scale[s]. q: [T, HI, D] and
+    k: [S, D], both bf16, fp16, fp32 or float8_e4m3fn; weights: [T, HI] floating point; k_scale: [S], for fp8 keys.
+    Query t sees the keys s with starts[t] <= key_positions[s] < ends[t], all int32; key_positions defaults to 0, 1,
+    ..., and the bounds to causal ones with the last query at the last key. `causal_bounds` makes bounds for packed
+    sequences and for slices of a longer one.
+
+    Returns indices [T, topk] int32, rows of k, ascending, -1 after the last, and their scores [T, topk] fp32. Ties go
+    to the lowest row, so keys that were gathered should be in the order of their positions. Only the scores of one
+    chunk of queries are in memory. With with_scores=False the scores are None; this saves work on Ascend, whose kernel
+    rounds them to q's dtype, so that plain torch computes them again. No gradient. Raises ValueError when shapes,
+    dtypes, bounds or topk do not fit.
 
         indices, _ = ops.lightning_indexer(q, k, weights, topk=2048, with_scores=False)
     """

@@ -106,18 +106,19 @@ def indexer_kl_loss(
 ) -> Tensor:
     """Return coefficient * (mean or sum over queries of KL(main attention || indexer)), over the selected keys.
 
-    q [T, HI, D], k [S, D] and weights [T, HI] are the indexer's and the only tensors that get a gradient; indices [T,
-    K] is its selection. main_q [T, H, D'], main_k [S, 1, D'], main_lse [T, H] and scale are the attention's, as
-    `indexer_target` takes them; they get no gradient. The attention of all heads is summed, and the sum is normalised
-    over the selected keys. Returns a scalar tensor, fp32 or wider. Raises ValueError when shapes, dtypes or options do
-    not fit.
+    q [T, HI, D], k [S, D] and weights [T, HI] are the indexer's and the only tensors that get a gradient; indices
+    [T, K] is its selection. main_q [T, H, D'], main_k [S, 1, D'], main_lse [T, H] fp32
+    (as `sparse_attention` returns it) and scale are the attention's; they get no gradient. The attention of all heads
+    is summed, and the sum is normalised over the selected keys. Returns a scalar tensor, fp32 or wider. Raises
+    ValueError when shapes, dtypes or options do not fit.
 
     reduction: "mean" divides by T, empty queries included; to divide by something else (valid tokens, micro-batches,
     ranks that hold the other queries) use "sum" and put the divisor into the coefficient. when: "forward" computes the
     loss at once and keeps the gradients until backward. "backward" is for activation checkpointing: the forward, which
     runs twice there, returns 0, and backward computes everything once. log: one fp32 element, to which the loss is
-    added once it is computed. reduce_target: called with this rank's head sum [T, K], to all-reduce it over
-    tensor-parallel ranks. deterministic: see `indexer_kl`.
+    added once it is computed. reduce_target: called with this rank's sum over heads [T, K], returns the sum over all
+    tensor-parallel ranks (an all-reduce). deterministic: the gradient of k is added up in a fixed order, at the cost of
+    a pass over all keys.
 
         ops.indexer_kl_loss(q, k, weights, indices, main_q, main_k, main_lse, scale=192**-0.5).backward()
     """
@@ -159,9 +160,9 @@ def dense_indexer_kl_loss(
 ) -> Tensor:
     """Return `indexer_kl_loss` over every visible key, for the warm-up stage, where attention is dense.
 
-    main_k: [S, HK, D'], HK key heads; bounds are those of `index_scores`, the other arguments those of
-    `indexer_kl_loss`. Queries are processed in chunks: no [T, S] matrix is ever allocated. `reduce_target` is called
-    once per chunk.
+    main_k: [S, HK, D'], HK key heads; starts, ends and key_positions are those of `lightning_indexer`, the other
+    arguments those of `indexer_kl_loss`. Queries are processed in chunks: no [T, S] matrix is ever allocated.
+    `reduce_target` is called once per chunk.
 
         ops.dense_indexer_kl_loss(q, k, weights, main_q, main_k, main_lse, scale=192**-0.5)
     """

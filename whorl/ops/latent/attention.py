@@ -167,8 +167,9 @@ def latent_attention(
     Scores, softmax and sums are in fp32, rounded once. So a token's bits depend on itself and the keys in its list
     alone: not on other sequences, on how a prompt is chunked, on prefill or decode, nor on whether the list was
     selected or contains every key. Tokens without keys, and rows of q after the last query_starts, are zero. A uint8
-    cache is read as `latent_write` writes it: code times scale, which is exact in bf16. With turned_cache [blocks,
-    block size, D - value_dim] the rotary channels are there, and cache is [blocks, block size, value_dim]. No gradient.
+    cache is read as `latent_write` writes it: code times scale, which is exact in bf16. With turned_cache
+    [blocks, block size, D - value_dim] the rotary channels are there, and cache is [blocks, block size, value_dim]. No
+    gradient.
 
         out = ops.latent_attention(q, cache, *tables_and_lengths, indices, scale=192**-0.5, value_dim=512)
     """

@@ -38,9 +38,9 @@ def index_write(
     k: [T, D] bf16, fp16 or fp32; weight, bias: [D] in k's dtype or fp32, those of the norm; cos_sin: [T, R], by which
     the first R channels are rotated as in `rope` (style "half"); cache: [blocks, block size, D] in k's dtype, written
     in place; slots: [T] as in `write_kv`. Computed in fp32, rounded to k's dtype after the norm and again after the
-    rotation, as two operators would. A uint8 cache, [blocks, block size, D + 4], stores the `hadamard` transform (D a
-    power of two) as e4m3 codes with one power-of-two scale, in two planes per block: see `codes.py`. Returns nothing.
-    Raises ValueError when shapes, dtypes or slots do not fit.
+    rotation, as two operators would. A uint8 cache, [blocks, block size, D + 4], stores the `hadamard` transform
+    (D a power of two) as e4m3 codes with one power-of-two scale, in two planes per block: see `codes.py`. Returns
+    nothing. Raises ValueError when shapes, dtypes or slots do not fit.
 
         ops.index_write(k, weight, bias, cos_sin, cache, slots)
     """

@@ -58,9 +58,9 @@ def latent_write(
     cos_sin [T, R] as in `rope` (style "pairs"); cache: [blocks, block size, N + R] in kv's dtype, written in place;
     slots: [T] as in `write_kv`. Both parts are rounded once. A uint8 cache, [blocks, block size, 656] for 512 and 64
     channels, stores e4m3 codes with a power-of-two scale for every 128 of them, and the rotary channels in bf16: see
-    `codes.py`. With turned_cache [blocks, block size, R] the rotary channels are stored there, and cache is [blocks,
-    block size, N], as Ascend's attention reads them. Returns nothing. Raises ValueError when shapes, dtypes or slots do
-    not fit.
+    `codes.py`. With turned_cache [blocks, block size, R] the rotary channels are stored there, and cache is
+    [blocks, block size, N], as Ascend's attention reads them. Returns nothing. Raises ValueError when shapes, dtypes or
+    slots do not fit.
 
         ops.latent_write(kv, weight, cos_sin, cache, slots)
     """

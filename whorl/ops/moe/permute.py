@@ -113,11 +113,11 @@ def _dots(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor
 def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Copy each token once per chosen expert and sort the copies by expert, in token order within an expert.
 
-    x: [T, C] bf16, fp16 or fp32; ids: [T, K] int32 or int64, the experts that `route` chose, in [0, num_experts);
-    probs: [T, K] floating point, by which the copies are multiplied in fp32 and rounded once, or None. Returns rows [T
-    * K, C] in x's dtype, contiguous; places [T, K] int32, the row of each (token, choice); counts [num_experts] int32,
-    the rows of each expert, 0 for one without tokens. Differentiable in x and probs. Raises ValueError when shapes,
-    dtypes or ids do not fit.
+    x: [T, C] bf16, fp16 or fp32; ids: [T, K] int32 or int64, the experts that `route` chose, in
+    [0, num_experts); probs: [T, K] floating point, by which the copies are multiplied in fp32 and rounded once, or
+    None. Returns rows [T * K, C] in x's dtype, contiguous; places [T, K] int32, the row of each (token, choice); counts
+    [num_experts] int32, the rows of each expert, 0 for one without tokens. Differentiable in x and probs. Raises
+    ValueError when shapes, dtypes or ids do not fit.
 
         rows, places, counts = ops.permute(x, ids, num_experts=64)
     """

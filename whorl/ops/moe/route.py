@@ -72,10 +72,10 @@ def route(
     weights [T, k] fp32 and ids [T, k] int32, in order of score + bias, the highest first, ties to the lowest id. Scores
     are the softmax or sigmoid of the logits in fp32; the weights are the scores of the chosen experts, without bias.
     With `num_groups` > 1 the E experts are divided into as many groups of neighbours, and only the `top_groups` best
-    groups are considered: a group ranks by its best expert or, with a bias, by the sum of its best two (DeepSeek-V2,
-    -V3). `renormalize` divides the weights by their sum; `scale` multiplies them last. The weights are differentiable
-    in the logits for a fixed choice; bias has no gradient. Raises ValueError when shapes, dtypes, k or the groups do
-    not fit, or when bias requires grad.
+    groups are considered: a group ranks by its best expert or, with a bias, by the sum of its best two
+    (DeepSeek-V2, -V3). `renormalize` divides the weights by their sum; `scale` multiplies them last. The weights are
+    differentiable in the logits for a fixed choice; bias has no gradient. Raises ValueError when shapes, dtypes, k or
+    the groups do not fit, or when bias requires grad.
 
         weights, ids = ops.route(logits, k=8)
     """
