@@ -59,8 +59,9 @@ def _entry(module: str, name: str) -> str:
         return f"### `{name}`\n\n{_about(public)}\n"
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(source)))).body[0]
     assert isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    link = _link(source)
-    lines = [f"### `{name}`", "", f"```python\n{_signature(tree)}\n```", "", f"{_text(tree)} ([source]({link}))"]
+    link, text = _link(source), _text(tree)
+    gap = "\n\n" if text.rpartition("\n")[2].startswith("    ") else " "  # no link inside an example
+    lines = [f"### `{name}`", "", f"```python\n{_signature(tree)}\n```", "", f"{text}{gap}([source]({link}))"]
     if isinstance(tree, ast.ClassDef):
         lines += ["", *_methods(tree)]
     return "\n".join(lines).rstrip() + "\n"

@@ -2,13 +2,15 @@
 
     from whorl import ops
 
-    y = ops.rms_norm(x, weight)                      # the fastest backend that takes these arguments
+    y = ops.rms_norm(x, weight)                      # the first backend, in order of priority, that takes the arguments
     y = ops.rms_norm(x, weight, backend="torch")     # the reference
     ops.rms_norm.choose(x, weight)                   # which backend runs, and why the others do not
 
-`register_backend` adds a backend from another package. Shape letters mean the same in every docstring: T tokens,
-B sequences, S keys, HQ and HK query and key heads, D head size, R rotary size, A position axes, C hidden size,
-F expert size, E experts, K experts per token.
+`register_backend` adds a backend from another package. Shape letters mean the same in every docstring unless it says
+otherwise: T tokens, B sequences, S keys, MB blocks in a row of a block table, HQ and HK query and key heads, HI heads
+of the indexer, D head size, DV size of a value head, R rotary size, N channels of a latent, A position axes, P rows of
+a cos/sin table, C hidden size, F intermediate size of a gated MLP, V vocabulary size, E experts, K experts or selected
+keys per token. In matrix products x is [T, K] and the weight [N, K], as in torch.nn.Linear.
 """
 
 from types import ModuleType as _ModuleType

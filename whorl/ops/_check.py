@@ -22,7 +22,7 @@ def check_like(name: str, argument: str, x: Tensor | None, shape: Sequence[int],
 
 
 def check_range(name: str, argument: str, ids: Tensor, end: int, *, start: int = 0) -> None:
-    """Raise ValueError where an id lies outside [start, end), if the values can be read for free."""
+    """Raise ValueError if an id lies outside [start, end); ids that are not `is_readable` are not checked."""
     if ids.numel() and is_readable(ids) and not start <= int(ids.min()) <= int(ids.max()) < end:
         raise ValueError(f"{name}: {argument} are {int(ids.min())} to {int(ids.max())}, expected {start} to {end - 1}")
 
@@ -56,7 +56,10 @@ def check_cache(
 
 
 def check_slots(name: str, slots: Tensor, count: int, cache: Tensor) -> None:
-    """Raise ValueError unless slots is [count] integers below the size of the cache; a negative slot writes nothing."""
+    """Raise ValueError unless slots is [count] integers, none past the last slot of the cache.
+
+    Negative slots are allowed: they write nothing.
+    """
     if slots.shape != (count,) or slots.dtype not in INTEGERS:
         raise ValueError(f"{name}: slots is {list(slots.shape)} {slots.dtype}, expected [{count}] int32 or int64")
     size = cache.shape[0] * cache.shape[1]
@@ -65,10 +68,10 @@ def check_slots(name: str, slots: Tensor, count: int, cache: Tensor) -> None:
 
 
 def check_lengths(name: str, starts: Sequence[int], contexts: Sequence[int], num_queries: int, num_keys: int) -> None:
-    """Raise ValueError unless query_starts and context_lens, read back to the host, describe a batch.
+    """Raise ValueError unless the values of query_starts [B + 1] and context_lens [B] describe a batch.
 
-    num_queries: queries in the batch; num_keys: keys that the block table of one sequence can hold. A sequence without
-    queries reads nothing, so its context length is not checked.
+    num_queries: rows of q, which may end with padding; num_keys: the keys that one row of block_tables has room for. A
+    sequence without queries reads nothing, so its context length is not checked.
     """
     ends = list(starts[1:])
     if starts[0] != 0 or ends != sorted(ends) or min(ends, default=0) < 0 or starts[-1] > num_queries:
@@ -85,7 +88,7 @@ def check_lengths(name: str, starts: Sequence[int], contexts: Sequence[int], num
 
 
 def check_tables(name: str, tables: Tensor, starts: Sequence[int], contexts: Sequence[int], cache: Tensor) -> None:
-    """Raise ValueError where a block that a sequence reads lies outside the cache."""
+    """Raise ValueError if a block that a sequence with queries reads lies outside the cache. tables: [B, MB]."""
     for b, row in enumerate(tables.tolist()):
         used = row[: -(-contexts[b] // cache.shape[1])] if starts[b + 1] > starts[b] else []
         if used and not 0 <= min(used) <= max(used) < cache.shape[0]:

@@ -33,15 +33,15 @@ class Draw:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def normal(self, *shape: int, scale: float = 1.0, gap: int = 8) -> Tensor:
-        """Normal random numbers times `scale`; in a sliced case with `gap` unused numbers between two rows."""
+        """Draw normal random numbers times `scale`; in a sliced case with `gap` unused numbers between two rows."""
         x = torch.randn(*shape[:-1], shape[-1] + gap * self.sliced, **self.kind)
         return (scale * x)[..., : shape[-1]]
 
     def scaled(self, *shape: int, gap: int = 8) -> Tensor:
-        """Normal random numbers times the scale of the case."""
+        """Draw normal random numbers times the scale of the case."""
         return self.normal(*shape, scale=self.scale, gap=gap)
 
     def weight(self, *shape: int) -> Tensor:
-        """A layer's weight, scaled so that its products are about as large as its inputs."""
+        """Draw a layer's weight [..., N, K], scaled so that x @ weight.T is about as large as x."""
         x = torch.randn(*shape[:-1], shape[-1] + 8 * self.sliced, **self.kind)
         return (x / shape[-1] ** 0.5)[..., : shape[-1]]

@@ -11,14 +11,14 @@ import torch
 class Forced:
     """The backend that one operator is forced to use in this thread or asyncio task; "" where none is forced.
 
-    Backward does not read it: an autograd node stores the backend that its forward was called with. Compiled code reads
-    a thread-local instead of the context variable, since torch.compile can guard only the former.
+    Backward does not read it: an autograd node stores the backend that was forced in its forward. The value is kept
+    twice, in a context variable and in a thread-local, because torch.compile can guard only the thread-local.
     """
 
     def __init__(self, operator: str) -> None:
         self._context: ContextVar[str] = ContextVar(f"whorl.{operator}.backend", default="")
         self._thread = threading.local()
-        self.here = self._context.get  # a faster `get` for callers that torch.compile never traces
+        self.here = self._context.get  # a faster `get`, for callers that torch.compile does not trace
 
     def get(self) -> str:
         """Return the forced backend, or "" where none is forced."""

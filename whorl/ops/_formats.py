@@ -9,6 +9,6 @@ FORMATS: dict[str, tuple[torch.dtype, float]] = {"int8": (torch.int8, 127.0), "f
 
 
 def code_constants(cache: Tensor) -> dict[str, Any]:
-    """The constants of a kernel that writes codes of the cache's dtype."""
+    """Return the constexpr arguments, by name, of a kernel that writes codes of the cache's dtype."""
     largest = next(largest for kind, largest in FORMATS.values() if kind == cache.dtype)
     return {"LARGEST": largest, "IS_INTEGER": cache.dtype == torch.int8}

@@ -1,15 +1,15 @@
 # mypy: allow-untyped-defs
-"""Functions that Gluon kernels share: names that differ between releases of Triton, and barriers in shared memory."""
+"""Functions that Gluon kernels share: those whose names differ between releases of Triton, barriers, and row sums."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-# Triton 3.6 has these functions under older names.
+# Triton 3.6 has these four functions under older names.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by the copy engine (TMA)
+load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by TMA, the copy engine
 _memory = gl.shared_memory_descriptor
-# A view of the same bytes in another shape and layout.
+# Gives a view of the same bytes of shared memory in another dtype, shape and layout.
 reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 sync = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -19,9 +19,9 @@ _CHECKS_VIEWS = gl.constexpr(hasattr(_memory, "reinterpret"))
 
 @gluon.jit
 def entries_from(memory, first: gl.constexpr, count: gl.constexpr):
-    """`count` entries of shared memory from `first` on, to be passed to `reinterpret`.
+    """Return `count` entries of shared memory from entry `first` on, to be passed to `reinterpret`.
 
-    Triton 3.6 cannot slice them, but its `reinterpret` does not check the size either, so the first entry is enough.
+    Triton 3.6 cannot slice them. Its `reinterpret` does not check the size, though, so the first entry is enough there.
     """
     if _CHECKS_VIEWS:
         return memory.slice(first, count)
@@ -54,7 +54,7 @@ def tell(barrier):
 
 @gluon.jit
 def row_sum(x, ROWS: gl.constexpr, LENGTH: gl.constexpr):
-    """Sums [ROWS] along x [ROWS, LENGTH], in the tree order of _sums_triton.py; LENGTH: 256 or more."""
+    """Return the sums of the rows of x, as `row_sum` of _sums_triton.py, with equal bits; LENGTH: 256 or more."""
     x = _add_neighbours(x, ROWS, LENGTH, LENGTH // 8)
     x = _add_halves(x, ROWS, LENGTH // 8, 32)
     return _add_neighbours(x, ROWS, 32, 1).reshape([ROWS])

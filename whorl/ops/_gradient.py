@@ -10,12 +10,12 @@ from torch import Tensor
 from ._tracing import no_autocast
 
 Values = dict[str, Any]  # an operator's arguments by name
-Formula = Callable[..., Mapping[str, Tensor | None]]
+Formula = Callable[..., Mapping[str, Tensor | None]]  # a backward, as `Op.gradient` registers it
 Saved = tuple[tuple[str, ...], tuple[int, ...]]  # arguments by name and outputs by index
 
 
 class Arguments(dict[str, Any]):
-    """The arguments that a backward formula sees: the saved tensors, and every argument that is not a tensor."""
+    """The arguments that a backward formula sees, by name: the saved tensors, and every argument that is no tensor."""
 
     needs_grad: Sequence[str]  # arguments whose gradients autograd needs
     dtypes: Mapping[str, torch.dtype]  # of all tensors, saved or not
@@ -23,7 +23,7 @@ class Arguments(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What one kind of call saves for backward, as argument names and output indices."""
+    """What calls of one kind save for backward: names of arguments and indices of outputs, not the tensors."""
 
     saved: tuple[str, ...]  # tensor arguments that are saved
     outputs: tuple[int, ...]  # indices of the outputs that are saved
@@ -36,8 +36,8 @@ class SavedState:
 class Gradient:
     """An operator's backward, for its torch op (`setup_context`) and for direct calls that bypass it (`function`).
 
-    formula: the stated backward; None differentiates the reference. is_absent(output, arguments): whether that output
-    is None.
+    formula: the registered backward; where it is None, the reference is differentiated. is_absent(index, arguments)
+    returns whether the output of this index is None.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Gradient:
     ) -> None:
         self.reference, self.names, self.is_absent = reference, names, is_absent
         self.formula: Formula | None = None
-        self.saved: Saved | None = None  # None: every input, no output
+        self.saved: Saved | None = None  # None: save every tensor argument and no output
 
     def saved_state(self, values: Values, inputs: Sequence[str] | None = None) -> SavedState:
-        """Return what a call saves. inputs: arguments whose gradients backward returns; None: all tensors."""
+        """Return what a call saves. inputs: arguments whose gradients backward returns; None means all tensors."""
         tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
         saved, outputs = self.saved or (tuple(tensors), ())
         return SavedState(
@@ -68,15 +68,16 @@ class Gradient:
         ctx.state, ctx.constants = state, {n: values[n] for n in state.constants}
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Values) -> None:
-        """The `setup_context` of the torch op's autograd formula."""
+        """Store what backward needs; registered as the `setup_context` of the torch op's autograd formula."""
         values = dict(zip(self.names, inputs, strict=False)) | keyword_only_inputs
         self.save(ctx, self.saved_state(values, self.names[: len(inputs)]), values, output)
 
     def function(self, name: str, run: Callable[[Any, Values], Any]) -> type[torch.autograd.Function]:
-        """Return an autograd function that calls run(plan, arguments); apply it to (plan, arguments, *their tensors).
+        """Return an autograd Function called `name`, whose forward calls run(plan, arguments).
 
-        It replaces the torch op in direct calls: passing through torch's dispatcher costs tens of microseconds more.
-        Saved-tensor hooks, version counters and second derivatives work as in any autograd function.
+        Apply it to the plan, the arguments by name, and the tensors among them, which autograd must see separately. It
+        replaces the torch op in direct calls, because torch's dispatcher would cost tens of microseconds more.
+        Saved-tensor hooks, version counters and second derivatives work as in any autograd Function.
         """
 
         def forward(ctx: Any, plan: Any, values: Values, *tensors: Tensor) -> Any:
@@ -114,7 +115,7 @@ class Gradient:
 def _differentiate(
     function: Callable[..., Any], args: Values, grads: tuple[Tensor | None, ...], needs_grad: Sequence[str]
 ) -> Mapping[str, Tensor | None]:
-    """Differentiate a reference with torch's autograd, for operators that state no backward."""
+    """Differentiate a reference with torch's autograd, for operators without a registered backward."""
     with torch.enable_grad():
         args = {n: a.detach().requires_grad_(n in needs_grad) if isinstance(a, Tensor) else a for n, a in args.items()}
         out = function(**args)

@@ -8,7 +8,7 @@ HOPPER = (9, 0)
 
 
 def gluon_reason(device: torch.device) -> str | None:
-    """Return None where they can run, else the reason that the plain Triton kernels run instead."""
+    """Return None if the Gluon kernels can run, else the reason that the plain Triton kernels run instead."""
     if compute_capability(device) != HOPPER:
         return f"written for Hopper, got {device}"
     if is_interpreting():

@@ -12,6 +12,7 @@ Accepts = Callable[..., str | None]  # returns None, or the reason that the back
 
 
 def accepts_all(**_: Any) -> str | None:
+    """Return None for any arguments: the default of both `accepts` and `slower`."""
     return None
 
 
@@ -19,8 +20,8 @@ def accepts_all(**_: Any) -> str | None:
 class LazyFunction:
     """A function named as "module:function", imported when it is first needed.
 
-    A module name without a dot is a module beside the operator's reference. One that begins with a dot is relative to
-    that package; any other is absolute.
+    A module name without a dot is a module in the package of the operator's reference. A name that begins with a dot
+    is relative to that package; any other is absolute.
     """
 
     operator: str
@@ -30,7 +31,7 @@ class LazyFunction:
     package: str  # of the reference
 
     def load(self) -> Function:
-        """Import the function; TypeError where there is none of that name, or its signature is not the reference's."""
+        """Import the function. Raises TypeError if the module has none of that name or its parameters do not fit."""
         module_name, _, name = self.where.partition(":")
         is_beside = self.package and "." not in module_name
         module = importlib.import_module(f".{module_name}" if is_beside else module_name, self.package)
@@ -42,9 +43,10 @@ class LazyFunction:
 
 
 class Impl:
-    """One backend's function, which arguments it accepts, and for which of them another backend is known to be faster.
+    """One backend's function, and two functions of the arguments that return None or a reason not to choose it.
 
-    `slower` returns None, or the reason that another backend is faster.
+    `accepts` gives the reason that the backend cannot take the arguments, `slower` the reason that another backend is
+    known to be faster for them.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Impl:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend that a call gets, its function, and for each backend passed over the reason."""
+    """The backend that runs a call, its function, and the reason why each backend tried before it does not run."""
 
     backend: str
     function: Function
@@ -73,11 +75,11 @@ class Choice:
 
 
 def check_signature(name: str, function: Function, expected: Sequence[str]) -> None:
-    """Raise TypeError unless the function takes the reference's arguments (`expected`).
+    """Raise TypeError unless the function has the reference's parameter names, `expected`.
 
-    Implementations are always called with every argument by name, so the names are the contract; defaults and types
-    are stated once, in the reference. A backend may collect arguments that it ignores in `**_`, and may have keywords
-    beyond the reference's if they have defaults.
+    Implementations are always called with every argument by name, so only the names must agree; defaults and types
+    are declared once, in the reference. A backend may collect arguments that it ignores in `**_`, and may have further
+    keyword-only parameters if they have defaults.
     """
     parameters = inspect.signature(function).parameters.values()
     has_var_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)

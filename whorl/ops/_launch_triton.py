@@ -4,7 +4,7 @@
 through Triton, which compiles and checks; later launches of that kind call the compiled kernel directly. The key of a
 kind distinguishes at least what Triton specialises on: every constant and option, every tensor's dtype and whether its
 address is a multiple of 16 bytes, whether an integer is 1, a multiple of 16 or wider than 32 bits, and the type of
-every number. Triton settings that change compilation therefore have the values of the first launch.
+every number. Triton settings that change compilation are not part of it: those of the first launch stay in effect.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,8 @@ Key = tuple[Any, ...]
 MAX_KINDS = 1024  # kinds of launches remembered for one kernel
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _NUMBERS = frozenset((int, bool, type(None)))
+# The code of what an argument that is no constexpr contributes to the key. An integer from 2 to 2^31 - 1 counts as a
+# multiple of 16 ('whole') or not ('wide'); any other integer, a bool and None count by value.
 _KIND = (
     "({0}.dtype, not {0}.data_ptr() & 15) if {0}.__class__ in _tensors else "
     "('wide' if {0} & 15 else 'whole') if {0}.__class__ is int and 1 < {0} < 2147483648 else "
@@ -31,7 +33,7 @@ _KIND = (
 class Compiled(NamedTuple):
     """A kernel that Triton compiled, with the arguments of its launcher."""
 
-    kernel: Any  # a reference is kept because the device code is unloaded when the object goes
+    kernel: Any  # kept alive, because the device code is unloaded with this object
     run: Callable[..., None]
     function: Any
     metadata: Any
@@ -73,7 +75,7 @@ class Launched:
         return kernel
 
     def _is_as_compiled(self) -> bool:
-        """Whether no launch hooks are set and the kernel's globals are unchanged; otherwise Triton must launch."""
+        """Return whether no launch hook is set and the kernel's globals are unchanged; otherwise Triton must launch."""
         runtime = knobs.runtime
         if _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook) or self.kernel.pre_run_hooks:
             return False
@@ -96,7 +98,7 @@ def launched(kernel: Any) -> Any:
 
 
 def _calls(hook: Any) -> Any:
-    """Return the hooks of a chain, which may be empty, or the single hook, which may be None."""
+    """Return what is true where a hook is set: the list of a chain of hooks, or a single hook or None."""
     return getattr(hook, "calls", hook)
 
 

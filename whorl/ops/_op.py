@@ -1,8 +1,8 @@
-"""An operator is defined by one reference function; every backend implements exactly its signature.
+"""An operator is defined by one reference function, and every backend implements the reference's signature.
 
-`@operator(...)` on the reference defines the torch op `whorl::<name>`: one node in a graph, and one in its backward.
-The reference is also the fake (meta) implementation, the fallback and what tests compare with. `rms_norm.py` is an
-example to read.
+`@operator(...)` on the reference registers the torch op `whorl::<name>`, which is one node in a traced graph and one in
+its backward. The reference is also the fake (meta) implementation unless `fake` replaces it, the fallback where no
+other backend takes the arguments, and what tests compare the backends with. `rms_norm.py` is an example to read.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ Sharding = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class Op:
-    """A callable operator; `operator` describes the statements it is made from.
+    """A callable operator. `operator`, the decorator that makes it, describes the keywords of `__init__`.
 
     Call it with the reference's arguments. `backend="triton"` forces a backend for one call, `using` for a block;
     without them the first backend that takes the arguments runs. A call raises ValueError for arguments that the
-    contract excludes, TypeError for missing or unknown ones, and RuntimeError where a forced backend cannot run or a
-    gradient is needed of an operator without one.
+    contract excludes, TypeError for missing or unknown arguments, and RuntimeError where a forced backend cannot run
+    or where an operator without a gradient is asked for one.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Op:
         self.flops = flops
         self._fake = fake or reference
         self._forced = Forced(self.name)
-        self._is_plain_on_host = True  # the reference is the only implementation for the CPU
+        self._is_plain_on_host = True  # the CPU has no implementation but the reference
         self._is_sharding_registered = False
         parameters = inspect.signature(reference).parameters.values()
         self._names = [p.name for p in parameters]
@@ -115,12 +115,12 @@ class Op:
     def impl(
         self, backend: str, where: str = "", *, accepts: Accepts = accepts_all, slower: Accepts = accepts_all
     ) -> Callable[..., Any]:
-        """Add a backend's implementation, named by `where` or, without it, as a decorator of the function.
+        """Add a backend's implementation: the function that `where` names or, without `where`, the decorated one.
 
         where: "module:function", imported when the backend is first chosen; a module name without a dot is a module
-        beside the reference's. accepts(**arguments) returns None, or the reason that the backend cannot take these
-        arguments. slower(**arguments) returns None, or the reason that a backend tried later is faster, as measured:
-        this one then runs only where it is forced or no other takes the arguments.
+        in the reference's package. accepts(**arguments) returns None, or the reason that the backend cannot take these
+        arguments. slower(**arguments) returns None, or the reason that a backend tried later was measured to be
+        faster; this backend then runs only where it is forced or no other backend takes the arguments.
         Raises ValueError for an unknown backend or a second implementation, TypeError for another signature.
         """
         if backend not in BACKENDS:
@@ -148,11 +148,12 @@ class Op:
         self._is_plain_on_host = all(BACKENDS[name].home != HOST for name in self.impls)
 
     def gradient(self, *, save: Sequence[str] = (), save_outputs: Sequence[int] = ()) -> Callable[[Formula], Formula]:
-        """State the backward, as a decorator: `fn(grads, args, outputs)` returns gradients by argument name.
+        """Register the decorated function as the backward: `fn(grads, args, outputs)` returns gradients by argument.
 
-        save: tensor arguments to save; save_outputs: indices of outputs to save. `args` (`Arguments`) holds the saved
-        tensors and every argument that is not a tensor, including `backend` (the one forced in the forward, or "");
-        `outputs` holds the saved outputs by index. Without a stated backward the reference is differentiated.
+        save: tensor arguments to save; save_outputs: indices of outputs to save. `grads` has one entry per output,
+        None where no gradient reaches it. `args` (`Arguments`) holds the saved tensors and every argument that is not
+        a tensor, including `backend` (the one forced in the forward, or ""); `outputs` holds the saved outputs by
+        index. An operator without a registered backward is differentiated through its reference by torch's autograd.
         """
 
         def add(function: Formula) -> Formula:
@@ -162,9 +163,10 @@ class Op:
         return add
 
     def inputs(self, *, cases: Sequence[Values], bench: Sequence[Values] = ()) -> Callable[..., Any]:
-        """State the cases that tests and the self-test run, those that benchmarks run, and how to make their arguments.
+        """Register the cases of tests and the self-test, those of benchmarks, and the function that makes arguments.
 
-        The decorated function is called as `fn(draw, **case)`: draw makes tensors with the case's `scale` and `sliced`.
+        The decorated function is called as `fn(draw, **case)` and returns the operator's arguments by name. The keys
+        `scale` and `sliced` of a case are not passed to it; they are settings of `draw`, which draws the tensors.
         """
 
         def add(function: Callable[..., Values]) -> Callable[..., Values]:
@@ -174,7 +176,7 @@ class Op:
         return add
 
     def make(self, *, dtype: torch.dtype, device: str, scale: float = 1.0, sliced: bool = False, **case: Any) -> Values:
-        """Return the arguments of a case, by name."""
+        """Return the arguments of a case by name, in this dtype and on this device."""
         return self._make_case(Draw(dtype, device, scale, sliced), **case)
 
     # ---- choice of a backend
@@ -185,6 +187,7 @@ class Op:
         return self._choose(values, self._device(values), backend or self._forced.get())
 
     def _choose(self, values: Values, device: str, requested: str) -> Choice:
+        """Try the requested backend or, where `requested` is "", all of them; RuntimeError if the former cannot run."""
         load_backends()
         reasons: dict[str, str] = {}
         slower: list[Impl] = []
@@ -226,7 +229,7 @@ class Op:
         return {REFERENCE: None} | {name: unavailable(name, device) for name in self.impls}
 
     def matches(self, node: torch.fx.Node) -> bool:
-        """Whether an FX node is this operator, also where functionalisation has wrapped a mutating operator."""
+        """Return whether an FX node calls this operator; functionalisation wraps operators that mutate arguments."""
         wrapped = getattr(torch.ops.higher_order, "auto_functionalized_v2", None)
         return node.target is self.node or (node.target is wrapped and node.args[0] is self.node)
 
@@ -238,7 +241,7 @@ class Op:
         try:
             described = self._describe(backend or self._forced.here(), *args, **kwargs)
             plan = None if described is None else self._plans.get(described[0])
-        except NOT_DESCRIBED:  # wrong arguments: the slow path raises the error that names them
+        except NOT_DESCRIBED:  # the arguments are wrong: the slow path raises an error that names them
             return self._call_watched(args, kwargs, backend)
         if described is None:
             return self._call_watched(args, kwargs, backend)
@@ -253,7 +256,7 @@ class Op:
         return self._function.apply(plan, values, *[values[n] for n in plan.state.inputs])
 
     def _plan_kind(self, key: Key, values: Values) -> Plan:
-        """Check the first call of a kind, and plan how it and later calls of the kind are computed."""
+        """Check the first call of a kind (see `_plan.py`), and plan how this and later calls of it are computed."""
         tensors = [v for v in values.values() if isinstance(v, Tensor)]
         reads = VALUE_READS.count
         device = self._check_values(values, tensors)
@@ -263,7 +266,7 @@ class Op:
         return plan
 
     def _check_values(self, values: Values, tensors: list[Tensor]) -> str:
-        """Raise ValueError for arguments that the contract excludes, and return the device type of the others."""
+        """Raise ValueError for arguments that the contract excludes; return the device type of the tensors."""
         for name, options in self._choices.items():
             if values[name] not in options:
                 raise ValueError(f"{self.name}: {name} is {values[name]!r}, expected one of {', '.join(options)}")
@@ -273,7 +276,7 @@ class Op:
         return device
 
     def _call_watched(self, args: tuple[Any, ...], kwargs: Values, backend: str) -> Any:
-        """The slow path: a tracer, mode or transform is active, a tensor is of a subclass, or arguments are wrong."""
+        """Take the slow path: a tracer, mode or transform is active, a tensor is a subclass, or arguments are wrong."""
         values = self._bind(args, kwargs)
         tensors = [v for v in values.values() if isinstance(v, Tensor)]
         device = self._check_values(values, tensors)
@@ -290,9 +293,10 @@ class Op:
         return self._restore_absent(self.node(*positional, **keywords, backend=backend), values)
 
     def unchecked(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the operator without checks on the CPU, for models, whose shapes were checked when they were loaded.
+        """Run the reference without checks on the CPU in inference mode; anywhere else this is a plain call.
 
-        On small CPU tensors the checks cost as much as the arithmetic. Elsewhere this is a plain call.
+        Models use it, because their shapes were checked when they were loaded, and because the checks cost as much as
+        the arithmetic on small CPU tensors.
         """
         if torch.compiler.is_compiling() or self._forced.here():  # first: torch.compile cannot trace the tests below
             return self(*args, **kwargs)
@@ -347,6 +351,7 @@ class Op:
         return [values[n] for n in positional], {n: values[n] for n in keywords}
 
     def _plan(self, values: Values, device: str, backend: str, *, reads_values: bool = False) -> Plan:
+        """Plan a call. backend: the forced one, or ""; reads_values: `check` must run again in every later call."""
         function: Callable[..., Any] | None = None
         if device == HOST and not backend and self._is_plain_on_host:
             pass
@@ -373,7 +378,7 @@ class Op:
         else:
             with torch.autocast(plan.device, enabled=False):
                 out = function(**values)
-        if self.mutates:  # autograd does not see what kernels write
+        if self.mutates:  # autograd does not notice what kernels write, so it is told
             torch.autograd.graph.increment_version([v for n in self.mutates if (v := values[n]) is not None])
         return out
 
@@ -402,7 +407,7 @@ class Op:
             return self._fill_absent(self._fake(**values), values)
 
     def _fill_absent(self, out: Any, values: Values) -> Any:
-        """Replace absent outputs by empty tensors: a torch op returns tensors only."""
+        """Replace outputs that are None by empty tensors, because a torch op can return only tensors."""
         if not self.absent:
             return out
         like = next(v for v in values.values() if isinstance(v, Tensor))
@@ -439,17 +444,17 @@ class Op:
 
 
 def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
-    """Decorate a reference function to make an operator of it; its signature and docstring are the contract.
+    """Return a decorator that makes an operator of a reference, whose signature and docstring are the contract.
 
-    check(**arguments)      raises ValueError for arguments that no backend may see; values only where `is_readable`
+    check(**arguments)      raises ValueError for arguments that no backend may see; reads values only if `is_readable`
     mutates=("cache",)      arguments written in place; such an operator returns None and has no gradient
-    forward_only=True       an operator for inference: it has no gradient
+    forward_only=True       the operator is for inference and has no gradient
     absent={1: "k"}         output 1 is None exactly when argument k is None or False
     without={"triton": ..}  why one of whorl's backends has no implementation
-    totals=(0,)             output 0 is one number, a sum over everything, for which a ratio of errors means nothing
-    fake(**arguments)       returns outputs of the right shapes and dtypes, for a reference that reads values
-    sharding(arguments)     returns the DTensor placements that need no communication
-    bytes, flops            what the benchmark divides by; bytes are those of all inputs and outputs unless stated
+    totals=(0,)             output 0 is one sum over everything, to which the usual error ratio of tests does not apply
+    fake(**arguments)       returns outputs of the right shapes and dtypes, where the reference reads tensor values
+    sharding(arguments)     returns the DTensor placements that need no communication (`Sharding`)
+    bytes(arguments, outputs), flops(arguments)   what a benchmark's rates count; default: bytes of all tensors
     Parameters annotated `Literal[...]` are checked against their options.
 
         @operator(check=_check)
@@ -466,7 +471,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to dtype, once, at the end of an operator; even a cast to the same dtype would cost microseconds."""
+    """Round x to dtype. A tensor of that dtype is returned as it is: a cast to its own dtype costs microseconds."""
     return x if x.dtype == dtype else x.to(dtype)
 
 

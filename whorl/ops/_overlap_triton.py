@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Programmatic dependent launch (PDL): on Hopper a kernel is launched before the one before it has ended.
+"""Programmatic dependent launch (PDL): on Hopper a kernel can start before the previous one has ended.
 
 A decode step is some five hundred kernels of a few microseconds each, and the gaps between them cost up to a tenth of
-the step. A kernel launched with `overlap(...)` calls `follow` before it reads what the step has computed or writes
-anything.
+the step. A kernel launched with `overlap(...)` must call `follow` before it reads anything that the step has computed
+and before it writes anything.
 
 A recorded graph of few tokens (`whorl.device.ahead`) goes further. Small kernels let the next kernel's programs start
 at once (`begin`), and inputs that the step never writes (weights, block tables, lengths) are loaded or prefetched
@@ -32,9 +32,9 @@ def follow(OVERLAP: tl.constexpr):
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """The first statement of a small kernel: let the next kernel start. Loads before `follow` then run ahead.
+    """Let the next kernel start; the first statement of a small kernel, whose loads before `follow` may then run early.
 
-    Unless the step runs ahead (OVERLAP 2) this waits as `follow` does.
+    Unless the step runs ahead (OVERLAP 2), this waits as `follow` does, so that those loads do not run early.
     """
     if OVERLAP == 2:
         cuda.gdc_launch_dependents()
@@ -44,14 +44,17 @@ def begin(OVERLAP: tl.constexpr):
 
 @triton.jit
 def prefetch_lines(at):
-    """Prefetch the cache lines at these addresses into the L2 cache."""
+    """Prefetch the cache lines at the addresses `at` into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 def overlap(x: Tensor) -> dict[str, Any]:
-    """Return the launch arguments of PDL on x's device. x: [T, ...]; OVERLAP: 0 off, 1 wait first, 2 run ahead."""
+    """Return the keyword arguments of a launch on x's device. x: [T, ...], whose T counts the tokens of the step.
+
+    OVERLAP is 0 where PDL is off, 1 where a kernel waits first, and 2 where it may run ahead.
+    """
     if not overlaps_kernels(x.device):
         return {"OVERLAP": 0}
     return {"OVERLAP": 2 if is_ahead() and x.shape[0] <= FEW else 1, "launch_pdl": True}

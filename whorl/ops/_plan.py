@@ -1,4 +1,4 @@
-"""The plan of a kind of call, made once and then remembered: which backend computes it, and what its gradient saves.
+"""The plan for a kind of call, made once and then cached: which backend computes it, and what is saved for backward.
 
 Two calls are of one kind when everything that checks and the choice of a backend may look at is equal, except the
 values of tensors: the dtype, shape, strides, device, requires_grad and address modulo 16 bytes of each tensor, the
@@ -20,7 +20,7 @@ from ._tracing import PLAIN
 
 Key = tuple[Any, ...]
 # Takes the requested backend and the operator's arguments; returns the key of the call's kind and the arguments by
-# name, or None where a tensor is of a subclass.
+# name, or None where a tensor is of a subclass of Tensor other than Parameter.
 Describe = Callable[..., tuple[Key, Values] | None]
 NOT_DESCRIBED = (TypeError, AttributeError, RuntimeError)  # what a Describe function raises for wrong arguments
 MAX_KINDS = 1024  # kinds of calls remembered for one operator; one step of a model has a few
@@ -34,12 +34,12 @@ class Plan:
     requested: str  # the backend that was forced, "" where none was
     device: str
     function: Function | None  # None: the reference
-    check: Callable[..., None] | None  # run in every call, because it reads values; None where the kind decides
+    check: Callable[..., None] | None  # must run in every call, because it reads tensor values; None: once was enough
     state: SavedState | None  # for backward; None where no tensor requires a gradient
 
 
 class Plans(dict[Key, Plan]):
-    """Plans by kind. When there are too many, the oldest half is dropped, so shapes that never recur cost little."""
+    """Plans by kind. Beyond MAX_KINDS the oldest half is dropped, so that shapes that never recur are forgotten."""
 
     def remember(self, key: Key, plan: Plan) -> None:
         """Store the plan of a kind."""
@@ -66,7 +66,10 @@ class Impls(dict[str, Impl]):
 
 
 def describer(reference: Callable[..., Any]) -> Describe:
-    """Generate the `Describe` function of a signature, so that Python binds the arguments without a loop."""
+    """Return the `Describe` function for the reference's signature.
+
+    Its source is generated, so that Python itself binds the arguments: a loop over them would take microseconds.
+    """
     parameters = list(inspect.signature(reference).parameters.values())
     tensors = [p for p in parameters if _allows(p.annotation, Tensor)]
     plain = [f"({p.name} is None or {p.name}.__class__ in _plain)" for p in tensors]
@@ -84,6 +87,7 @@ def describer(reference: Callable[..., Any]) -> Describe:
 
 
 def _heading(parameters: Sequence[inspect.Parameter]) -> str:
+    """Return the code of the parameter list; defaults are referred to as _default_<name>."""
     parts = [p.name if p.default is p.empty else f"{p.name}=_default_{p.name}" for p in parameters]
     is_keyword = [p.kind is p.KEYWORD_ONLY for p in parameters]
     if True in is_keyword:
@@ -92,7 +96,7 @@ def _heading(parameters: Sequence[inspect.Parameter]) -> str:
 
 
 def _key_part(parameter: inspect.Parameter) -> str:
-    """Return the code of what this argument contributes to the key."""
+    """Return the code of an expression for what this argument contributes to the key."""
     name, annotation = parameter.name, parameter.annotation
     if annotation is Tensor:
         return _TENSOR_KEY.format(name)
@@ -104,7 +108,7 @@ def _key_part(parameter: inspect.Parameter) -> str:
 
 
 def _allows(annotation: Any, kind: Any) -> bool:
-    """Whether an annotation is `kind`, with or without type arguments, or a union that contains it."""
+    """Return whether an annotation is `kind`, with or without type arguments, or a union that contains it."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return any(_allows(a, kind) for a in typing.get_args(annotation))
     return kind in (annotation, typing.get_origin(annotation))

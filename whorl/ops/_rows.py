@@ -5,7 +5,10 @@ from torch import Tensor
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x as [A, B, C] with unit stride along C: a view where strides allow one, as for the q heads of a packed qkv."""
+    """Return x [..., C] as three dims with unit stride along C; every [i, j] of the result is one row of x.
+
+    It is a view where the strides allow one, as for the q heads of a packed qkv, and a copy otherwise.
+    """
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() <= 2:
@@ -16,7 +19,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def _merges(x: Tensor) -> bool:
-    """Whether all dims but the last two can be merged into one stride."""
+    """Return whether all dims but the last two can be merged into one dim without a copy."""
     return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 3))
 
 
@@ -26,9 +29,10 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n; triton.next_power_of_2 is a jit function and costs microseconds."""
+    """Return the smallest power of two that is at least n. triton.next_power_of_2 would cost microseconds."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
     return -(-a // b)

@@ -10,7 +10,10 @@ from torch.library import infer_schema
 
 
 def torch_schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
-    """Return the torch schema, with `Literal` parameters and optional outputs, which infer_schema refuses, replaced."""
+    """Return the torch schema of a reference, with the keyword `backend` added.
+
+    infer_schema refuses `Literal` parameters and optional outputs: they become `str` and plain tensors.
+    """
     signature = inspect.signature(function)
     parameters = [p.replace(annotation=_plain(p.annotation)) for p in signature.parameters.values()]
     backend = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str)
@@ -27,7 +30,7 @@ def torch_schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
 
 
 def literals(annotation: Any) -> tuple[str, ...]:
-    """The options of a `Literal[...]` annotation, or none."""
+    """Return the options of a `Literal[...]` annotation, or () for any other annotation."""
     return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
 
 

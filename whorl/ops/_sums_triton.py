@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Row sums whose bits are equal in every kernel.
 
-`tl.sum` adds in an order that follows from the compiler's layout: how many warps share a row, and how wide the loads
-are. Here the tree of additions is written out, two numbers at a time, so the order is fixed.
+`tl.sum` adds in an order that follows from the compiler's layout, that is from the number of warps that share a row
+and from the width of the loads. Here every step adds pairs of numbers, so that the tree of additions is fixed.
 """
 
 import triton
@@ -11,11 +11,11 @@ import triton.language as tl
 
 @triton.jit
 def row_sum(x, ROWS: tl.constexpr, LENGTH: tl.constexpr):
-    """Sums [ROWS] along x [ROWS, LENGTH], LENGTH a power of two.
+    """Return the sums [ROWS] of the rows of x [ROWS, LENGTH], LENGTH a power of two.
 
-    Runs of 8 are added as neighbours, their sums by halves until 32 are left, and those as neighbours. In the usual
-    layout these are the 16 bytes of a thread, then its further loads and the warps, then the lanes, so no more data
-    moves between threads than in a plain sum.
+    First neighbours are added until each run of 8 numbers is one sum; then the second half of the sums is added to the
+    first half until 32 are left; then neighbours again. In the usual layout these steps add the 16 bytes of a thread,
+    then its further loads and the warps, then the lanes, so no more data moves between threads than in a plain sum.
     """
     few: tl.constexpr = max(1, LENGTH // 8)
     x = _add_neighbours(x, ROWS, LENGTH, few)
@@ -25,7 +25,7 @@ def row_sum(x, ROWS: tl.constexpr, LENGTH: tl.constexpr):
 
 @triton.jit
 def _add_neighbours(x, ROWS: tl.constexpr, LENGTH: tl.constexpr, LEFT: tl.constexpr):
-    """[ROWS, LEFT]: each entry is the sum of LENGTH / LEFT neighbours."""
+    """Return [ROWS, LEFT], in which each entry is the sum of LENGTH / LEFT neighbours of x [ROWS, LENGTH]."""
     if LENGTH == LEFT:
         return x
     else:
@@ -34,7 +34,7 @@ def _add_neighbours(x, ROWS: tl.constexpr, LENGTH: tl.constexpr, LEFT: tl.conste
 
 @triton.jit
 def halves(x, ROWS: tl.constexpr, LENGTH: tl.constexpr, LEFT: tl.constexpr):
-    """[ROWS, LEFT]: each entry is the sum of the entries that lie LEFT apart."""
+    """Return [ROWS, LEFT], in which entry i is the sum of entries i, i + LEFT, i + 2 LEFT, ... of x [ROWS, LENGTH]."""
     if LENGTH == LEFT:
         return x
     else:

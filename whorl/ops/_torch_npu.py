@@ -12,13 +12,16 @@ from whorl.contracts import Installed, probe, schema_arguments
 
 @functools.cache
 def installed() -> Installed:
-    """Return the operators of the installed torch_npu and their arguments."""
+    """Return the operators of the installed torch_npu and the names of their arguments."""
     torch_npu = importlib.import_module("torch_npu")
     return probe(torch_npu.__version__, schema_arguments(torch.ops))
 
 
 def call(op: str, **arguments: Any) -> Any:
-    """Call a torch_npu operator with those of the arguments that the installed version has."""
+    """Call torch.ops.npu.<op> with those of the arguments that the installed version has.
+
+    Raises RuntimeError where it lacks the operator, or an argument whose value is not the default.
+    """
     return getattr(torch.ops.npu, op)(**installed().call_arguments(op, **arguments))
 
 
@@ -37,7 +40,10 @@ def on_host(x: Tensor) -> list[int]:
 
 
 def positions(num_tokens: int, query_starts: Tensor, context_lens: Tensor) -> Tensor:
-    """Position of each new token in its sequence, [num_tokens] on the device; -1 for tokens of no sequence."""
+    """Return the position of each new token in its sequence, [num_tokens] on the device; -1 for tokens of none.
+
+    query_starts: [B + 1], context_lens: [B], as in `paged_attention`.
+    """
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=query_starts.device)
     sequence = (tokens[:, None] >= query_starts[1:]).sum(1).clamp_max(len(context_lens) - 1)
     position = (context_lens - query_starts[1:])[sequence] + tokens
@@ -45,10 +51,11 @@ def positions(num_tokens: int, query_starts: Tensor, context_lens: Tensor) -> Te
 
 
 def replace_skipped(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace tokens with a negative slot by the first token that has a slot, for operators that cannot skip.
+    """Replace each token with a negative slot by the first token that has one, for operators that cannot skip tokens.
 
-    Returns for each token which token to write in its place, into which slot, and whether any token has a slot. Where
-    none has, the caller must write back what slot 0 holds.
+    Returns three tensors: for each token the index of the token to write instead of it, [T]; the slot to write it to,
+    [T]; and whether any token has a slot. Where none has, all slots are 0 and the caller must write back what slot 0
+    holds.
     """
     is_written = slots >= 0
     source = torch.where(is_written, torch.arange(len(slots), device=slots.device), is_written.int().argmax())
@@ -56,5 +63,5 @@ def replace_skipped(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dtype_name(x: Tensor) -> str:
-    """The dtype of x as torch_npu's limits name it, for example "bfloat16"."""
+    """Return the dtype of x as the functions of whorl.contracts name it, for example "bfloat16"."""
     return str(x.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What observes an operator call: autograd, a tracer, a dispatch mode, a transform, a tensor subclass."""
+"""Tests for what observes an operator call: autograd, a tracer, a dispatch mode, a transform, a tensor subclass."""
 
 import contextlib
 import threading
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-PLAIN = frozenset((Tensor, torch.nn.Parameter))
+PLAIN = frozenset((Tensor, torch.nn.Parameter))  # types of tensors whose calls need no dispatch
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 
 
 def is_watched() -> bool:
-    """Whether a tracer, a mode or a transform observes every call of this thread."""
+    """Return whether a tracer, a mode or a transform observes every call of this thread."""
     return (
         torch.compiler.is_compiling()  # first: torch.compile cannot trace the other tests
         or _dispatch_modes() > 0
@@ -25,7 +25,7 @@ def is_watched() -> bool:
 
 
 def needs_node(tensors: list[Tensor]) -> bool:
-    """Whether a call with these tensors must go through the torch op, so that what observes it sees one node.
+    """Return whether a call with these tensors must go through the torch op, so that its observer sees one node.
 
     Otherwise the implementation is called directly, which saves tens of microseconds.
     """
@@ -37,7 +37,10 @@ def needs_node(tensors: list[Tensor]) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a torch.func transform (except functionalisation, which keeps the node) or forward-mode autodiff runs."""
+    """Return whether a torch.func transform or forward-mode autodiff runs, for which the torch op has no rule.
+
+    Functionalisation does not count, since it keeps the node of the torch op.
+    """
     if torch.compiler.is_compiling():
         return False
     if forward_ad._current_level >= 0:
@@ -47,12 +50,16 @@ def is_transformed() -> bool:
 
 
 def has_dtensor(tensors: list[Tensor]) -> bool:
-    """Whether a tensor is a DTensor; compared by name, so that torch.distributed is not imported."""
+    """Return whether a tensor is a DTensor; compared by name, so that torch.distributed is not imported."""
     return any(type(t).__name__ == "DTensor" for t in tensors)
 
 
 class ValueReads(threading.local):
-    """How often checks of this thread have read values. A check that reads none depends on the kind of call alone."""
+    """How many times checks of this thread have read tensor values.
+
+    The operator compares the count before and after a check. A check that reads no values depends on the kind of call
+    alone, so its outcome can be cached.
+    """
 
     count = 0
 
@@ -61,7 +68,7 @@ VALUE_READS = ValueReads()
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether a check can read x's values for free: a real CPU tensor, and no tracing."""
+    """Return whether a check may read x's values: x is a real CPU tensor and nothing is traced. Counts each True."""
     if x.device.type != "cpu" or needs_node([x.detach()]):
         return False
     VALUE_READS.count += 1
@@ -69,7 +76,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """A context in which autocast is off for this device type."""
+    """Return a context in which autocast is off for this device type."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)

@@ -1,8 +1,9 @@
-"""Outcomes of trials, stored on disk between starts: which matrix products of a library have the bits of ours.
+"""Outcomes of trials, stored on disk between starts of a process.
 
-A trial compares a library's product with ours, so its outcome depends on both. One file therefore belongs to one
-machine, as `whorl.device.arithmetic_of` describes it, and to one state of the code under trial; other files are not
-touched. A damaged file or an unwritable folder is never an error: the trials are run again.
+A trial is a test whether a faster matrix product of a library gives, bit for bit, the numbers of the slower product
+that an operator promises. The outcome depends on the library and on our code, so one file belongs to one machine, as
+`whorl.device.arithmetic_of` describes it, and to one state of our source files; other files are not touched. A damaged
+file or an unwritable folder is never an error: the trials are run again.
 """
 
 import functools
@@ -24,26 +25,30 @@ _trial_seconds: list[float] = []  # the duration of each trial that this process
 
 
 def num_trials() -> int:
-    """How many trials this process has run, not counting outcomes read from disk."""
+    """Return how many trials this process has run, not counting outcomes read from disk."""
     return len(_trial_seconds)
 
 
 def seconds() -> float:
-    """How many seconds the trials of this process have taken."""
+    """Return how many seconds the trials of this process have taken."""
     return sum(_trial_seconds)
 
 
 class TrialStore:
-    """Outcomes of one kind of trial. name: begins the names of its files; sources: files with the code under trial."""
+    """Outcomes of one kind of trial.
+
+    name: the prefix of its file names; sources: paths of source files whose change makes stored outcomes invalid.
+    """
 
     def __init__(self, name: str, *sources: str) -> None:
         self.name, self._sources = name, sources
         self._files: dict[str, _File | None] = {}  # by device
 
     def outcome(self, key: str, device: str, trial: Callable[[], bool]) -> bool:
-        """Return the stored outcome of `trial` on such a machine, or run it and store the outcome.
+        """Return the stored outcome of `trial` on this machine; where none is stored, run the trial and store it.
 
-        key: everything that the outcome depends on besides the machine, such as shapes, dtypes and threads.
+        key: everything that the outcome depends on besides the machine and our code, such as shapes, dtypes and
+        threads; device: the torch device type that the trial runs on.
         """
         if device not in self._files:
             self._files[device] = self._open(device)
@@ -65,7 +70,7 @@ class TrialStore:
 
 
 class _File:
-    """The outcomes on one machine. Processes may write at once: each merges what it reads, and the last one wins."""
+    """The outcomes on one machine. Of processes that write at once the last wins; each adds to what it has read."""
 
     def __init__(self, path: Path, machine: dict[str, str]) -> None:
         self.path, self._machine = path, machine

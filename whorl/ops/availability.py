@@ -8,7 +8,7 @@ from . import OPS
 
 
 def as_json() -> str:
-    """The list as JSON."""
+    """Return the list as JSON."""
     device = default_device()
     operators = []
     for name, op in OPS.items():
@@ -18,7 +18,7 @@ def as_json() -> str:
 
 
 def as_table() -> str:
-    """The list as a table for a terminal."""
+    """Return the list as a table for a terminal."""
     device = default_device()
     backends = (REFERENCE, *BACKENDS)
     rows: list[tuple[str, ...]] = [("operator", *backends)]

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs
 """Matrix products of up to 8 rows on Hopper, in Gluon: the weight is loaded before the rows are ready.
 
-With one token the latency of a chain decides: K is walked in order, 16 at a time, and each step takes as long as one
-tensor core instruction. Every program takes 16 rows of the weight and loads all of them at once, by the copy engine
-(TMA), before it waits for the kernel before it. Warpgroup instructions (wgmma), which read shared memory, have the
-shortest step, about 20 cycles instead of 50, but multiply 64 rows where 16 are needed: they pay where a multiprocessor
-has one program. With more programs each, one warp per program is faster. The bits are equal to those of
-linear_triton.py, and to those of rms_norm_triton.py for the norm.
+With one token the time is that of a chain of dependent instructions: K is walked in order, 16 at a time, and each step
+takes as long as one tensor core instruction. Every program takes 16 rows of the weight and loads all of them at once,
+by the copy engine (TMA), before it waits for the previous kernel. Warpgroup instructions (wgmma), which read shared
+memory, have the shortest step, about 20 cycles instead of 50, but multiply 64 rows where 16 are needed, so they are
+faster where a multiprocessor has one program. Where it has more, one warp per program is faster. The bits are equal to
+those of linear_triton.py, and to those of rms_norm_triton.py for the norm.
 """
 
 import torch
@@ -167,11 +167,15 @@ def _warpgroup_kernel(
 
 
 def _programs(weight: Tensor) -> int:
+    """Return the number of programs: one for every COLUMNS rows of the weight."""
     return ceil_div(weight.shape[0], COLUMNS)
 
 
 def fits_warpgroup(x: Tensor, weight: Tensor, *, normed: bool = False) -> bool:
-    """Whether the warpgroup kernel takes these: every program has a multiprocessor of its own, and shared memory."""
+    """Return whether the warpgroup kernel takes these: every program has a multiprocessor and shared memory for itself.
+
+    normed: the kernel also computes the norm.
+    """
     (count, length), step = x.shape, 64 * GROUP
     room = length // 64 * (COLUMNS + ROWS) * 128 + (64 - COLUMNS) * 128 + 4096
     is_even = length % step == 0 and (not normed or length & (length - 1) == 0)
@@ -179,7 +183,7 @@ def fits_warpgroup(x: Tensor, weight: Tensor, *, normed: bool = False) -> bool:
 
 
 def fits_one_warp(x: Tensor, weight: Tensor) -> bool:
-    """Whether the one-warp kernel takes these: one row, and shared memory for all programs at once."""
+    """Return whether the one-warp kernel takes these: x has one row, and shared memory has room for all programs."""
     count, length = x.shape
     is_even = 512 <= length <= 2048 and length & (length - 1) == 0
     room = length * (COLUMNS + 1) * 2 + 2048
@@ -187,14 +191,14 @@ def fits_one_warp(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T, where `fits_warpgroup` is true."""
+    """Return x @ weight.T, where `fits_warpgroup` is true."""
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     _warpgroup(x, weight, y, (x, x, x, x, 0.0, 0), normed=False)
     return y
 
 
 def norm_linear(x: Tensor, residual: Tensor, norm: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The product, the norm and the sum, where `fits_warpgroup` or `fits_one_warp` is true."""
+    """Compute `norm_linear`, where `fits_warpgroup` or `fits_one_warp` is true; norm: the weight of the norm."""
     total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     norm_arguments = residual, norm, total, normed, eps, residual.stride(0)

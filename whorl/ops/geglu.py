@@ -29,9 +29,9 @@ def _check_backward(dy: Tensor, x: Tensor) -> None:
 
 
 def _share(gate: Tensor) -> Tensor:
-    """gelu(gate) / gate, which is a sigmoid."""
-    # Not torch.tanh: on a CPU its bits depend on where an element lies in memory, and a row's bits must not. Past the
-    # clamp the result is zero; an infinite exponential would have no derivative.
+    """Return gelu(gate) / gate, the sigmoid of `_gelu.py`."""
+    # Not torch.tanh: on a CPU its bits depend on where an element lies in memory, and a row's bits must not. The clamp
+    # keeps the exponential finite, since an infinite one would have no derivative; the result there is below 2e-35.
     return 1 / (1 + torch.exp((-SLOPE * (gate + CUBE * gate * gate * gate)).clamp(max=80.0)))
 
 

@@ -1,4 +1,9 @@
-"""The linear layer of models: the bits of a token's result do not depend on the other tokens of the batch."""
+"""The linear layer of models: the bits of a token's result do not depend on the other tokens of the batch.
+
+CPU libraries choose a kernel by the shape of a product, and kernels may sum in different orders. The reference
+therefore defines the bits of a row as those that it has in a product of TILE rows. It uses larger products, and weights
+in MKL's order, only where a trial has shown that their bits are equal.
+"""
 
 import functools
 from typing import NamedTuple
@@ -15,8 +20,8 @@ from ._op import Values, narrow, operator, widen
 from ._trial_store import TrialStore
 
 _STORE = TrialStore("linear", __file__)
-TILE = 16  # rows of the product that defines a row's bits; fewer rows are padded to it
-LARGER = (512, 128, 32)  # larger products, used where a trial shows that their bits are equal
+TILE = 16  # rows of the product that defines a row's bits; the last product is padded to it
+LARGER = (512, 128, 32)  # rows of larger products, used where a trial shows that their bits are equal
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -33,9 +38,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T, where every row has the bits that it has in a product of TILE rows.
+    """Return x @ weight.T, in which every row has the bits that it has in a product of TILE rows.
 
-    Both arguments are in the dtype of accumulation (fp32 or fp64).
+    x: [T, K] and weight: [N, K], both in the dtype of accumulation (fp32 or fp64), which the result has too.
     """
     count, parts = x.shape[0], []
     if not count:
@@ -52,11 +57,11 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def pack(weight: Tensor) -> None:
-    """Store a copy of a CPU weight in the order that MKL reads fastest, for products with few rows.
+    """Attach to a CPU weight [N, K] a copy in the order that MKL reads fastest, for products with few rows.
 
-    Such a product then takes no longer than reading the weight. The copy is used until the weight changes, and needs
-    its memory once more. Nothing happens unless the weight is fp32, MKL is available and a trial shows that the bits
-    are equal.
+    Such a product then takes no longer than reading the weight. The copy is the attribute `weight.packed`, takes as
+    much memory as the weight, and is used until the weight changes. Nothing happens unless the weight is fp32, MKL is
+    available and a trial shows that the bits are equal.
     """
     is_fit = weight.device.type == HOST and weight.dtype == torch.float32 and not weight.is_inference()
     if not is_fit or not torch.backends.mkl.is_available():
@@ -94,14 +99,15 @@ def _multiply_packed(x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def _sizes(shape: torch.Size, dtype: torch.dtype, device: str, num_threads: int) -> tuple[int, ...]:
-    """The numbers of rows of products in which a row has the bits that it has in a tile, largest first, by trial.
+    """Return the row counts of products in which a row has the bits that it has in TILE rows, largest first.
 
-    CPU libraries choose a kernel by size and then sum along K in one order, so a trial with one weight is enough.
+    shape: that of the weight, [N, K]. Trials decide. A CPU library chooses a kernel by size alone, and a kernel sums
+    along K in one order, so a trial with one random weight is enough.
     """
     if device != HOST:
         return (TILE,)
 
-    @functools.cache  # the tensors are not made where every outcome is stored already
+    @functools.cache  # called only where an outcome is not stored yet
     def trial_tensors() -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)
         x, weight = (torch.randn(n, shape[1], generator=generator).to(dtype) for n in (LARGER[0], shape[0]))

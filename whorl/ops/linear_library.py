@@ -1,9 +1,9 @@
 """torch's own matrix product for many rows, wherever a trial has shown that its bits are equal to our kernels'.
 
-A library (cuBLAS) picks its kernel by shape, and some of its kernels split K. Row counts are therefore padded to a
-multiple, which leaves few different ones, and each (rows, N, K) is tried once, when it first occurs; outcomes are
-stored on disk for the next start. Shapes whose bits are not equal run in our kernel, and so do shapes that first occur
-while a graph is recorded.
+A library (cuBLAS) picks its kernel by shape, and some of its kernels split K, which changes the order of sums. Each
+shape (rows, N, K) is therefore tried once, when it first occurs, and the outcome is stored on disk for the next start.
+Row counts are padded to a multiple of MULTIPLE, so that few different shapes occur. Shapes whose bits are not equal run
+in our kernel, and so do shapes that first occur while a graph is recorded.
 """
 
 from collections.abc import Callable
@@ -24,22 +24,25 @@ ALIGNMENT = 16  # bytes; with less alignment a library chooses other kernels
 class Shape(NamedTuple):
     """The shape of a product, and everything else that the library chooses its kernel by."""
 
-    rows: int
-    columns: int
-    length: int
+    rows: int  # of x, padded
+    columns: int  # N, rows of the weight
+    length: int  # K
     dtype: torch.dtype
     device: torch.device
-    may_round_sums: bool
+    may_round_sums: bool  # torch.backends.cuda.matmul.allow_*_reduced_precision_reduction
     has_bias: bool
 
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight and bias to x @ weight.T + bias
 _trials: dict[Shape, bool] = {}  # whether the bits of torch's product are equal to ours
 _STORE = TrialStore("linear_library", __file__, str(Path(__file__).with_name("linear_triton.py")))
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, ours: Product) -> Tensor | None:
-    """Return x @ weight.T + bias by torch, or None where its bits are not known to be equal to those of `ours`."""
+    """Return x @ weight.T + bias by torch, or None where its bits are not known to be equal to those of `ours`.
+
+    x: [T, K], weight: [N, K], bias: [N] or None. ours: our kernel, which the trial compares torch's product with.
+    """
     if accelerator(x.device.type) is None or x.element_size() != 2 or not (_is_plain(x) and _is_plain(weight)):
         return None
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.data_ptr() % ALIGNMENT):
@@ -58,7 +61,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, ours: Product) -> T
 
 
 def trials() -> dict[Shape, bool]:
-    """The shapes tried so far, and whether the bits of torch's product were equal."""
+    """Return the shapes used so far in this process, and whether the bits of torch's product were equal."""
     return dict(_trials)
 
 
@@ -77,7 +80,7 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Shape:
 
 
 def _key(shape: Shape) -> str:
-    """The key of a shape in the store, with the name of the card: a machine may have several kinds."""
+    """Return the key of a shape in the store, with the name of the GPU, since a machine may have several kinds."""
     module = accelerator(shape.device.type)
     assert module is not None
     sizes = f"{shape.rows}x{shape.columns}x{shape.length}"
@@ -87,9 +90,10 @@ def _key(shape: Shape) -> str:
 
 
 def _is_equal(shape: Shape, weight: Tensor, ours: Product) -> bool:
-    """Compare one product of random rows: where a library splits K, about 2 of 1000 results differ.
+    """Return whether torch's product of random rows with this weight has the bits of `ours`.
 
-    The bias is random too, whatever the layer's is, so that a library that rounds before it adds is detected.
+    One product is enough: where a library splits K, about 2 of 1000 results differ. The bias is random too, whatever
+    the layer's is, so that a library that rounds before it adds the bias is detected.
     """
     generator = torch.Generator(shape.device).manual_seed(0)
     x = torch.randn(shape.rows, shape.length, device=shape.device, generator=generator).to(shape.dtype)

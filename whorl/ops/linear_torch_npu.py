@@ -1,4 +1,4 @@
-"""The linear layer on Ascend: every product has one of two row counts, so a row has one of two possible results."""
+"""The linear layer on Ascend: every product has 64 or 512 rows, so that a row has one of two possible results."""
 
 import torch
 from torch import Tensor

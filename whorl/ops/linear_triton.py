@@ -25,7 +25,7 @@ NARROW = 4096  # columns below which large tiles would leave multiprocessors idl
 
 @triton.jit
 def dot(a, b, total, WIDEN: tl.constexpr):
-    """total + a @ b in fp32. Triton's interpreter has no bf16 products: there (WIDEN) operands are widened first."""
+    """Return total + a @ b in fp32. WIDEN: convert operands to fp32, since the interpreter has no bf16 products."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -51,9 +51,10 @@ def _few_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Up to ROWS rows of x times COLUMNS rows of the weight. The weight is the left operand, since it fills a tile.
+    """Multiply up to ROWS rows of x by COLUMNS rows of the weight, which is the left operand, since it fills a tile.
 
-    EVEN: K is a multiple of BLOCK_K. With one token the loads are the latency: masks on them cost an eighth of it.
+    EVEN: K is a multiple of BLOCK_K, so that loads need no mask along K. With one token the time is that of the loads,
+    and masks on them cost an eighth of it.
     """
     follow(OVERLAP)
     rows = tl.arange(0, ROWS)
@@ -96,7 +97,10 @@ def _tile_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One tile of the product. Tiles that run at once cover GROUP row blocks and few column blocks, to share the L2."""
+    """Compute one tile of the product.
+
+    Tiles that run at the same time cover GROUP blocks of rows and few blocks of columns, so that they share L2 lines.
+    """
     follow(OVERLAP)
     row_blocks, column_blocks = tl.cdiv(T, ROWS), tl.cdiv(N, COLUMNS)
     program = tl.program_id(0)
@@ -121,6 +125,7 @@ def _tile_kernel(
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute `linear`, by torch's own product where a trial showed equal bits, else by our kernels."""
     x, weight = unit_stride(x), unit_stride(weight)
     if len(x) > MODERATE and (y := linear_library.multiply(x, weight, bias, _ours)) is not None:
         return y
@@ -128,6 +133,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `linear` by our kernels; x and weight have unit stride along K."""
     (count, length), columns = x.shape, weight.shape[0]
     if bias is None and (hopper := few_rows(x, weight)) is not None and hopper.fits_warpgroup(x, weight):
         return hopper.linear(x, weight)  # type: ignore[no-any-return]
@@ -155,7 +161,7 @@ def few_rows(x: Tensor, weight: Tensor) -> ModuleType | None:
 
 
 def few_plan(columns: int, length: int) -> dict[str, int]:
-    """The tile sizes of _few_kernel; a narrow weight gets smaller tiles, so that no multiprocessor is idle."""
+    """Return the tile sizes of _few_kernel; a narrow weight gets smaller tiles, so that no multiprocessor is idle."""
     if is_interpreting():
         plan = {"COLUMNS": 32, "BLOCK_K": 32}
     elif columns < NARROW:
@@ -166,7 +172,7 @@ def few_plan(columns: int, length: int) -> dict[str, int]:
 
 
 def tile_plan(count: int, columns: int, element_size: int) -> dict[str, int]:
-    """The tile sizes of _tile_kernel, chosen by speed alone, since they do not change the bits.
+    """Return the tile sizes of _tile_kernel, chosen by speed alone, since they do not change the bits.
 
     Tensor cores add 16 products at a time in the order of k, whatever the tile. fp32 products run on ordinary cores,
     one by one in that order.
@@ -185,5 +191,5 @@ def tile_plan(count: int, columns: int, element_size: int) -> dict[str, int]:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x with unit stride along the last dim, copied only where needed."""
+    """Return x with unit stride along the last dim, copied only where needed."""
     return x if x.stride(-1) == 1 else x.contiguous()

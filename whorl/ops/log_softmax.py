@@ -1,4 +1,4 @@
-"""Log-probabilities of logits: of all tokens for samplers, of one token for trainers; the bits are equal."""
+"""Log-probabilities: of every token of the vocabulary for samplers, or of one per row for trainers, with equal bits."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from ._op import Values, narrow, operator, widen
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of log-probabilities of logits in `dtype`."""
+    """Return the dtype of the log-probabilities of logits in `dtype`: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -57,11 +57,12 @@ def _row_wise(values: Values) -> list[object]:
 def log_softmax(logits: Tensor) -> Tensor:
     """y = logits - log(sum(exp(logits))), over the last dim.
 
-    logits: [..., V] bf16, fp16 or fp32; returns y: [..., V] fp32, contiguous. In fp32: y = (logits - top) - log(sum),
-    where top is the row's highest logit and sum that of exp(logits - top). The bits of a row depend on that row alone,
-    not on the number of rows nor on their strides. A logit of minus infinity is an absent token: y is minus infinity,
-    its gradient is 0, and the gradient that reaches it is ignored. The other entries of a row with plus infinity or
-    NaN are NaN. Differentiable; it saves y. Raises ValueError when V is 0 or logits are not floating point.
+    logits: [..., V] bf16, fp16 or fp32; returns y: [..., V] fp32, contiguous. It is computed in fp32 as
+    (logits - top) - log(sum), where top is the row's highest logit and sum is that of exp(logits - top). The bits of a
+    row depend on that row alone, not on the number of rows nor on their strides. A logit of minus infinity is an absent
+    token: y is minus infinity, its gradient is 0, and the gradient that reaches it is ignored. In a row with plus
+    infinity or NaN the other entries are NaN. Differentiable; it saves y. Raises ValueError when V is 0 or logits are
+    not floating point.
 
         logprobs = ops.log_softmax(logits)
     """
@@ -106,8 +107,9 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 def token_logprobs_backward(dy: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
     """Gradient of `token_logprobs` with respect to logits: (1 at the id - softmax) * dy, in fp32, rounded once.
 
-    The bits are equal to those of `log_softmax_backward`. The row's sum is recomputed from logits, which are read
-    anyway.
+    dy: [...] fp32; logits and ids are those of the forward; returns dx like logits, contiguous. The bits are equal to
+    those of `log_softmax_backward` of a dy that is 0 except at the id. The row's sum is recomputed from logits, which
+    are read anyway.
     """
     y = log_softmax.reference(logits)
     spread = torch.zeros_like(y).scatter(-1, ids.long().unsqueeze(-1), dy.unsqueeze(-1))

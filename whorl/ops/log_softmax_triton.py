@@ -20,13 +20,13 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite fp32, so that
 
 @triton.jit
 def _row_at(row, B, stride_a, stride_b, NESTED: tl.constexpr):
-    """The offset of a row of [A, B, V]; without NESTED no 64-bit division delays the first load."""
+    """Return the offset of a row of [A, B, V]. Without NESTED, A is 1, and no 64-bit division delays the first load."""
     return row // B * stride_a + row % B * stride_b if NESTED else row * stride_b
 
 
 @triton.jit
 def _tree_sum(x, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    """The sum of x [BLOCK], two neighbours at a time, so that the order does not depend on the threads."""
+    """Return the sum of x [BLOCK], adding neighbours in pairs, so that the order does not depend on the threads."""
     for step in tl.static_range(1, STEPS + 1):
         x = tl.sum(tl.reshape(x, (BLOCK >> step, 2)), 1)
     return tl.sum(x, 0)  # one number is left
@@ -39,7 +39,7 @@ def _load(x_ptr, columns, V):
 
 @triton.jit
 def _top_and_log_sum(x_ptr, V, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    """The row's maximum, and the logarithm of the sum of exp(x - maximum), in one pass."""
+    """Return the row's maximum, and the logarithm of the sum of exp(x - maximum), in one pass over the row."""
     tops = tl.full((BLOCK,), LOWEST, tl.float32)
     totals = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
@@ -54,7 +54,7 @@ def _top_and_log_sum(x_ptr, V, BLOCK: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _logprob(x, top, log_sum):
-    """x - top first, so that the highest logits lose no digits. Minus infinity for an absent token, in any row."""
+    """Return x - top - log_sum, minus infinity for an absent token; x - top first, so that high logits keep digits."""
     return tl.where(x == float("-inf"), x, x - top - log_sum)
 
 
@@ -75,7 +75,7 @@ def _log_softmax_kernel(
 
 @triton.jit
 def _load_present(dy_ptr, y_ptr, columns, V):
-    """dy, with 0 for absent tokens, and y."""
+    """Load dy, with 0 for absent tokens, and y."""
     y = _load(y_ptr, columns, V)
     dy = tl.load(dy_ptr + columns, mask=columns < V, other=0.0)
     return tl.where(y == float("-inf"), 0.0, dy), y

@@ -1,4 +1,4 @@
-"""RMSNorm with residual, followed by a linear layer: how the attention and the MLP half of a layer begin."""
+"""RMSNorm with residual followed by a linear layer, as at the start of an attention block and of an MLP."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Norm and product in one kernel where rows are few and the GPU is a Hopper, else in two kernels."""
+"""`norm_linear` in Triton: by one kernel for few rows on Hopper, else by the kernels of the norm and of the product."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Per-token quantisation, which an all-gather sends instead of bf16, and its inverse."""
+"""Per-token quantisation to 8 bits and its inverse, for quantised layers, caches and all-gathers of fewer bytes."""
 
 from dataclasses import replace
 from typing import Literal
@@ -14,7 +14,7 @@ from ._formats import FORMATS
 from ._op import Values, operator, widen
 from ._torch_npu import dtype_name
 
-LONGEST_ROW = 32768  # channels that the Triton kernel can hold in registers
+LONGEST_ROW = 32768  # largest C of which the Triton kernel can hold a row in registers
 
 
 def _check(x: Tensor, format: str) -> None:
@@ -47,7 +47,7 @@ def _row_wise(values: Values) -> list[object]:
 
 @operator(check=_check, forward_only=True, sharding=_row_wise)
 def dynamic_quant(x: Tensor, *, format: Literal["int8", "fp8"] = "int8") -> tuple[Tensor, Tensor]:
-    """Symmetric quantisation with one scale per token: x is about q * scale.
+    """Quantise symmetrically with one scale per row (token), so that x is about q * scale.
 
     x: [..., C] bf16, fp16 or fp32; returns q: [..., C] int8 (format "fp8": float8_e4m3fn), contiguous, and
     scale: [...] fp32, the row's largest magnitude divided by 127 (fp8: 448). q = x / scale in fp32, rounded to nearest
@@ -77,7 +77,7 @@ def dynamic_quant(x: Tensor, *, format: Literal["int8", "fp8"] = "int8") -> tupl
     without={"torch_npu": "npu_anti_quant has a scale for each channel, not for each token"},
 )
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x = q * scale, the inverse of `dynamic_quant` up to its rounding.
+    """Return x = q * scale, the inverse of `dynamic_quant` up to its rounding.
 
     q: [..., C] int8 or float8_e4m3fn; scale: [...] fp32; returns x: [..., C] in `dtype` (bf16, fp16 or fp32),
     contiguous. One product in fp32, rounded once. No gradient. Raises ValueError when dtypes or shapes do not fit.

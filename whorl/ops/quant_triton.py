@@ -97,7 +97,10 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks(rows: int, block: int, processors: int) -> tuple[int, int]:
-    """Rows and warps of a program: 1024 channels per warp (32 registers per thread), but first a program for every
-    multiprocessor."""
+    """Return the rows and warps of a program. block: channels of a row, rounded up to a power of two.
+
+    A program takes several short rows, unless that would leave a multiprocessor without a program. A warp takes 1024
+    channels, 32 registers per thread.
+    """
     at_once = max(1, min(1024 // block, power_of_2(rows // processors + 1) // 2))
     return at_once, max(1, min(32, at_once * block // 1024))

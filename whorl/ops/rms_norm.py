@@ -46,7 +46,10 @@ def _check_backward(
 
 
 def _row_wise(tensors: tuple[str, ...], num_outputs: int, reduced: int | None = None) -> object:
-    """Return the DTensor rule: any dim but the last may be sharded; the weight is replicated, its gradient partial."""
+    """Return the DTensor rule: any dim but the last may be sharded; the weight is replicated, its gradient partial.
+
+    tensors: the arguments shaped like x; reduced: the index of the output that is a sum over rows (dweight), if any.
+    """
 
     def sharding(values: Values) -> list[object]:
         from torch.distributed.tensor import Partial, Replicate, Shard
@@ -64,7 +67,7 @@ def _row_wise(tensors: tuple[str, ...], num_outputs: int, reduced: int | None = 
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """x / rms(x), 1 / rms(x) and the scale (weight, or 1 + weight), in fp32."""
+    """Return x / rms(x), 1 / rms(x) and the scale (weight, or 1 + weight), all in fp32."""
     wide = widen(x)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     scale = weight.to(wide.dtype)
@@ -72,7 +75,7 @@ def _normalise(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[T
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
-    """The norm in fp32, in one call of torch."""
+    """Return `rms_norm` in fp32, not yet rounded to x's dtype, by one call of torch."""
     wide = widen(x)
     scale = narrow(weight, wide.dtype)
     return torch.nn.functional.rms_norm(wide, weight.shape, scale + 1 if plus_one else scale, eps)
@@ -118,10 +121,12 @@ def rms_norm_backward(
     eps: float = 1e-6,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm` with respect to x and weight, in fp32, each rounded once.
+    """Gradients of `rms_norm` with respect to x and weight, computed in fp32, each rounded once.
 
-    `residual_grad` is added to the gradient of x before rounding: called with the new residual as x, this is the
-    backward of `add_rms_norm`. 1 / rms is recomputed from x, which is read anyway.
+    dy, residual_grad: like x; the other arguments are those of `rms_norm`. Returns dx like x, contiguous, and dweight
+    like weight. `residual_grad` is added to dx before rounding (on torch_npu after it): with the new residual h as x,
+    and the gradient of h as residual_grad, this is the backward of `add_rms_norm`. 1 / rms is recomputed from x, which
+    is read anyway.
     """
     unit, inverse, scale = _normalise(x, weight, eps, plus_one)
     wide = widen(dy)
@@ -177,7 +182,7 @@ def _npu_reason(x: Tensor, weight: Tensor, **_: object) -> str | None:
 
 
 def _gamma(weight: Tensor, plus_one: bool) -> Tensor:
-    """The weight, or 1 + weight in fp32: npu_rms_norm takes fp32 beside 16-bit inputs, so the sum is not rounded."""
+    """Return weight, or 1 + weight in fp32: npu_rms_norm takes fp32 with 16-bit inputs, so the sum is not rounded."""
     return weight.float() + 1 if plus_one else weight
 
 
@@ -201,6 +206,7 @@ def _(x, residual, weight, eps, plus_one):  # type: ignore[no-untyped-def]
 def _(dy, x, weight, residual_grad, eps, plus_one):  # type: ignore[no-untyped-def]
     rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     dx, dweight = torch.ops.npu.npu_rms_norm_backward(dy.contiguous(), x, _gamma(weight, plus_one), rstd)
+    # The operator returns dx rounded to x's dtype, so with a residual_grad dx is rounded twice here.
     dx = dx if residual_grad is None else dx + residual_grad
     return dx.contiguous(), dweight.to(weight.dtype)
 

@@ -19,13 +19,19 @@ SHARED_MEMORY = 200 * 1024  # bytes that a program may use for blocks in flight;
 
 @triton.jit
 def _inverse_rms(total, C: tl.constexpr, eps):
-    """1 / rms, correctly rounded: there is one per row, and the fast reciprocal root would dominate the fp32 error."""
+    """Return 1 / rms, correctly rounded, from a sum of squares.
+
+    There is one per row, and the error of the fast reciprocal root would dominate the fp32 error.
+    """
     return tl.div_rn(1.0, tl.sqrt_rn(total / C + eps))
 
 
 @triton.jit
 def _split_rows(rows, B, NESTED: tl.constexpr):
-    """Outer and inner index of a row; without NESTED no 64-bit division delays the first load."""
+    """Return the outer and inner index of rows of [A, B, C].
+
+    Without NESTED, A is 1, and there is no 64-bit division to delay the first load.
+    """
     if NESTED:
         a, b = rows // B, rows % B
     else:
@@ -57,7 +63,7 @@ def _rms_norm_kernel(
     POLICY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program takes ROWS rows. POLICY "evict_first": the tensor exceeds the cache, so no line is kept there."""
+    """Normalise ROWS rows. POLICY "evict_first": the tensor exceeds the L2 cache, so no line is kept there."""
     begin(OVERLAP)
     follow(OVERLAP)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -106,7 +112,7 @@ def _rms_norm_backward_kernel(
     NESTED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each program takes every num_programs-th block of rows and accumulates its share of dweight in registers."""
+    """Compute dx. A program takes every num_programs-th block of rows, and keeps its share of dweight in registers."""
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + columns, mask=columns < C, other=0.0).to(tl.float32)
@@ -211,21 +217,26 @@ def backward(
 
 
 def _like(x: Tensor, rows: Tensor) -> Tensor:
-    """x in the shape of `rows`, copied only where its strides require it."""
+    """Return x in the shape of `rows`, copied only where its strides require it."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x.reshape(rows.shape)
 
 
 def _blocks(rows: int, block: int, processors: int) -> tuple[int, int]:
-    """Rows and warps of a program: 1024 channels per warp (2048 in the longest rows), but first a program for every
-    multiprocessor."""
+    """Return the rows and warps of a program. block: channels of a row, rounded up to a power of two.
+
+    A program takes several short rows, unless that would leave a multiprocessor without a program. A warp takes 1024
+    channels, 2048 in the longest rows.
+    """
     at_once = max(1, min(1024 // block, power_of_2(rows // processors + 1) // 2))
     return at_once, max(1, min(16, at_once * block // (2048 if block >= 8192 else 1024)))
 
 
 def _backward_blocks(rows: int, block: int, processors: int, bytes_a_channel: int) -> dict[str, int]:
-    """One program per multiprocessor, 8192 channels at a time, as many blocks in flight as shared memory holds (up to
-    3)."""
+    """Return the launch constants: one program per multiprocessor, which takes 8192 channels at a time.
+
+    It has as many blocks in flight as shared memory holds, up to 3.
+    """
     at_once = max(1, min(8192 // block, power_of_2(rows // processors + 1) // 2))
     stages = max(1, min(3, SHARED_MEMORY // (at_once * block * bytes_a_channel)))
     programs = max(1, min(ceil_div(rows, at_once), processors))

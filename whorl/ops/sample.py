@@ -1,4 +1,4 @@
-"""Sampling on the device: penalties, then a draw whose noise depends on the request's seed and step alone."""
+"""Sampling on the device: penalties, then a draw whose noise is a hash of the sequence's seed, its step and the id."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from ._draw import Draw, Sizes
 from ._op import Values, operator
 from ._tracing import is_readable
 
-_MASK = 0xFFFFFFFF
+_MASK = 0xFFFFFFFF  # the lowest 32 bits
 
 
 def _check(
@@ -33,14 +33,14 @@ def _check(
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A permutation of 32-bit numbers in which every input bit reaches every output bit; x: int64 below 2^32."""
+    """Hash 32-bit numbers by a permutation in which every input bit affects every output bit; x: int64 below 2^32."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
     x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
     return x ^ (x >> 15)
 
 
 def _keys(seed: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Hash all 64 bits of the seed and of the step into two 32-bit keys."""
+    """Hash all 64 bits of seed and step, [B] int64 each, into two 32-bit keys, [B] int64 each."""
     low, high = _mix(seed & _MASK), (seed >> 32) & _MASK
     first = _mix(_mix(low ^ high) ^ (step & _MASK))
     second = _mix(_mix((low + 0x9E3779B9) & _MASK ^ high) ^ ((step >> 32) & _MASK) ^ _mix(first ^ 0x85EBCA6B))
@@ -48,24 +48,28 @@ def _keys(seed: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gumbel(seeds: Tensor, steps: Tensor, size: int) -> Tensor:
-    """Standard Gumbel noise for every token id, [B, size] fp32; row b is a hash of seeds[b], steps[b] and the id."""
+    """Return standard Gumbel noise [B, size] fp32: entry [b, id] is a hash of seeds[b], steps[b] and the token id."""
     first, second = (key.unsqueeze(1) for key in _keys(seeds.long(), steps.long()))
     ids = torch.arange(size, device=seeds.device)
     uniform = ((_mix(_mix(ids ^ first) ^ second).float() + 0.5) * 2.0**-32).clamp_max(1 - 2.0**-24)
-    # Near 0, where the winner lies and 1 - u has no digits left, -log(1 - u) is computed by its series.
+    # The noise is -log(-log(1 - u)), and the token that wins has a u near 0. There 1 - u loses the digits of u, so
+    # -log(1 - u) is computed by its series.
     series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform / 4)))
     exponential = torch.where(uniform < 1 / 64, series, -torch.log(1 - uniform))
     return -torch.log(exponential)
 
 
 def _cut(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Apply top-k, top-p and min-p: `scaled` [V], its maximum 0, with minus infinity for excluded tokens."""
+    """Apply top-k, top-p and min-p to one row; return it with minus infinity for excluded tokens.
+
+    scaled: [V], logits divided by the temperature and shifted so that the highest is 0.
+    """
     if 0 < top_k < scaled.shape[0]:
         scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -torch.inf)
     if top_p < 1:
         descending = scaled[scaled > -torch.inf].sort(descending=True).values
         weights = torch.exp(descending)
-        above = weights.cumsum(0) - weights  # the mass of the tokens before each one, equal ones included
+        above = weights.cumsum(0) - weights  # the sum of the weights before each token in descending order
         reached = above >= top_p * weights.sum()
         reached[0] = False
         last = descending[int(reached.int().argmax()) - 1] if bool(reached.any()) else descending[-1]
@@ -103,15 +107,15 @@ def sample(
     """
     logits = _wide(logits)
     chosen = logits.argmax(-1)
-    warm = (temperature > 0).nonzero().flatten()
-    if len(warm):
-        rows = logits[warm]
-        scaled = (rows - rows.amax(-1, keepdim=True)) / temperature[warm].unsqueeze(1)
-        cuts = zip(*(x[warm].tolist() for x in (top_k, top_p, min_p)), strict=True)
-        for b, (k, p, m) in enumerate(cuts):
+    drawn = (temperature > 0).nonzero().flatten()  # the sequences that do not take the argmax
+    if len(drawn):
+        rows = logits[drawn]
+        scaled = (rows - rows.amax(-1, keepdim=True)) / temperature[drawn].unsqueeze(1)
+        filters = zip(*(x[drawn].tolist() for x in (top_k, top_p, min_p)), strict=True)
+        for b, (k, p, m) in enumerate(filters):
             if 0 < k < rows.shape[1] or p < 1 or m > 0:
                 scaled[b] = _cut(scaled[b], k, p, m)
-        chosen[warm] = (scaled + gumbel(seeds[warm], steps[warm], rows.shape[1])).argmax(-1)
+        chosen[drawn] = (scaled + gumbel(seeds[drawn], steps[drawn], rows.shape[1])).argmax(-1)
     return chosen
 
 
@@ -162,12 +166,13 @@ def penalize(
     counts >= 0 (as Hugging Face); `presence` [B] is subtracted once and `frequency` [B] once per occurrence, from
     tokens with counts > 0 (as OpenAI); `bias` [B, M] is added last. Ids from `vocab_size` on get minus infinity: a
     model's embedding may be longer than its tokenizer's vocabulary. A token outside [-1, V) raises ValueError on the
-    CPU and is not checked elsewhere.
+    CPU and is not checked elsewhere. This is a plain function of torch, not an operator with backends.
     """
     _check_penalties(logits, tokens, counts, bias, repetition=repetition, presence=presence, frequency=frequency)
     out = logits.clone()
     if tokens.shape[1]:
-        # Padding repeats the first entry of its sequence, so that the same value is written twice.
+        # Padding becomes a copy of the first entry of its sequence, so that scatter_ writes one value to one place
+        # twice; in a sequence of padding alone token 0 keeps its logit.
         is_real = tokens >= 0
         at = torch.where(is_real, tokens, tokens[:, :1]).clamp_min(0)
         counts = torch.where(is_real, counts, torch.where(is_real[:, :1], counts[:, :1], -1))
@@ -184,6 +189,7 @@ def penalize(
 def _penalized(
     values: Tensor, counts: Tensor, repetition: Tensor | None, presence: Tensor | None, frequency: Tensor | None
 ) -> Tensor:
+    """Return the logits `values` [B, M] with the penalties [B] of `penalize` applied."""
     if repetition is not None:
         rate = repetition.unsqueeze(1)
         values = torch.where(counts >= 0, torch.where(values > 0, values / rate, values * rate), values)

@@ -15,14 +15,17 @@ def reason(logits: Tensor, **_: object) -> str | None:
 
 
 def forward(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, noise: Tensor) -> Tensor:
-    is_warm = temperature > 0
-    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(is_warm, temperature, 1).unsqueeze(1)
+    is_drawn = temperature > 0
+    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(is_drawn, temperature, 1).unsqueeze(1)
     chosen = (_cut(scaled, top_k, top_p, min_p) + noise).argmax(-1)
-    return torch.where(is_warm, chosen, logits.argmax(-1))
+    return torch.where(is_drawn, chosen, logits.argmax(-1))
 
 
 def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Apply top-k, top-p and min-p: `scaled` [B, V], the maximum of each row 0; excluded tokens get minus infinity."""
+    """Apply top-k, top-p and min-p; return `scaled` with minus infinity for excluded tokens.
+
+    scaled: [B, V], logits divided by the temperature and shifted so that the highest of each row is 0.
+    """
     ks = _torch_npu.on_host(top_k)
     takes_top_k = all(top_k_top_p_limit(shape=scaled.shape, dtype=dtype_name(scaled), top_k=k) is None for k in ks)
     if not takes_top_k and any(ks):  # top-k is off for some sequences, or larger than the operator takes

@@ -18,7 +18,7 @@ CHUNK = 4096
 @launched
 @triton.jit
 def _top_kernel(logits_ptr, top_ptr, id_ptr, stride, V, CHUNK: tl.constexpr):
-    """The maximum of one part of a row, and the first id that has it."""
+    """Store the maximum of one chunk of a row, and the lowest id that has it."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
@@ -55,14 +55,14 @@ def _gumbel(ids, first, second):
 
 @triton.jit
 def _below(logits_ptr, V, top, temperature, ids):
-    """How far each logit lies below the highest, over the temperature; infinity past the end of the row."""
+    """Return (highest logit - logit) / temperature of these ids; infinity past the end of the row."""
     logits = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
     return (top - logits.to(tl.float32)) / temperature
 
 
 @triton.jit
 def _within(logits_ptr, V, top, temperature, limit, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The number (COUNT) or the weight of the tokens that lie at most `limit` below the highest."""
+    """Return how many tokens have a `_below` of at most `limit` (COUNT), or the sum of their exp(-below)."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -74,7 +74,10 @@ def _within(logits_ptr, V, top, temperature, limit, COUNT: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _nearest(logits_ptr, V, top, temperature, target, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest limit at which `_within` reaches `target`, by bisection on the bits, which order floats >= 0."""
+    """Return the smallest limit at which `_within` reaches `target`.
+
+    It is found by bisection on the bits, which as integers are in the order of the floats from 0 on.
+    """
     low, high = 0, 0x7F800000
     while low < high:
         middle = low + (high - low) // 2

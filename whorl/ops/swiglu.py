@@ -25,6 +25,7 @@ def _check_backward(dy: Tensor, x: Tensor, interleaved: bool) -> None:
 
 
 def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Return views of gate and up in x [..., 2F], each [..., F]."""
     if interleaved:
         return x[..., ::2], x[..., 1::2]
     gate, up = x.chunk(2, -1)
@@ -32,7 +33,7 @@ def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def row_wise(values: Values) -> list[object]:
-    """The DTensor rule: any dim but the last may be sharded."""
+    """Return the DTensor rule of `swiglu`, `geglu` and their backwards: any dim but the last may be sharded."""
     from torch.distributed.tensor import Replicate, Shard
 
     tensors = [n for n in ("dy", "x") if n in values]

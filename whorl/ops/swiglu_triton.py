@@ -81,6 +81,6 @@ def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
 
 
 def flat_rows(x: Tensor) -> Tensor:
-    """x as [T, C] with unit stride along C: a view where strides allow one."""
+    """Return x as [T, C] with unit stride along C: a view where the strides allow one, else a copy."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

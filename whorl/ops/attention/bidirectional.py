@@ -1,4 +1,4 @@
-"""Bidirectional attention of packed segments, as between the patches of one frame in a vision tower."""
+"""Bidirectional attention within packed segments, such as the patches of one picture in a vision tower."""
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def _fake(q: Tensor, **_: object) -> Tensor:
 
 
 def _flops(values: Values) -> int:
-    """q k^T and p v: two operations each per query, key, head and channel."""
+    """Count q k^T and p v, with two operations each per query, key, head and channel."""
     count = len(values["q"])
     parts = sequences("packed_attention", read(values["starts"], count), count)
     pairs = sum((part.stop - part.start) ** 2 for part in parts)
@@ -47,11 +47,11 @@ def _flops(values: Values) -> int:
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float) -> Tensor:
     """Attention within packed segments: a token attends to every token of its segment.
 
-    q, k, v: [T, H, D] bf16, fp16 or fp32, any strides; starts: [B + 1] int32, segment b being tokens starts[b] to
-    starts[b + 1]; scale multiplies the scores; returns out like q, contiguous. Tokens past the last start are zero.
-    Scores, softmax and sums are in fp32, rounded once. The bits of a segment depend on that segment alone, not on what
-    is packed beside it (not even NaN) nor on its place. Ascend does not promise this, since it promises no order of
-    sums. No gradient.
+    q, k, v: [T, H, D] bf16, fp16 or fp32, any strides; starts: [B + 1] int32; segment b is tokens starts[b] to
+    starts[b + 1] (exclusive); scale multiplies the scores; returns out like q, contiguous. Tokens past the last start
+    are zero. Scores, softmax and sums are in fp32, rounded once. The bits of a segment depend on that segment alone,
+    not on what is packed beside it (not even a NaN) nor on where it lies. Ascend does not promise this, since it
+    promises no order of sums. No gradient.
 
     starts must begin at 0, must not decrease and must not exceed T. The CPU and Ascend raise ValueError otherwise; CUDA
     kernels do not check. On CUDA starts are not read back to the host; elsewhere they are, once, which waits for the
@@ -70,7 +70,10 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: 
 
 
 def _segment(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention of one segment: [H, n, D] each, to [n, H, D]. Product sizes depend on this segment alone."""
+    """Return attention of one segment, [n, H, D], from q, k and v, [H, n, D] each.
+
+    The sizes of the products depend on this segment alone, and so do its bits.
+    """
     rows = [torch.softmax(part @ k.transpose(1, 2), -1) @ v for part in (q * scale).split(ROWS, 1)]
     return torch.cat(rows, 1).transpose(0, 1)
 

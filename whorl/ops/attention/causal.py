@@ -1,4 +1,4 @@
-"""Causal attention of packed sequences, with a gradient: the counterpart in training of `paged_attention`."""
+"""Causal attention of packed sequences, with a gradient: what `paged_attention` is for inference, for training."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def _fake(q: Tensor, **_: object) -> tuple[Tensor, Tensor]:
 
 
 def _num_pairs(values: Values) -> int:
-    """The number of (query, key) pairs in which the query attends to the key."""
+    """Return the number of (query, key) pairs in which the query attends to the key."""
     window, total = values["window"], 0
     num_tokens = len(values["q"])
     for part in sequences("causal_attention", read(values["starts"], num_tokens), num_tokens):
@@ -74,16 +74,16 @@ def causal_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within packed sequences.
 
-    q: [T, HQ, D] bf16, fp16 or fp32; k, v: [T, HK, D] in q's dtype, HQ a multiple of HK; starts: [B + 1] int32,
-    sequence b being tokens starts[b] to starts[b + 1]. A token attends to the keys of its sequence up to its own; with
-    window > 0 only to the last `window` of them. Returns out like q, contiguous, and lse [T, HQ] fp32, the natural
-    log-sum-exp of the scores. Tokens past the last start are zero, their lse -inf. Scores, softmax and sums are in
-    fp32, rounded once.
+    q: [T, HQ, D] bf16, fp16 or fp32; k, v: [T, HK, D] in q's dtype, HQ a multiple of HK; starts: [B + 1] int32;
+    sequence b is tokens starts[b] to starts[b + 1] (exclusive); scale multiplies the scores. A token attends to the
+    keys of its sequence up to its own; with window > 0 only to the last `window` of them. Returns out like q,
+    contiguous, and lse [T, HQ] fp32, the natural log-sum-exp of the scores. Tokens past the last start are padding:
+    their out is zero and their lse -inf. Scores, softmax and sums are in fp32, and out is rounded once.
 
-    The bits of out are equal to those of `paged_attention` for the same tokens, decoded, prefilled or in chunks,
-    whatever else is packed beside them; not on Ascend, where neither operator promises its bits. lse sums weights
-    before they are rounded, and is not part of that promise. Differentiable in q, k and v, through lse too; the bits of
-    the gradient are equal in every run, on Ascend only under torch.use_deterministic_algorithms.
+    The bits of out are equal to those of `paged_attention` for the same tokens, whether it decodes them or prefills
+    them whole or in chunks, and whatever else is packed with them. This does not hold on Ascend, where neither operator
+    promises its bits, nor for lse, which sums weights before they are rounded. Differentiable in q, k and v, through
+    lse too; the bits of the gradient are equal in every run, on Ascend only under torch.use_deterministic_algorithms.
 
     starts must begin at 0, must not decrease and must not exceed T. The CPU and Ascend raise ValueError otherwise; CUDA
     kernels do not check. The forward on CUDA reads nothing back to the host. The backward reads starts once, so it
@@ -100,7 +100,7 @@ def causal_attention(
         outs.append(out)
         logs.append(log_sum_exp(sums, out))
         end = part.stop
-    # Tokens of no sequence still depend on q, k and v, so that autograd returns zeros for them instead of None.
+    # The zeros of padding tokens are computed from q, k and v, so that autograd returns zeros for them, not None.
     padding = wide[end:] + widen(k[end:, :, None]) + widen(v[end:, :, None])
     padding = padding.masked_fill(torch.ones_like(padding, dtype=torch.bool), 0)
     out, lse = torch.cat([*outs, padding]), torch.cat([*logs, padding.sum(-1) - torch.inf])
@@ -127,9 +127,9 @@ def causal_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `causal_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
 
-    dout, out: [T, HQ, D], lse, dlse: [T, HQ]; the other arguments are those of the forward. Each sequence is computed
-    by itself, as in `masked_attention_backward`: summed in fp32, rounded once, zero past the last start. starts are
-    read back to the host once.
+    dout, out: [T, HQ, D], lse, dlse: [T, HQ]; the other arguments are those of the forward. Returns dq, dk and dv like
+    q, k and v. Each sequence is computed by itself, as in `masked_attention_backward`: sums are in fp32 and rounded
+    once, and the gradients of padding tokens are zero. starts are read back to the host once.
     """
     backward = masked_attention_backward.reference
     return backward_by_sequence(backward, dout, q, k, v, read(starts, len(q)), out, lse, dlse, scale, window)

@@ -1,6 +1,7 @@
-"""Causal attention of packed sequences in Triton: it runs the prompt kernels, so its bits are equal to theirs.
+"""Causal attention of packed sequences in Triton, by the kernels that prefill prompts, so the bits are equal.
 
-For the engine those kernels read keys from the blocks of a cache; here keys lie one after the other, without a copy.
+In the engine those kernels read keys from the blocks of a cache. Here they read k and v as they are, without a copy:
+the keys of a sequence lie one after the other.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, windo
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
     q, k, v = (unit_stride(x) for x in (q, k, v))
     starts = starts.contiguous()
-    # The first `starts` stands in for the block table, which is not read.
+    # `prompt` takes a block table, which it does not read here, then query starts and lengths.
     tensors = [q, k[None], v[None], starts, starts, starts[1:] - starts[:-1]]
     strides = (*q.stride()[:2], 0, *k.stride()[:2], 0, *v.stride()[:2], 0)
     return prompt(tensors, (None, None), strides, scale * LOG2_E, window, lse), lse

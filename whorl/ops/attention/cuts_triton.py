@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
 """The arithmetic of attention by cuts of the keys, shared by every kernel that computes it.
 
-A cut is a tile of keys that begins at a fixed multiple of their position. The softmax of each cut starts from zero
-(`weigh`, `weighted`), and cuts are combined from first to last (`fold`). Products and sums of weights run on tensor
-cores, whose result for a row does not depend on the tile, and every FMA is written out (kernels are compiled without
-FMA fusion). A query's bits therefore depend on the keys that it attends to alone, not on the tile nor on where a chunk
-of the prompt begins.
+A cut is a block of `cut_of` keys that begins at a position that is a multiple of that number. The softmax of each cut
+is computed by itself (`weigh`, `weighted`), and the cuts are combined from first to last (`fold`). Products and sums of
+weights run on tensor cores, whose result for a row does not depend on the tile, and every FMA is written out (kernels
+are compiled without FMA fusion). A query's bits therefore depend on the keys that it attends to alone, not on the tile
+nor on where a chunk of the prompt begins.
 """
 
 import torch
@@ -21,7 +21,7 @@ Scales = tuple[Tensor | None, Tensor | None]  # of quantised keys and values; No
 
 
 def cut_of(dtype: torch.dtype) -> int:
-    """The number of keys of a cut. fp32 does not run on tensor cores, and 128 fp32 keys would not fit."""
+    """Return the number of keys of a cut: in fp32, which does not run on tensor cores, 128 keys would not fit."""
     return 128 if dtype.itemsize == 2 else 32
 
 
@@ -51,7 +51,10 @@ def load_keys(
 
 @triton.jit
 def _number(code):
-    """A code in fp32. Integers are added to the bits of 1.5 * 2^23, since conversion instructions are slow."""
+    """Return codes as numbers in fp32.
+
+    int8 is added to the bits of 1.5 * 2^23, which is then subtracted, since conversion instructions are slow.
+    """
     if code.dtype.is_int8():
         return (code.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
     return code.to(tl.float32)
@@ -89,7 +92,7 @@ def load_cut(
 
 @triton.jit
 def cut(q, k, v, visible, scale, WIDEN: tl.constexpr):
-    """Compute one cut from zero: its highest score, the sum of its weights, and the weighted sum of its values."""
+    """Compute one cut by itself: its highest score, the sum of its weights, and the weighted sum of its values."""
     top, weights = weigh(q, k, visible, scale, WIDEN)
     total, out = weighted(weights, v, WIDEN)
     return top, total, out
@@ -97,10 +100,10 @@ def cut(q, k, v, visible, scale, WIDEN: tl.constexpr):
 
 @triton.jit
 def weigh(q, k, visible, scale, WIDEN: tl.constexpr):
-    """The highest score of a cut, and its weights: exp2 of the scores relative to the highest.
+    """Return the highest score of a cut, times scale, and its weights: exp2 of the scaled scores relative to it.
 
-    visible: the mask; None where no key is masked. A row without visible keys has a highest score of -inf and weights
-    of zero.
+    visible: the mask; None where no key is masked; scale: includes log2(e). A row without visible keys has a highest
+    score of -inf and weights of zero.
     """
     scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32), WIDEN)
     return weights_of(scores, visible, scale)
@@ -108,7 +111,7 @@ def weigh(q, k, visible, scale, WIDEN: tl.constexpr):
 
 @triton.jit
 def weights_of(scores, visible, scale):
-    """`weigh` of scores that are already computed."""
+    """Compute `weigh` from scores q k^T that are already computed."""
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
     top = tl.max(scores, 1) * scale
@@ -118,28 +121,31 @@ def weights_of(scores, visible, scale):
 
 @triton.jit
 def weighted(weights, v, WIDEN: tl.constexpr):
-    """The sum of a cut's weights, and the weighted sum of its values; weights are rounded to the dtype of v first."""
+    """Return the sum of a cut's weights, and the weighted sum of its values; weights are rounded to v's dtype first."""
     weights = weights.to(v.dtype)
     return total_of(weights, WIDEN), dot(weights, v, tl.zeros((weights.shape[0], v.shape[1]), tl.float32), WIDEN)
 
 
 @triton.jit
 def total_of(weights, WIDEN: tl.constexpr):
-    """The sum of rounded weights, as a product with ones on the tensor cores."""
+    """Return the sum of rounded weights of each row, by a product with ones on the tensor cores."""
     ones = tl.full((weights.shape[1], 16), 1.0, weights.dtype)
     return tl.max(dot(weights, ones, tl.zeros((weights.shape[0], 16), tl.float32), WIDEN), 1)
 
 
 @triton.jit
 def fold(top, total, out, cut_top, cut_total, cut_out):
-    """Combine the result of all cuts before with one more cut. A cut without visible keys changes no bit."""
+    """Return the highest score, sum of weights and weighted values of the cuts so far, combined with one more cut.
+
+    A cut without visible keys changes no bit.
+    """
     new, keep, add = shares(top, cut_top)
     return new, tl.fma(cut_total, add, total * keep), added(out, cut_out, keep, add)
 
 
 @triton.jit
 def shares(top, cut_top):
-    """The highest score with one more cut, and the factors for the sums so far and for the new cut."""
+    """Return the highest score with one more cut, and the factors of the sums so far and of the sums of that cut."""
     new = tl.maximum(top, cut_top)
     shift = tl.where(new == float("-inf"), 0.0, new)
     return new, tl.exp2(top - shift), tl.exp2(cut_top - shift)
@@ -147,13 +153,16 @@ def shares(top, cut_top):
 
 @triton.jit
 def added(out, cut_out, keep, add):
-    """Weighted values with one more cut; keep, add: the factors of `shares`."""
+    """Return the weighted values combined with those of one more cut; keep, add: the factors of `shares`."""
     return tl.fma(cut_out, _across(add, cut_out), out * _across(keep, out))
 
 
 @triton.jit
 def add_mass(mass, weights, top, cut_top):
-    """The sum of all weights before they are rounded, for lse, which needs more digits than 16-bit weights have."""
+    """Return the sum of all weights with one more cut, before they are rounded.
+
+    It is for lse, which needs more digits than 16-bit weights have; top, cut_top: the highest scores before and in it.
+    """
     new = tl.maximum(top, cut_top)
     shift = tl.where(new == float("-inf"), 0.0, new)
     return tl.fma(tl.sum(weights, 1), tl.exp2(cut_top - shift), mass * tl.exp2(top - shift))

@@ -66,7 +66,11 @@ def _decode_kernel(
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token, one key head and its G queries: all cuts in order (WALKS), or every num_programs-th, stored apart."""
+    """Compute the G query heads of one token that share a key head.
+
+    WALKS: the program combines all cuts in order and writes y. Otherwise num_programs(2) programs share the cuts, each
+    takes every num_programs-th, and stores the result of each cut separately for `_fold_kernel`.
+    """
     begin(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
     b, end = sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
@@ -112,7 +116,7 @@ def _decode_kernel(
 def _prefetch(
     ptr, table, keys, end, head, stride_block, stride_offset, stride_head, BLOCK_SIZE: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """Prefetch the keys or values of a cut by cache lines of 128 bytes; past the end, block 0 of the cache."""
+    """Prefetch the keys or values of a cut by cache lines of 128 bytes; for keys past the end, block 0 of the cache."""
     line: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
     block = tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
     at = ptr + block * stride_block + (keys % BLOCK_SIZE) * stride_offset + head * stride_head
@@ -122,7 +126,7 @@ def _prefetch(
 
 @triton.jit
 def sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B: tl.constexpr):
-    """The sequence of a token, and how many keys it attends to: none for a token past the last sequence."""
+    """Return the sequence of a token, and how many keys it sees without a window: 0 for a token past the last one."""
     index = tl.arange(0, BLOCK_B)
     ends = tl.load(starts_ptr + 1 + index, mask=index < B, other=2147483647)
     b = tl.sum((ends <= token).to(tl.int32), 0)
@@ -133,7 +137,7 @@ def sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def divided(out, total):
-    """out / total, and zero where there were no keys."""
+    """Return out / total, and zero where total is 0 because there were no keys."""
     return tl.where(total > 0, tl.div_rn(out, tl.where(total > 0, total, 1.0)), 0.0)
 
 
@@ -141,7 +145,7 @@ def divided(out, total):
 def fold_some(
     top, total, out, out_ptr, top_ptr, total_ptr, at, channels, count, D: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
-    """Combine the results of AHEAD cuts from `at` on; with `count`, only of the first `count` of them."""
+    """Combine the stored results of AHEAD cuts from cut `at` on; unless count is None, of the first count of them."""
     mask = channels < D
     for ahead in tl.static_range(AHEAD):
         here = at + ahead + tl.zeros((1,), tl.int64)
@@ -177,7 +181,7 @@ def _fold_kernel(
     AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Combine the cuts of one token and head in order, for BLOCK_D channels, loading AHEAD of them at once."""
+    """Combine the cuts of one token and head in order, for BLOCK_D channels, loading AHEAD cuts at once."""
     begin(OVERLAP)
     token, head = tl.program_id(0), tl.program_id(1)
     _, end = sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
@@ -200,7 +204,7 @@ def _fold_kernel(
 
 
 def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scale: float, window: int) -> Tensor:
-    """Attention of few queries per sequence; arguments as `prompt`."""
+    """Return attention of few queries per sequence; the arguments are those of `prompt`, without lse."""
     q, k_cache, _, tables, starts, lengths = tensors
     tokens, heads, dim = q.shape
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -260,7 +264,10 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
 
 
 def _plan(heads: int, cuts: int) -> tuple[dict[str, int], int]:
-    """Launch constants, and how many programs share the cuts of a token and key head; with 1, it walks them all."""
+    """Return launch constants, and how many programs share the cuts of one token and key head.
+
+    heads: key heads of all tokens together; cuts: the most that a sequence may have. One program walks all cuts.
+    """
     if cuts == 1 or heads >= (WALKERS if cuts <= LONG else WALKERS // 2):
         return {"STAGES": 3, "num_warps": 4}, 1
     if heads * cuts <= SHORT:  # without a software pipeline the first cut is ready sooner

@@ -1,4 +1,4 @@
-"""Packed sequences, for implementations that take one sequence at a time."""
+"""Packed sequences, [T, ...] with the offset at which each begins, for code that takes one sequence at a time."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ def check_starts(name: str, starts: list[int], num_tokens: int) -> None:
 
 
 def read(starts: Tensor, num_tokens: int) -> list[int]:
-    """Copy starts to the host, which waits for the device. Meta tensors count as one sequence of all tokens."""
+    """Copy starts to the host, which waits for the device. A meta tensor is read as one sequence of all tokens."""
     return [0, num_tokens] if starts.is_meta else starts.tolist()
 
 
 def sequences(name: str, starts: list[int], num_tokens: int) -> Iterator[slice]:
-    """The slice of tokens of each sequence that is not empty."""
+    """Check starts, and return an iterator over the slice of tokens of each sequence that is not empty."""
     check_starts(name, starts, num_tokens)
     return (slice(first, end) for first, end in itertools.pairwise(starts) if end > first)
 
@@ -43,7 +43,11 @@ def backward_by_sequence(
     scale: float,
     window: int,
 ) -> Gradients:
-    """Call `backward`, an implementation of `masked_attention_backward`, for each sequence; zeros for other tokens."""
+    """Call `backward`, an implementation of `masked_attention_backward`, for each sequence; return dq, dk and dv.
+
+    The arguments are those of `causal_attention_backward`, with starts on the host. Tokens past the last start get
+    zeros.
+    """
     grads, end = [], 0
     for part in sequences("causal_attention_backward", starts, len(q)):
         count = part.stop - part.start

@@ -1,4 +1,8 @@
-"""Attention over a paged KV cache."""
+"""Attention over a paged KV cache.
+
+The reference computes tiles of rows, a row being one query of one head, over blocks of KEYS keys, so that every product
+has one of few shapes. As in `linear`, the bits of a row are those that it has in a tile of ROWS rows.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,9 +20,9 @@ from . import paged_torch_npu
 from .paged_cases import BENCH, CASES, make
 
 _STORE = TrialStore("paged_attention", __file__)
-ROWS = 32  # rows (query x head) of the product that defines a row's bits; fewer rows are padded to it
-MORE_ROWS = 256  # rows of a larger product, used where a trial shows that its bits are equal
-KEYS = 256  # keys of every product, which begins at a multiple of this position
+ROWS = 32  # rows of the tile that defines a row's bits; the last tile is padded to it
+MORE_ROWS = 256  # rows of a larger tile, used where a trial shows that its bits are equal
+KEYS = 256  # keys of a block; blocks begin at positions that are multiples of this
 
 
 def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int, **arguments: Any) -> None:
@@ -50,7 +54,10 @@ def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int, *
 
 
 def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Keys or values of a sequence, [HK, length, D] in the dtype of accumulation; codes are dequantised to `dtype`."""
+    """Return the keys or values of a sequence, [HK, length, D] in the dtype of accumulation.
+
+    Codes are dequantised and rounded to `dtype` first.
+    """
     x = cache.index_select(0, blocks).flatten(0, 1)[:length]
     if scales is not None:
         by_token = scales.index_select(0, blocks).transpose(1, 2).flatten(0, 1)[:length, :, None]
@@ -59,9 +66,10 @@ def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, length: int, d
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, list[list[Tensor]]]:
-    """Causal attention of q [n, HK, G, D], the last n positions of k and v [HK, length, D].
+    """Compute causal attention of one sequence, whose queries have the last n positions.
 
-    Returns out in the shape of q, and per tile of rows the highest scores and sums that `log_sum_exp` takes.
+    q: [n, HK, G, D], G query heads for each key head; k, v: [HK, length, D]; all in the dtype of accumulation. Returns
+    out in the shape of q, and for each tile of rows the highest scores and sums that `log_sum_exp` takes.
     """
     length, (count, heads, group, dim) = k.shape[1], q.shape
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, -length % KEYS)) for x in (k, v))
@@ -79,30 +87,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[
 
 
 class QueryTile(NamedTuple):
-    """The place of a tile: rows `at` to at + size of the last `queries` of `length` tokens, with `group` rows each.
+    """Where a tile of rows lies in its sequence. Rows past the last query are padding and have the last position."""
 
-    Padding rows have the last position.
-    """
-
-    length: int
-    queries: int
-    group: int
-    at: int
-    size: int
+    length: int  # tokens of the sequence
+    queries: int  # of them, the last, that are queries
+    group: int  # rows of one query: its heads that share a key head
+    at: int  # first row of the tile
+    size: int  # rows of the tile
 
     def position(self, row: int) -> int:
-        """The position of a row's query in its sequence."""
+        """Return the position of a row's query in its sequence."""
         return min(self.length - self.queries + row // self.group, self.length - 1)
 
     def blocks(self, window: int) -> range:
-        """The first keys of the blocks of KEYS that at least one row attends to."""
+        """Return the first key of every block of KEYS keys from the first to the last that a row attends to."""
         lowest, highest = self.position(self.at), self.position(self.at + self.size - 1)
         return range(max(0, lowest - window + 1) // KEYS * KEYS if window else 0, highest + 1, KEYS)
 
 
 @functools.lru_cache(maxsize=256)  # every layer of a model needs the same masks
 def _hidden(place: QueryTile, block: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """The mask [R, keys] of a block: True where a row does not attend to a key."""
+    """Return the mask [rows, keys] of the block that begins at key `block`: True where a row does not attend."""
     with torch.inference_mode(False):  # a later call may save the mask for backward
         tokens = torch.arange(place.at, place.at + place.size, device=device) // place.group
         position = (place.length - place.queries + tokens).clamp(max=place.length - 1)[:, None]
@@ -112,18 +117,18 @@ def _hidden(place: QueryTile, block: int, keys: int, window: int, device: torch.
 
 
 def log_sum_exp(sums: list[list[Tensor]], like: Tensor) -> Tensor:
-    """The log-sum-exp of every row's scores, [n, HK, G], from the sums of `attend`; like: its out, [n, HK, G, D]."""
+    """Return the log-sum-exp of every row's scores, [n, HK, G]. sums, like: the two results of `attend`, out last."""
     count, heads, group, _ = like.shape
     lse = torch.cat([top + total.log() for top, total in sums], 1)[:, : count * group, 0]
     return lse.view(heads, count, group).transpose(0, 1)
 
 
 def _tile(rows: Tensor, k: Tensor, v: Tensor, place: QueryTile, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of one tile. rows: queries [HK, R, D]; k, v: [HK, multiple of KEYS, D].
+    """Compute attention of one tile. rows: R scaled queries [HK, R, D]; k, v: [HK, multiple of KEYS, D].
 
-    Returns out [HK, R, D], and [HK, R, 1] each: the highest score of a row, and the sum of its exponentials relative to
-    that. Softmax runs along blocks of keys that start at multiples of KEYS. A block without visible keys multiplies by
-    one and adds zero, so a row's bits do not depend on its neighbours in the tile.
+    Returns out [HK, R, D] and, [HK, R, 1] each, the highest score of a row and the sum of the exponentials relative to
+    it. The softmax is computed online over blocks of KEYS keys. For a row without visible keys in a block, the block
+    multiplies by one and adds zero, so a row's bits do not depend on the other rows of the tile.
     """
     first, *later = place.blocks(window)
     top, _, weights = _weigh(rows, k, place, first, window, None)
@@ -140,7 +145,11 @@ def _tile(rows: Tensor, k: Tensor, v: Tensor, place: QueryTile, window: int) -> 
 def _weigh(
     rows: Tensor, k: Tensor, place: QueryTile, block: int, window: int, top: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The highest score so far, the shift of the exponentials, and the exponentials of a block, [HK, R, KEYS]."""
+    """Compute one block of the online softmax. top: the highest score of each row before it; None for the first block.
+
+    Returns the highest score including this block, that score with -inf replaced by 0, both [HK, R, 1], and the
+    exponentials of the scores relative to it, [HK, R, KEYS].
+    """
     hidden = _hidden(place, block, KEYS, window, rows.device)
     scores = (rows @ k[:, block : block + KEYS].transpose(1, 2)).masked_fill(hidden, -torch.inf)
     block_top = scores.amax(-1, keepdim=True)
@@ -151,7 +160,10 @@ def _weigh(
 
 @functools.cache
 def _sizes(shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads: int) -> tuple[int, ...]:
-    """The numbers of rows of tiles in which a row has the bits that it has among ROWS, by trial, as in `linear`."""
+    """Return the row counts of tiles in which a row has the bits that it has in ROWS rows, by trial as in `linear`.
+
+    shape: key heads and head size.
+    """
     if device != HOST:
         return (ROWS,)
     name = f"{list(shape)} {dtype} {num_threads} threads"
@@ -159,6 +171,7 @@ def _sizes(shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads:
 
 
 def _is_equal(shape: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Return whether a tile of MORE_ROWS rows of random numbers has the bits of tiles of ROWS rows."""
     generator = torch.Generator().manual_seed(0)
     heads, dim = shape
     q, k, v = (torch.randn(heads, n, dim, generator=generator).to(dtype) for n in (MORE_ROWS, 2 * KEYS, 2 * KEYS))
@@ -174,7 +187,7 @@ def _fake(q: Tensor, **_: object) -> Tensor:
 
 
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    """The bytes of queries and result, and of each sequence's keys and values, read once."""
+    """Return the bytes of queries and result, and of the keys and values that block_tables has room for."""
     q, cache = values["q"], values["k_cache"]
     keys = values["block_tables"].numel() * cache.shape[1]
     head = cache.shape[3] * cache.element_size() + (0 if values.get("k_scale") is None else 4)
@@ -197,15 +210,15 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of new tokens over the cached keys and values of their sequences.
 
-    q: [T, HQ, D] bf16, fp16 or fp32, the new tokens of sequence b being query_starts[b] to query_starts[b + 1];
-    k_cache, v_cache: [blocks, block size, HK, D], which already hold the keys and values of the new tokens;
-    block_tables: [B, MB] int32, the blocks of each sequence; query_starts: [B + 1] int32; context_lens: [B] int32, the
-    number of keys of each sequence; returns out like q, contiguous. Query i of n has position context_lens[b] - n + i
-    and attends to the keys up to its own, with window > 0 only to the last `window` of them. HQ is a multiple of HK.
-    Scores, softmax and sums are in fp32, rounded once. A query's bits depend on the query and the keys it attends to
-    alone: not on other sequences, not on how a prompt is divided into chunks, and not on whether it is prefilled or
-    decoded; docs/arithmetic.md says how, and where this does not hold. Tokens past the last query_starts are zero. No
-    gradient.
+    q: [T, HQ, D] bf16, fp16 or fp32, HQ a multiple of HK; the new tokens of sequence b are query_starts[b] to
+    query_starts[b + 1] (exclusive); k_cache, v_cache: [blocks, block size, HK, D] in q's dtype, which already hold the
+    keys and values of the new tokens; block_tables: [B, MB] int32, the blocks of each sequence, in order;
+    query_starts: [B + 1] int32; context_lens: [B] int32, the number of keys of each sequence; scale multiplies the
+    scores; returns out like q, contiguous. Query i of the n of sequence b has position context_lens[b] - n + i and
+    attends to the keys up to its own, with window > 0 only to the last `window` of them. Scores, softmax and sums are
+    in fp32, rounded once. A query's bits depend on the query and the keys it attends to alone: not on other sequences,
+    not on how a prompt is divided into chunks, and not on whether it is prefilled or decoded; docs/arithmetic.md says
+    how, and where this does not hold. Tokens past the last of query_starts are padding and zero. No gradient.
 
     With k_scale and v_scale, [blocks, HK, block size] fp32, contiguous, the caches hold codes, int8 or float8_e4m3fn,
     as `write_kv` stores them. A key or value is then code * scale in fp32, rounded to q's dtype; the result is that of

@@ -49,7 +49,10 @@ def make(
     format: str = "",
     tokens: Sizes = (),
 ) -> Values:
-    """Make the arguments of a case; the blocks of a sequence lie in random order in the cache."""
+    """Make the arguments of a case; the blocks of a sequence lie in random order in the cache.
+
+    queries, contexts: new tokens and keys of each sequence; format: "" or that of a quantised cache.
+    """
     counts = [-(-c // block) for c in contexts]
     shape = (sum(counts) + 3, block, kv_heads, dim + 8 * draw.sliced)
     caches = draw_caches(draw, shape, format, draw.scale)

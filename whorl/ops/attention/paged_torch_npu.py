@@ -29,8 +29,6 @@ from .._check import check_lengths
 from .._torch_npu import dtype_name
 
 FEW_QUERIES = 16  # queries of a sequence up to which an explicit mask is small
-
-
 PAGED_SCALES = 5  # antiquant mode: one scale for each token and head, in blocks as the codes are
 
 
@@ -166,12 +164,15 @@ def _call(query: Tensor, layout: str, scale: float, **options: Any) -> Tensor:
 
 
 def _takes_packed(q: Tensor, batch: int) -> bool:
-    """Whether the operator takes packed queries (layout TND); over a paged cache it requires a head size of 128."""
+    """Return whether the operator takes packed queries (layout TND); over a paged cache it needs a head size of 128."""
     return q.shape[2] == 128 and batch <= 4096
 
 
 def _pad(q: Tensor, counts: list[int], most: int, query_starts: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Queries padded to [B, most, HQ, D], and the place of each query in it; None where nothing was padded."""
+    """Return queries padded to [B, most, HQ, D], and the row of each query in [B * most, HQ, D].
+
+    The second is None where nothing was padded. counts: queries of each sequence; most: the largest of them.
+    """
     if len(set(counts)) == 1 and q.shape[0] == most * len(counts):
         return q.unflatten(0, (len(counts), most)).contiguous(), None
     inside = torch.arange(most, device=q.device)
@@ -181,7 +182,7 @@ def _pad(q: Tensor, counts: list[int], most: int, query_starts: Tensor) -> tuple
 
 
 def _explicit_mask(query_starts: Tensor, context_lens: Tensor, most: int, width: int, window: int) -> Tensor:
-    """The mask [B, 1, most, width] bool: True where query i of sequence b does not attend to the key."""
+    """Return the mask [B, 1, most, width] bool: True where query i of sequence b does not attend to the key."""
     first = context_lens - (query_starts[1:] - query_starts[:-1])
     position = (first[:, None] + torch.arange(most, device=first.device))[:, None, :, None]
     key = torch.arange(width, device=first.device)
@@ -191,5 +192,5 @@ def _explicit_mask(query_starts: Tensor, context_lens: Tensor, most: int, width:
 
 @functools.cache
 def compressed_mask(device: torch.device) -> Tensor:
-    """The upper triangle that torch_npu takes for a causal mask of any length."""
+    """Return the upper triangle that torch_npu takes for a causal mask of any length, [MASK_SIZE, MASK_SIZE] bool."""
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)

@@ -150,11 +150,13 @@ def write_kv(
     )
 
 
-# Average queries per sequence up to which a program takes one token (decode); beyond, a tile of queries (prompt).
+# Average queries per sequence up to which the decode kernels run, where a program takes one token. With more queries
+# the prompt kernels run, where it takes a tile of queries.
 FEW_QUERIES = 16
 
 
 def attention(scale: float, window: int, k_scale: Tensor | None, v_scale: Tensor | None, **arguments: Tensor) -> Tensor:
+    """Compute `paged_attention`, by the decode or the prompt kernels; the bits are equal."""
     tensors = [unit_stride(arguments[name]) for name in ("q", "k_cache", "v_cache", "block_tables")]
     tensors += [arguments["query_starts"].contiguous(), arguments["context_lens"].contiguous()]
     strides = (*tensors[0].stride()[:2], *tensors[1].stride()[:3], *tensors[2].stride()[:3], tensors[3].stride(0))

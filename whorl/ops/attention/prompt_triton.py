@@ -125,11 +125,11 @@ def prompt(
     window: int,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Attention of many queries per sequence.
+    """Return attention of many queries per sequence, [T, HQ, D] like q.
 
-    tensors: q, k_cache, v_cache, block_tables, query_starts, context_lens; strides: theirs, in the kernel's order;
-    scale: includes log2(e). lse: [T, HQ] fp32, written, in training only; keys and values are then packed as q is, in
-    one block of all tokens, and block_tables is not read.
+    tensors: q, k_cache, v_cache, block_tables, query_starts, context_lens; scales: those of a cache of codes; strides:
+    theirs, in the kernel's order; scale: includes log2(e). lse: [T, HQ] fp32, written, in training only; keys and
+    values are then packed as q is, in one block of all tokens, and block_tables is not read.
     """
     q, k_cache, _, _, _, lengths = tensors
     tokens, heads, dim = q.shape

@@ -20,13 +20,13 @@ from ..rope.tables import Layout, Style
 
 
 def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
-    """Views of q, k and v in the packed projection, each [*tokens, heads, D]."""
+    """Return views of q, k and v in the packed projection [*tokens, (HQ + 2 HK) D], each [*tokens, heads, D]."""
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     return list(heads.split([num_heads, num_kv_heads, num_kv_heads], -2))
 
 
 def _copied(v: Tensor) -> Tensor:
-    """A contiguous copy, even of a contiguous tensor: an operator's output shares no memory with its inputs."""
+    """Return a contiguous copy, even of a contiguous tensor: an operator's output shares no memory with its inputs."""
     return v.clone(memory_format=torch.contiguous_format)
 
 
@@ -71,7 +71,10 @@ def check_qkv(
 def _rotate(
     op: Op, multi: Op, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor | None, options: Values, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Rotate by `rope` (op) or `mrope` (multi), or by their backwards, in the reference or in torch_npu."""
+    """Rotate q and k by `op` or, where options has sections, by `multi`; called in the reference and on torch_npu.
+
+    op, multi: `rope` and `mrope`, or their backwards; options: "sections", "layout" and "style".
+    """
     sections, layout = options["sections"], options["layout"]
     order = {"style": options["style"], "pairs_out": "pairs", "where": "leading", "inverse": False}
     chosen, axes = (op, {}) if sections is None else (multi, {"sections": sections, "layout": layout})
@@ -80,7 +83,10 @@ def _rotate(
 
 
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    """The bytes of heads, read and written once (the backward reads q and k twice), and of a table row per token."""
+    """Return the bytes of all heads and of a table row per token.
+
+    Heads are read and written once; in the backward q and k count three times: gradients, values and results.
+    """
     qkv, table = values["qkv"], values["cos_sin"]
     heads = (values["num_heads"], values["num_kv_heads"], values["num_kv_heads"])
     has_v = values.get("with_v", True) if "dq" not in values else values["dv"] is not None
@@ -161,7 +167,8 @@ def qk_norm_rope_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `qk_norm_rope` with respect to qkv, q_weight and k_weight, in fp32, each rounded once.
 
-    dq, dk, dv are shaped like the forward's q, k and v. Where dv is None, the gradient of qkv is zero for the v heads.
+    dq, dk, dv are shaped like the forward's q, k and v; the other arguments are those of the forward. Returns three
+    tensors shaped like qkv, q_weight and k_weight. Where dv is None, the gradient of qkv is zero for the v heads.
     """
     options: Values = {"sections": sections, "layout": layout, "style": style}
     wide = torch.float64 if qkv.dtype == torch.float64 else torch.float32

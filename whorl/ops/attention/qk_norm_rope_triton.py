@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Norm, rotation and unpacking of a qkv projection in one pass.
 
-A head's channels stay in registers between the norm and the rotation. The channels that do not rotate, behind the R
-that do, are called the tail.
+A head's channels stay in registers between the norm and the rotation. The first R channels of a head rotate; the
+others are called the tail.
 """
 
 import functools
@@ -50,7 +50,7 @@ def load_weight(
     BLOCK_REST: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Load the weight in the order of load_pair, and its tail, [1, 1, ...]."""
+    """Load a norm's weight (PLUS_ONE: plus 1) as first and second channels of pairs, and its tail, [1, 1, ..] each."""
     at = tl.zeros((1, 1), tl.int64)
     mask = tl.full((1, 1), True, tl.int1)
     first, second = load_pair(weight_ptr, at, mask, HALF, BLOCK_C, PAIRS)
@@ -64,7 +64,7 @@ def load_weight(
 
 @triton.jit
 def copy_heads(x_ptr, y_ptr, x_at, y_at, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Copy whole heads."""
+    """Copy the heads at x_at to y_at, all D channels."""
     store_tail(y_ptr, y_at, mask, load_tail(x_ptr, x_at, mask, 0, D, BLOCK_D), 0, D, BLOCK_D)
 
 
@@ -73,7 +73,7 @@ def copy_codes(
     x_ptr, y_ptr, scale_ptr, x_at, y_at, scale_at, mask, D: tl.constexpr, BLOCK_D: tl.constexpr,
     LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr,
 ):  # fmt: skip
-    """Quantise whole heads into a cache of codes."""
+    """Quantise the heads at x_at, as `dynamic_quant` does; store codes at y_at and scales at scale_at."""
     x = load_tail(x_ptr, x_at, mask, 0, D, BLOCK_D)
     scale = row_scale(tl.max(magnitude_bits(x), 2), LARGEST)
     store_tail(y_ptr, y_at, mask, to_codes(x, scale[:, :, None], LARGEST, IS_INTEGER), 0, D, BLOCK_D)
@@ -82,13 +82,16 @@ def copy_codes(
 
 @triton.jit
 def inverse_rms(total, D: tl.constexpr, eps):
-    """1 / rms, correctly rounded: there is one per head, and the fast reciprocal root would dominate the fp32 error."""
+    """Return 1 / rms, correctly rounded, from sums of squares [tokens, heads].
+
+    There is one per head, and the error of the fast reciprocal root would dominate the fp32 error.
+    """
     return tl.div_rn(1.0, tl.sqrt_rn(total / D + eps))[:, :, None]
 
 
 @triton.jit
 def _head_sum(x, LENGTH: tl.constexpr):
-    """Sums [tokens, heads] along x [tokens, heads, LENGTH]."""
+    """Return the sums [tokens, heads] along the last dim of x [tokens, heads, LENGTH], in the order of `row_sum`."""
     rows: tl.constexpr = x.shape[0] * x.shape[1]
     return tl.reshape(row_sum(tl.reshape(x, (rows, LENGTH)), rows, LENGTH), (x.shape[0], x.shape[1]))
 
@@ -169,7 +172,10 @@ def _norm_rotate_heads(
 
 @triton.jit
 def _places(slots_ptr, tokens, is_token, width: tl.constexpr, block_stride, offset_stride, CACHE_BLOCK: tl.constexpr):
-    """The offsets to which the keys or values of these tokens are stored, [BLOCK_T, 1], and which tokens are stored."""
+    """Return the offsets at which keys or values of these tokens are stored, [BLOCK_T, 1], and which are stored.
+
+    CACHE_BLOCK: tokens per block of the cache; 0 where the output is contiguous, with `width` numbers per token.
+    """
     if CACHE_BLOCK == 0:
         places = (tokens * width)[:, None]
     else:
@@ -181,7 +187,7 @@ def _places(slots_ptr, tokens, is_token, width: tl.constexpr, block_stride, offs
 
 @triton.jit
 def _scale_places(slots_ptr, tokens, is_token, heads, HK: tl.constexpr, CACHE_BLOCK: tl.constexpr):
-    """The offsets of the scales of these tokens and heads, [BLOCK_T, BLOCK_H], in [blocks, HK, CACHE_BLOCK]."""
+    """Return the offsets of the scales of these tokens and heads, [BLOCK_T, BLOCK_H], in [blocks, HK, CACHE_BLOCK]."""
     slots = tl.load(slots_ptr + tokens[:, None], mask=is_token, other=0).to(tl.int64)
     return (slots // CACHE_BLOCK * HK + heads) * CACHE_BLOCK + slots % CACHE_BLOCK
 
@@ -313,7 +319,7 @@ def write(
     v_scale: Tensor | None,
     **options: Any,
 ) -> None:
-    """`forward`, but k and v are written into the paged cache."""
+    """Compute `qk_norm_rope_write`: as `forward`, but k and v are written into the paged cache."""
     if qkv.shape[0]:
         weights, cos_sin = (options.pop("q_weight"), options.pop("k_weight")), options.pop("cos_sin")
         heads = options.pop("num_heads"), options.pop("num_kv_heads")
@@ -373,18 +379,18 @@ def _launch(
 
 
 def head_groups(heads: tuple[int, int], block_h: int) -> tuple[int, int, int]:
-    """How many programs the heads of q, k and v of one block of tokens take."""
+    """Return how many programs take the heads of q, of k and of v of one block of tokens. heads: of q and of k."""
     q_groups, k_groups = (ceil_div(h, block_h) for h in heads)
     return q_groups, k_groups, k_groups
 
 
 def readable(x: Tensor) -> Tensor:
-    """x with unit stride along the channels, copied only where needed."""
+    """Return x with unit stride along the channels, copied only where needed."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def token_rows(x: Tensor) -> Tensor:
-    """x as [T, C] with unit stride along C: a view where strides allow one."""
+    """Return x as [T, C] with unit stride along C: a view where the strides allow one, else a copy."""
     return readable(x).reshape(-1, x.shape[-1])
 
 
@@ -404,7 +410,7 @@ def launch_constants(
     style: str,
     plus_one: bool,
 ) -> dict[str, int]:
-    """The constants of the forward and backward kernels."""
+    """Return the constants of the forward and backward kernels by name."""
     channels = power_of_2(dim)
     # 1024 channels per program: one warp, with four 16-byte loads per thread in flight. Two tokens share a weight.
     block_h = max(1, min(power_of_2(heads), 512 // channels))

@@ -143,7 +143,10 @@ _BENCH += [_BENCH[1] | {"format": name} for name in FORMATS]
 def _make(
     draw: Draw, block: int = 4, skipped: bool = False, short: bool = False, format: str = "", **case: Any
 ) -> Values:
-    """Random slots, with `skipped` some tokens without one; in a sliced case with gaps between the blocks."""
+    """Make the arguments, with random slots; skipped: every third token has none; short: slots are int32.
+
+    In a sliced case the cache has gaps between its blocks.
+    """
     values = make_case(draw, looked_up=True, **case)
     (count,), kv_heads, dim, device = case["tokens"], case["kv_heads"], case["dim"], draw.device
     blocks = -(-count // block) + 1

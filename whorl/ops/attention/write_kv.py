@@ -1,4 +1,4 @@
-"""Writing keys and values into the paged KV cache."""
+"""Write keys and values of new tokens into the paged KV cache."""
 
 from typing import Literal
 
@@ -69,7 +69,7 @@ def write_kv(
 
 
 def _store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Write tokens to their slots; blocks may have any stride between them."""
+    """Write new [T, HK, D] to the slots [T] of the cache, whose blocks may have any stride between them."""
     if cache.dtype.itemsize == 1:  # torch cannot copy fp8 by index
         cache, new = cache.view(torch.int8), new.view(torch.int8)
     if cache.stride(0) == cache.shape[1] * cache.stride(1):
@@ -79,7 +79,10 @@ def _store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
 
 
 def quantised(x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes of x [T, HK, D] in the dtype of the cache (fp64 in tests against fp64), and scales [T, HK]."""
+    """Return the codes of x [T, HK, D] in the dtype of the cache, and scales [T, HK].
+
+    In tests against fp64 the cache is fp64, and so are the codes.
+    """
     codes, scales = dynamic_quant.reference(x, format=_cache_format(cache))
     return codes.to(cache.dtype), scales
 
@@ -140,7 +143,10 @@ def _make(
 
 
 def draw_caches(draw: Draw, shape: Sizes, format: str, scale: float = 1.0) -> Values:
-    """Random k_cache and v_cache [blocks, block size, HK, D]; with a format, quantised and with their scales."""
+    """Draw k_cache and v_cache of shape [blocks, block size, HK, D]; with a format, quantised and with their scales.
+
+    Returns them by the names that operators use; without a format the scales are None.
+    """
     caches: Values = {"k_cache": None, "v_cache": None, "k_scale": None, "v_scale": None}
     for name in ("k", "v"):
         values = scale * torch.randn(*shape, **draw.kind)

@@ -1,7 +1,9 @@
 """The lightning indexer of DeepSeek sparse attention: its scores, its selection of keys, and its training loss.
 
-`scores.py`, `top_k.py` and `lightning.py` select keys; `kl.py` and `dense_kl.py` are the loss over the selected and
-over all visible keys, `kl_gradients.py` computes it directly from the main attention, `loss.py` adds autograd.
+To select keys: `scores.py` scores them, `top_k.py` takes the highest, and `lightning.py` does both in chunks. To train
+the indexer: `kl.py` and `dense_kl.py` have the loss over the selected and over all visible keys in two operators each,
+first the target and then the loss with its gradients; `kl_gradients.py` combines the two, and `loss.py` adds autograd.
+`hadamard.py` is a transform before quantisation; `bounds.py` says which keys a query sees.
 """
 
 from . import cases, kl_cases

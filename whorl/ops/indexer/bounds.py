@@ -1,4 +1,4 @@
-"""The keys that each query sees, as bounds on their positions; and iteration over chunks of queries."""
+"""Which keys each query sees, as bounds on the positions of keys; and iteration over chunks of queries."""
 
 from collections.abc import Iterator
 
@@ -18,10 +18,12 @@ def causal_bounds(
 ) -> tuple[Tensor, Tensor]:
     """Return `starts` and `ends` of causal attention: query t sees the keys with positions in [starts[t], ends[t]).
 
-    positions: [T] positions of the queries in the packed stream, for a rank that holds a slice of it; by default the
-    last T of the S positions. cu_seqlens: [B + 1] offsets at which the packed sequences begin, followed by the total;
-    by default there is one sequence. Returns two int32 tensors [T]. Raises ValueError when positions is not [T].
-    Example: starts, ends = causal_bounds(T, S, cu_seqlens=cu_seqlens).
+    num_queries, num_keys: T and S. positions: [T], the positions of the queries among all packed tokens, for a rank
+    that holds a slice of them; by default the last T of the S positions. cu_seqlens: [B + 1] offsets at which the
+    packed sequences begin, followed by the total; by default there is one sequence. device: where the result lies, if
+    neither tensor is passed. Returns two int32 tensors [T]. Raises ValueError when positions is not [T].
+
+        starts, ends = ops.causal_bounds(T, S, cu_seqlens=cu_seqlens)
     """
     if cu_seqlens is not None:
         device = cu_seqlens.device
@@ -44,6 +46,7 @@ def check_bounds(
     ends: Tensor | None,
     key_positions: Tensor | None,
 ) -> None:
+    """Raise ValueError unless the bounds are int32 [T], key_positions is int32 [S], and neither comes without ends."""
     for argument, x, size in (
         ("starts", starts, num_queries),
         ("ends", ends, num_queries),
@@ -60,7 +63,7 @@ def check_bounds(
 def full_bounds(
     num_queries: int, num_keys: int, starts: Tensor | None, ends: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return both bounds as tensors; without `ends` they are causal, with the last query at the last key."""
+    """Return both bounds as tensors [T] int32. Defaults: starts 0; ends causal, with the last query at the last key."""
     if ends is None:
         ends = torch.arange(num_keys - num_queries + 1, num_keys + 1, dtype=torch.int32, device=device)
     return torch.zeros_like(ends) if starts is None else starts, ends
@@ -74,7 +77,7 @@ def visible_keys(
     key_positions: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """Return the visibility mask, [T, S] bool."""
+    """Return the mask [T, S] bool of the keys that each query sees; None means the defaults of `index_scores`."""
     starts, ends = full_bounds(num_queries, num_keys, starts, ends, device)
     if key_positions is None:
         key_positions = torch.arange(num_keys, device=device)
@@ -82,11 +85,12 @@ def visible_keys(
 
 
 def chunks(num_rows: int, row_size: int, budget: int = CHUNK) -> Iterator[slice]:
-    """Yield row ranges of at most `budget` elements each, at least one row."""
+    """Yield slices of num_rows rows of row_size elements each, with at most `budget` elements but at least one row."""
     step = max(1, budget // max(1, row_size))
     for first in range(0, num_rows, step):
         yield slice(first, min(first + step, num_rows))
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of accumulation for x: fp32, or fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

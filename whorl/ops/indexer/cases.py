@@ -27,7 +27,10 @@ _BENCH: list[Values] = [{"tokens": (4096,), "keys": keys, **_DEEPSEEK} for keys 
 def _make(
     draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, topk: int, packed: Sizes = (), shuffled: bool = False
 ) -> Values:
-    """Draw small integers and powers of two: sums are exact in any order, so that all dtypes select the same keys."""
+    """Make arguments of small integers and powers of two: sums are exact in any order, so all dtypes select the same.
+
+    packed: lengths of packed sequences; shuffled: keys have positions in random order.
+    """
     device, dtype, wider = draw.device, draw.dtype, 8 * draw.sliced
     q = torch.randint(-2, 3, (*tokens, heads, dim + wider), device=device)[..., :dim].to(dtype)
     k = torch.randint(-2, 3, (keys, dim + wider), device=device).to(dtype)[:, :dim]

@@ -47,9 +47,9 @@ def dense_indexer_target(
 ) -> Tensor:
     """Sum dense attention over heads: target[t, s] = sum over h of exp(scale * q[t, h] . k[s, h'] - lse[t, h]).
 
-    The target is 0 where t does not see s. q: [T, H, D]; k: [S, HK, D], head h uses key head h' = h // (H / HK); lse:
-    [T, H] fp32, natural logarithm; target: [T, S] fp32. Bounds are those of `index_scores`. Meant to be called with one
-    chunk of queries at a time. No gradient.
+    q: [T, H, D]; k: [S, HK, D], where head h uses key head h' = h // (H / HK); lse: [T, H] fp32, natural logarithm;
+    returns target: [T, S] fp32, 0 where t does not see s. starts, ends and key_positions are those of `index_scores`.
+    Call it with one chunk of queries at a time, since the target is large. No gradient.
     """
     wide = wide_dtype(q)
     visible = visible_keys(q.shape[0], k.shape[0], starts, ends, key_positions, q.device)
@@ -85,8 +85,9 @@ def dense_indexer_kl(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `indexer_kl` over every visible key, for the warm-up stage, one chunk of queries at a time.
 
-    target: [T, S] fp32, 0 where t does not see s; the other arguments are those of `indexer_kl`, bounds those of
-    `index_scores`. Besides the results only two matrices [T, S] are in memory. dk is always added in a fixed order.
+    target: [T, S] fp32, 0 where t does not see s; starts, ends and key_positions are those of `index_scores`, the other
+    arguments and the results those of `indexer_kl`. Besides the results only two matrices [T, S] are in memory. dk is
+    always added up in a fixed order.
     """
     wide = wide_dtype(q)
     valid = visible_keys(q.shape[0], k.shape[0], starts, ends, key_positions, q.device)

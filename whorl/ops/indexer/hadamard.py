@@ -6,7 +6,7 @@ from torch import Tensor
 from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 
-_WITHOUT = {"torch_npu": "torch_npu has none"}
+_WITHOUT = {"torch_npu": "torch_npu has no Hadamard transform"}
 
 
 def _check(x: Tensor, scale: float | None, name: str = "hadamard", argument: str = "x") -> None:
@@ -26,7 +26,9 @@ def hadamard(x: Tensor, scale: float | None = None) -> Tensor:
 
     x: [..., D] bf16, fp16 or fp32, D a power of two; y: like x, contiguous. `scale` defaults to D^-0.5, with which the
     transform is orthogonal and its own inverse: transforming both queries and keys changes no score. Sums in fp32,
-    rounded once. Differentiable. Raises ValueError when D is not a power of two. Example: q = hadamard(q).
+    rounded once. Differentiable. Raises ValueError when D is not a power of two.
+
+        q = ops.hadamard(q)
     """
     wide, size = widen(x), x.shape[-1]
     matrix = torch.ones(1, 1, dtype=wide.dtype, device=x.device)
@@ -37,7 +39,7 @@ def hadamard(x: Tensor, scale: float | None = None) -> Tensor:
 
 @operator(check=_check_backward, without=_WITHOUT)
 def hadamard_backward(dy: Tensor, scale: float | None = None) -> Tensor:
-    """Gradient of `hadamard`: the same transform of dy, since H is symmetric."""
+    """Gradient of `hadamard` with respect to x: the same transform of dy [..., D], since H is symmetric."""
     return hadamard.reference(dy, scale)
 
 

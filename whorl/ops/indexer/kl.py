@@ -1,10 +1,11 @@
-"""The training loss of the lightning indexer: the KL divergence between the main model's attention and its scores.
+"""The training loss of the lightning indexer: the KL divergence from the main model's attention to its scores.
 
-    target[t, s] = sum over heads of the main attention, s among the keys of t        p = target / sum of target
+    target[t, s] = sum over heads of the main attention from query t to key s         p = target / sum of target
     loss[t]      = KL(p || softmax(scores[t]))                                         both over the same keys
 
-`indexer_kl` is over the selected keys (training), `dense_indexer_kl` over every visible key (warm-up). Each returns the
-loss and its gradients in one call; `kl_gradients.py` combines it with its target, `loss.py` adds autograd.
+`indexer_kl` is over the selected keys (sparse training), `dense_indexer_kl` over every visible key (warm-up). Each
+takes the target of `indexer_target` or `dense_indexer_target` and returns the loss and its gradients in one call.
+`kl_gradients.py` combines target and loss in one operator, and `loss.py` adds autograd.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ ONE_CALL = "torch_npu computes target, loss and gradient in one call; indexer_kl
 
 
 def check_attention(name: str, q: Tensor, lse: Tensor) -> None:
+    """Raise ValueError unless the main attention's q is [T, H, D] and its lse [T, H] fp32."""
     if q.dim() != 3 or not q.is_floating_point():
         raise ValueError(f"{name}: q is {list(q.shape)} {q.dtype}, expected [T, H, D] floating point")
     if lse.shape != q.shape[:2] or lse.dtype not in (torch.float32, torch.float64):
@@ -28,6 +30,7 @@ def check_attention(name: str, q: Tensor, lse: Tensor) -> None:
 
 
 def check_kl_indices(name: str, indices: Tensor, num_queries: int, num_keys: int) -> None:
+    """Raise ValueError unless indices are [T, K] int32 and, if `is_readable`, from -1 to num_keys - 1, in any order."""
     if indices.dim() != 2 or indices.shape[0] != num_queries or indices.dtype != torch.int32:
         raise ValueError(
             f"{name}: indices is {list(indices.shape)} {indices.dtype}, expected [{num_queries}, K] torch.int32"
@@ -39,7 +42,7 @@ def check_kl_indices(name: str, indices: Tensor, num_queries: int, num_keys: int
 
 
 def check_main_key(name: str, argument: str, key: Tensor, query: Tensor, *, one_head: bool) -> None:
-    """Check the keys of the main attention against its queries."""
+    """Raise ValueError unless the main attention's keys fit its queries. one_head: they must have one key head."""
     heads, dim = query.shape[1:]
     fits = key.dim() == 3 and key.shape[2] == dim and key.dtype == query.dtype
     if one_head and not (fits and key.shape[1] == 1):
@@ -52,6 +55,7 @@ def check_main_key(name: str, argument: str, key: Tensor, query: Tensor, *, one_
 
 
 def triton_target_reason(q: Tensor, **_: object) -> str | None:
+    """Return None, or the reason that the Triton kernels of the target cannot take the main attention's queries."""
     if q.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     return None if q.shape[2] <= 1024 else f"a head of {q.shape[2]} channels does not fit one program (1024)"
@@ -71,7 +75,7 @@ def _fake_target(q: Tensor, indices: Tensor, **_: object) -> Tensor:
 
 
 def gathered(k: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of k by index, zero where the index is -1, and the mask of valid indices."""
+    """Return the rows of k [S, D] by index, [T, K, D], zero where the index is -1, and the mask of valid indices."""
     valid = indices >= 0
     rows = k[indices.clamp_min(0).long()] if k.shape[0] else k.new_zeros(*indices.shape, *k.shape[1:])
     return rows.masked_fill(~valid.unsqueeze(-1), 0), valid
@@ -89,9 +93,9 @@ def indexer_target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: fl
 
     s = indices[t, i], and the target is 0 where s is -1. q: [T, H, D] and k: [S, 1, D], one key head shared by all
     (absorbed MLA), bf16, fp16 or fp32; indices: [T, K] int32; lse: [T, H] fp32, natural logarithm, as
-    `sparse_attention` returns it; target: [T, K] fp32. It is not normalised: the sums of several ranks' heads may be
-    added first, and no head is normalised separately. Products and sums in fp32. No gradient: the main model is not
-    trained through the indexer.
+    `sparse_attention` returns it; target: [T, K] fp32. The target is not normalised, because ranks that hold different
+    heads may add up their sums first, and heads are not normalised separately. Products and sums are in fp32. No
+    gradient: the main model is not trained through the indexer.
     """
     wide = wide_dtype(q)
     target = torch.empty(indices.shape, dtype=wide, device=q.device)
@@ -110,9 +114,10 @@ indexer_target.impl("triton", "kl_triton:target", accepts=triton_target_reason)
 
 
 def row_divergence(scores: Tensor, target: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the KL divergence of each query and its gradient with respect to the scores.
+    """Return the KL divergence of each query, [T], and its gradient with respect to the scores, [T, K].
 
-    Both are 0 for a query without keys or whose target sums to 0.
+    scores, target: [T, K]; valid: [T, K] bool, the keys that exist. Both results are 0 for a query without keys or
+    whose target sums to 0.
     """
     mass = target.sum(-1, keepdim=True)
     p = target / torch.where(mass > 0, mass, 1)
@@ -124,12 +129,16 @@ def row_divergence(scores: Tensor, target: Tensor, valid: Tensor) -> tuple[Tenso
 
 
 def round_operand(ddots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round gradients as operands of a matmul in `dtype`; they are far below 1, so fp16 takes them times 1024."""
+    """Round gradients as operands of a matmul in `dtype`, and return them in their own dtype.
+
+    They are far below 1, so that in fp16 they are multiplied by 1024 before rounding and divided by it after.
+    """
     lift = 1024.0 if dtype == torch.float16 else 1.0
     return (ddots * lift).to(dtype).to(ddots.dtype) / lift
 
 
 def check_target(name: str, target: Tensor, shape: Sequence[int], q: Tensor) -> None:
+    """Raise ValueError unless target has this shape and is fp32 (fp64 where q is)."""
     if target.shape != tuple(shape) or target.dtype != wide_dtype(q):
         raise ValueError(
             f"{name}: target is {list(target.shape)} {target.dtype}, expected {list(shape)} {wide_dtype(q)}"
@@ -143,6 +152,7 @@ def _check_kl(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, target: Te
 
 
 def fake_kl(q: Tensor, k: Tensor, weights: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return empty outputs of `indexer_kl` or `dense_indexer_kl`, for tracing."""
     wide = wide_dtype(q)
     loss, dk = q.new_empty(q.shape[:1], dtype=wide), k.new_empty(k.shape, dtype=wide)
     return loss, q.new_empty(q.shape), dk, weights.new_empty(weights.shape)
@@ -166,12 +176,12 @@ def indexer_kl(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute KL(target / sum || softmax(scores)) over the selected keys of each query, and its gradients, in one call.
 
-    q: [T, HI, D], k: [S, D], weights: [T, HI] as in `index_scores`; indices: [T, K] int32, -1 for none; target: [T,
-    K] fp32, not negative, with any sum. Returns loss [T] fp32 and the gradients of grad_scale * loss.sum(): dq and
+    q: [T, HI, D], k: [S, D], weights: [T, HI] as in `index_scores`; indices: [T, K] int32, -1 for none; target:
+    [T, K] fp32, none negative, with any sum. Returns loss [T] fp32 and the gradients of grad_scale * loss.sum(): dq and
     dweights like q and weights, dk [S, D] fp32, not rounded because sums over more queries may follow. Scores, softmax
     and sums are in fp32; the gradient of a product q . k is rounded to q's dtype before the next matmul. A query
-    without keys, or whose target is all zero, has loss 0 and no gradient; absent keys are not read. `deterministic`
-    adds dk in a fixed order, at the cost of a pass over all keys.
+    without keys, or whose target is all zero, has loss 0 and gradient 0; absent keys are not read. `deterministic`
+    adds up dk in a fixed order, at the cost of a pass over all keys.
     """
     wide = wide_dtype(q)
     loss = torch.empty(q.shape[0], dtype=wide, device=q.device)

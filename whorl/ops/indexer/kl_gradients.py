@@ -1,7 +1,7 @@
 """The indexer's loss and gradients directly from the main attention: the two halves of `kl.py` as one operator.
 
 The [T, K] or [T, S] target is not part of the interface, so that a device may compute target, loss and gradients in one
-kernel. When ranks add up their targets in between, the two halves are called separately.
+kernel. Where ranks add up their targets between the two halves, `loss.py` calls the halves separately.
 """
 
 from typing import Any
@@ -17,10 +17,11 @@ from .dense_kl import dense_indexer_kl, dense_indexer_target
 from .kl import check_attention, check_kl_indices, check_main_key, indexer_kl, indexer_target, triton_target_reason
 from .scores import check_indexer, triton_reason
 
-Results = tuple[Tensor, Tensor, Tensor, Tensor]
+Results = tuple[Tensor, Tensor, Tensor, Tensor]  # loss [1], dq, dk, dweights
 
 
 def check_sizes(name: str, q: Tensor, k: Tensor, main_q: Tensor, main_k: Tensor) -> None:
+    """Raise ValueError unless the indexer and the main attention have the same numbers of queries and keys."""
     if q.shape[:1] + k.shape[:1] != main_q.shape[:1] + main_k.shape[:1]:
         raise ValueError(
             f"{name}: q and k have {len(q)} queries and {len(k)} keys, main_q and main_k {len(main_q)} and "
@@ -29,13 +30,16 @@ def check_sizes(name: str, q: Tensor, k: Tensor, main_q: Tensor, main_k: Tensor)
 
 
 def is_causal_choice(indices: Tensor, num_keys: int) -> Tensor:
-    """Return [1] bool: whether every query has a key and none after its own, with the last query at the last key."""
+    """Return [1] bool: whether every row of indices [T, K] lists a key, and none after the query's own.
+
+    The last query has the position of the last key.
+    """
     query_keys = torch.arange(num_keys - indices.shape[0], num_keys, device=indices.device)[:, None]
     return ((indices <= query_keys).all() & (indices[:, :1] >= 0).all())[None]
 
 
 def _check_tensors(name: str, tensors: Values, *, one_head: bool) -> None:
-    """Check the indexer's and the attention's tensors, separately and against each other."""
+    """Raise ValueError unless the indexer's and the attention's tensors, by name, fit by themselves and together."""
     q, k, main_q, main_k = (tensors[n] for n in ("q", "k", "main_q", "main_k"))
     check_indexer(name, q, k, tensors["weights"])
     check_sizes(name, q, k, main_q, main_k)
@@ -85,10 +89,10 @@ def indexer_kl_gradients(
 
     q [T, HI, D], k [S, D], weights [T, HI], indices [T, K] are the indexer's; main_q [T, H, D'], main_k [S, 1, D'],
     main_lse [T, H] and scale are the attention's. Returns loss [1] fp32 and the gradients of grad_scale * loss: dq and
-    dweights like q and weights, dk [S, D] fp32. causal: the caller promises that every row lists a key and none after
-    the query's own, with the last query at the last key; it is checked only on the CPU, as a check would wait for other
-    devices. Ascend's fused kernel, which ignores later keys and does not document empty rows, runs only when causal is
-    True. `deterministic` is that of `indexer_kl`.
+    dweights like q and weights, dk [S, D] fp32. causal: the caller promises that every row of indices lists a key and
+    none after the query's own, with the last query at the last key; this is checked only on the CPU, since a check
+    would have to wait for any other device. Ascend's fused kernel, which ignores later keys and does not document empty
+    rows, runs only when causal is True. `deterministic` is that of `indexer_kl`.
     """
     tensors = (q, k, weights, indices, main_q, main_k, main_lse)
     return _target_then_kl(indexer_target.reference, indexer_kl.reference, tensors, scale, grad_scale, deterministic)
@@ -102,6 +106,7 @@ def _target_then_kl(
     grad_scale: float,
     deterministic: bool,
 ) -> Results:
+    """Compute `indexer_kl_gradients` from one backend's implementations of `indexer_target` and `indexer_kl`."""
     q, k, weights, indices, main_q, main_k, main_lse = tensors
     target = compute_target(main_q, main_k, indices, main_lse, scale)
     loss, *gradients = compute_kl(q, k, weights, indices, target, grad_scale=grad_scale, deterministic=deterministic)
@@ -136,9 +141,9 @@ def dense_indexer_kl_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `dense_indexer_kl` of `dense_indexer_target`: `indexer_kl_gradients` over every visible key.
 
-    main_k: [S, HK, D'], HK key heads; bounds are those of `index_scores`, the other arguments those of
-    `indexer_kl_gradients`. Queries are processed in chunks: no [T, S] matrix is ever allocated. dk is added in a fixed
-    order, on Ascend in the order of the device.
+    main_k: [S, HK, D'], HK key heads; starts, ends and key_positions are those of `index_scores`, the other arguments
+    and the results those of `indexer_kl_gradients`. Queries are processed in chunks: no [T, S] matrix is ever
+    allocated. dk is added up in a fixed order, except on Ascend, which promises no order.
     """
     return _run_in_chunks(
         dense_indexer_target.reference,
@@ -152,6 +157,7 @@ def dense_indexer_kl_gradients(
 def _run_in_chunks(
     compute_target: Any, compute_kl: Any, tensors: tuple[Any, ...], scale: float, grad_scale: float
 ) -> Results:
+    """Compute `dense_indexer_kl_gradients` from one backend's implementations of its two halves, chunk by chunk."""
     q, k, weights, main_q, main_k, main_lse, starts, ends, key_positions = tensors
     starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
     wide = wide_dtype(q)

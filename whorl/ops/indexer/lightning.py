@@ -55,14 +55,21 @@ def lightning_indexer(
     k_scale: Tensor | None = None,
     with_scores: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Select the keys of each query: (indices [T, topk] int32 ascending, -1 at the end; scores [T, topk] fp32).
+    """Select for each query the `topk` keys with the highest scores: `top_k` of `index_scores`, in chunks of queries.
 
-    The result is `top_k` of `index_scores`, whose arguments it takes; only the scores of one chunk of queries are in
-    memory. Indices are rows of k, and ties follow the rows: gathered keys should be in the order of their positions.
-    Bounds express packed sequences and slices of a longer sequence: see `causal_bounds`. With with_scores False the
-    scores are None; this saves work on Ascend, whose kernel rounds them to q's dtype, so that plain torch computes them
-    again. No gradient. Raises ValueError when shapes, dtypes, bounds or topk do not fit.
-    Example: indices, _ = lightning_indexer(q, k, weights, topk=2048, with_scores=False).
+    score[t, s] = sum over heads h of weights[t, h] * max(0, q[t, h] . k[s]), times k_scale[s]. q: [T, HI, D] and
+    k: [S, D], both bf16, fp16, fp32 or float8_e4m3fn; weights: [T, HI] floating point; k_scale: [S], for fp8 keys.
+    Query t sees the keys s with starts[t] <= key_positions[s] < ends[t], all int32; key_positions defaults to 0, 1,
+    ..., and the bounds to causal ones with the last query at the last key. `causal_bounds` makes bounds for packed
+    sequences and for slices of a longer one.
+
+    Returns indices [T, topk] int32, rows of k, ascending, -1 after the last, and their scores [T, topk] fp32. Ties go
+    to the lowest row, so keys that were gathered should be in the order of their positions. Only the scores of one
+    chunk of queries are in memory. With with_scores=False the scores are None; this saves work on Ascend, whose kernel
+    rounds them to q's dtype, so that plain torch computes them again. No gradient. Raises ValueError when shapes,
+    dtypes, bounds or topk do not fit.
+
+        indices, _ = ops.lightning_indexer(q, k, weights, topk=2048, with_scores=False)
     """
     selections = []
     starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
@@ -106,7 +113,7 @@ def _npu_reason(
 
 @lightning_indexer.impl("torch_npu", accepts=_npu_reason)
 def _(q, k, weights, topk, starts, ends, key_positions, k_scale, with_scores):  # type: ignore[no-untyped-def]
-    """Run torch_npu's indexer and sort the indices, since it documents neither their order nor its rule for ties."""
+    """Run torch_npu's indexer and sort its indices: it documents neither their order nor a rule for ties."""
     unsorted, _ = _torch_npu.call(
         "npu_lightning_indexer",
         query=q.unsqueeze(0).contiguous(),

@@ -1,4 +1,4 @@
-"""The indexer's loss for training: `kl.py` with autograd, computed once even under activation checkpointing."""
+"""The indexer's loss with autograd. Loss and gradients are computed once, even under activation checkpointing."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,11 +19,15 @@ from .kl_gradients import check_sizes, dense_indexer_kl_gradients, indexer_kl_gr
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # loss [T] or [1], dq, dk, dweights
 Reduction = Literal["mean", "sum"]
 When = Literal["forward", "backward"]
-Reduce = Callable[[Tensor], Tensor]
+Reduce = Callable[[Tensor], Tensor]  # an all-reduce of the target
 
 
 class _LossWithGradients(torch.autograd.Function):
-    """`compute(*tensors)` returns a loss together with its gradients with respect to the first three tensors."""
+    """A loss whose gradients are computed together with it.
+
+    compute(*tensors) returns the loss of each query and the gradients of factor * its sum with respect to the first
+    three tensors; when says whether the forward or the backward calls it. The total is added to `log`, if there is one.
+    """
 
     @staticmethod
     def forward(
@@ -50,6 +54,7 @@ class _LossWithGradients(torch.autograd.Function):
 
 
 def _total(loss: Tensor, factor: float, log: Tensor | None) -> Tensor:
+    """Return factor * the sum of the loss, fp32 or wider, and add it to `log`."""
     total = loss.sum() * factor
     if log is not None:
         log += total
@@ -57,7 +62,7 @@ def _total(loss: Tensor, factor: float, log: Tensor | None) -> Tensor:
 
 
 def _factor(name: str, coefficient: float, reduction: str, when: str, num_queries: int, log: Tensor | None) -> float:
-    """Return the factor of the sum over queries, after checking the options."""
+    """Return the factor of the sum over queries. Raises ValueError for options that do not fit."""
     for option, value, choices in (
         ("reduction", reduction, ("mean", "sum")),
         ("when", when, ("forward", "backward")),
@@ -70,9 +75,10 @@ def _factor(name: str, coefficient: float, reduction: str, when: str, num_querie
 
 
 def _is_causal(q: Tensor, k: Tensor, indices: Tensor, main_q: Tensor, main_k: Tensor, deterministic: bool) -> bool:
-    """Return whether the selection is causal and no row is empty.
+    """Return whether indices are known to be causal with no row empty, as the fused torch_npu operator requires.
 
-    The check waits for the device, so it runs only where the fused torch_npu operator could otherwise be used.
+    The check waits for the device, so it runs only where that operator takes everything else; elsewhere the answer is
+    False.
     """
     if unavailable("torch_npu", q.device.type) is not None:
         return False
@@ -101,17 +107,20 @@ def indexer_kl_loss(
     """Return coefficient * (mean or sum over queries of KL(main attention || indexer)), over the selected keys.
 
     q [T, HI, D], k [S, D] and weights [T, HI] are the indexer's and the only tensors that get a gradient; indices
-    [T, K] is its selection. main_q [T, H, D'], main_k [S, 1, D'], main_lse [T, H] and scale are the attention's, as
-    `indexer_target` takes them; they get no gradient. The heads are summed, then normalised once over the selected
-    keys. Returns a scalar tensor, fp32 or wider. Raises ValueError when shapes, dtypes or options do not fit.
+    [T, K] is its selection. main_q [T, H, D'], main_k [S, 1, D'], main_lse [T, H] fp32
+    (as `sparse_attention` returns it) and scale are the attention's; they get no gradient. The attention of all heads
+    is summed, and the sum is normalised over the selected keys. Returns a scalar tensor, fp32 or wider. Raises
+    ValueError when shapes, dtypes or options do not fit.
 
     reduction: "mean" divides by T, empty queries included; to divide by something else (valid tokens, micro-batches,
     ranks that hold the other queries) use "sum" and put the divisor into the coefficient. when: "forward" computes the
     loss at once and keeps the gradients until backward. "backward" is for activation checkpointing: the forward, which
     runs twice there, returns 0, and backward computes everything once. log: one fp32 element, to which the loss is
-    added once it is computed. reduce_target: called with this rank's head sum [T, K], to all-reduce it over
-    tensor-parallel ranks. deterministic: see `indexer_kl`.
-    Example: indexer_kl_loss(q, k, weights, indices, main_q, main_k, main_lse, scale=192**-0.5).backward().
+    added once it is computed. reduce_target: called with this rank's sum over heads [T, K], returns the sum over all
+    tensor-parallel ranks (an all-reduce). deterministic: the gradient of k is added up in a fixed order, at the cost of
+    a pass over all keys.
+
+        ops.indexer_kl_loss(q, k, weights, indices, main_q, main_k, main_lse, scale=192**-0.5).backward()
     """
     check_sizes("indexer_kl_loss", q, k, main_q, main_k)
     factor = _factor("indexer_kl_loss", coefficient, reduction, when, q.shape[0], log)
@@ -151,9 +160,11 @@ def dense_indexer_kl_loss(
 ) -> Tensor:
     """Return `indexer_kl_loss` over every visible key, for the warm-up stage, where attention is dense.
 
-    main_k: [S, HK, D'], HK key heads; bounds are those of `index_scores`, the other arguments those of
-    `indexer_kl_loss`. Queries are processed in chunks: no [T, S] matrix is ever allocated. `reduce_target` is called
-    once per chunk. Example: dense_indexer_kl_loss(q, k, weights, main_q, main_k, main_lse, scale=192**-0.5).
+    main_k: [S, HK, D'], HK key heads; starts, ends and key_positions are those of `lightning_indexer`, the other
+    arguments those of `indexer_kl_loss`. Queries are processed in chunks: no [T, S] matrix is ever allocated.
+    `reduce_target` is called once per chunk.
+
+        ops.dense_indexer_kl_loss(q, k, weights, main_q, main_k, main_lse, scale=192**-0.5)
     """
     check_sizes("dense_indexer_kl_loss", q, k, main_q, main_k)
     check_bounds("dense_indexer_kl_loss", q.shape[0], k.shape[0], starts, ends, key_positions)

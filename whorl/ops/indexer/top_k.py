@@ -6,7 +6,7 @@ from torch import Tensor
 from .._op import operator
 from .bounds import check_bounds, visible_keys
 
-MOST = 8192  # largest topk of the kernel: a quarter of the longest row that one program handles
+MOST = 8192  # largest topk of the Triton kernel: a quarter of the longest row that one program handles
 
 
 def check_topk(name: str, topk: int) -> None:
@@ -39,11 +39,12 @@ def top_k(
     ends: Tensor | None = None,
     key_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Select the `topk` highest visible scores of each query: (indices [T, topk] int32 ascending, their scores).
+    """Select the `topk` highest visible scores of each query.
 
-    scores: [T, S] fp32; bounds and key_positions are those of `index_scores`. Ties go to the lowest index (0.0 and -0.0
-    are equal, NaN counts as minus infinity), so that every backend selects the same keys. A query that sees fewer than
-    topk keys gets all of them, followed by index -1 with score 0. No gradient.
+    scores: [T, S] fp32; starts, ends and key_positions are those of `index_scores`. Returns indices [T, topk] int32,
+    ascending, and the scores at them, [T, topk] fp32. Ties go to the lowest index (0.0 and -0.0 are equal, NaN counts
+    as minus infinity), so that every backend selects the same keys. A query that sees fewer than topk keys gets all of
+    them, followed by index -1 with score 0. No gradient.
     """
     num_queries, num_keys = scores.shape
     visible = visible_keys(num_queries, num_keys, starts, ends, key_positions, scores.device)
@@ -61,6 +62,7 @@ def top_k(
 
 
 def topk_limit(topk: int) -> str | None:
+    """Return None, or the reason that the Triton kernel cannot select so many keys."""
     return None if topk <= MOST else f"topk {topk} does not fit one program ({MOST})"
 
 

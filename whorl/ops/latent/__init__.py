@@ -3,6 +3,10 @@
 `heads.py` is a linear layer with one weight per head; `write.py` and `index_write.py` write to the paged caches,
 `indexer.py` selects keys from them and `attention.py` attends to those. `pages.py` has the code that they share for
 paged caches, `codes.py` the format of 8-bit caches. The kernels are in the files with `_triton` and `_torch_npu`.
+
+A latent is the N channels that a token stores for all heads, DeepSeek's compressed KV. Queries are absorbed: multiplied
+by the weight that would expand latents to keys, so that they are compared with latents directly. R rotary channels, the
+part of the key that is rotated, follow the latent, or lie in a cache of their own, `turned_cache`, as Ascend needs.
 """
 
 from .attention import latent_attention

@@ -22,7 +22,7 @@ from .pages import (
     split_pages,
 )
 
-KEYS = 128  # keys per cut of a token's list of keys
+KEYS = 128  # keys of a cut: the list of keys that a token sees is divided into cuts from its first key on
 ROWS = 1024  # (query, head) rows that are multiplied at once
 
 
@@ -59,7 +59,7 @@ def _check(
 
 
 def _check_written(name: str, indices: Tensor, starts: list[int], lengths: list[int]) -> None:
-    """Raise ValueError if indices name keys that were not written; causality is left to the indexer."""
+    """Raise ValueError if indices name a key past the end of its sequence; causality is the indexer's task."""
     for b, length in enumerate(lengths):
         chosen = indices[starts[b] : starts[b + 1]]
         if chosen.numel() and int(chosen.max()) >= length:
@@ -71,10 +71,10 @@ def _check_written(name: str, indices: Tensor, starts: list[int], lengths: list[
 def _fold(rows: Tensor, keys: Tensor, hidden: Tensor, value_dim: int) -> Tensor:
     """Return the attention output [R, value_dim] of rows over keys, cut by cut.
 
-    rows: [R, D], scaled; keys: [a multiple of KEYS, D]; hidden: [R, keys], where each row sees at least one key of the
-    first cut. Each cut has its own softmax, and the cuts are merged from first to last. A cut without visible keys
-    multiplies by one and adds zero, so that a row's bits do not depend on its neighbours. The sum of the weights comes
-    from the matmul with the values, which has an extra column of ones.
+    rows: [R, D], scaled; keys: [a multiple of KEYS, D]; hidden: [R, keys] bool, True where a row does not see a key;
+    each row sees at least one key of the first cut. Each cut has its own softmax, and the cuts are merged from first to
+    last. A cut without visible keys multiplies by one and adds zero, so that a row's bits do not depend on the other
+    rows. The sum of the weights comes out of the matmul with the values, which has an extra column of ones.
     """
     best, total = rows.new_zeros(len(rows), 1), rows.new_zeros(len(rows), value_dim + 1)
     for start in range(0, len(keys), KEYS):
@@ -94,9 +94,9 @@ def _fold(rows: Tensor, keys: Tensor, hidden: Tensor, value_dim: int) -> Tensor:
 
 
 def _attend(q: Tensor, keys: Tensor, seen: Tensor, value_dim: int) -> Tensor:
-    """Return the attention output [n, HQ, value_dim] of q [n, HQ, D], scaled, over keys [S, D].
+    """Return the attention output [n, HQ, value_dim] of q [n, HQ, D], already scaled, over keys [S, D].
 
-    seen: [n], how many of the keys each token sees.
+    seen: [n]; token t sees the first seen[t] keys.
     """
     count, heads, _ = q.shape
     keys = torch.nn.functional.pad(keys, (0, 0, 0, -len(keys) % KEYS))
@@ -108,7 +108,7 @@ def _attend(q: Tensor, keys: Tensor, seen: Tensor, value_dim: int) -> Tensor:
 
 
 def _attend_causally(q: Tensor, keys: Tensor, first: int, value_dim: int) -> Iterator[Tensor]:
-    """Yield the outputs of tokens at positions first, first + 1, ... that see every key up to their own, in groups."""
+    """Yield the outputs of tokens at positions first, first + 1, ..., which see all keys up to their own, in groups."""
     step = max(1, ROWS // q.shape[1])
     for start in range(0, len(q), step):
         part = q[start : start + step]
@@ -117,9 +117,9 @@ def _attend_causally(q: Tensor, keys: Tensor, first: int, value_dim: int) -> Ite
 
 
 def _attend_sequence(q: Tensor, keys: Tensor, indices: Tensor | None, value_dim: int) -> Tensor:
-    """Return the outputs of one sequence's tokens, which are at its last len(q) positions.
+    """Return the outputs of one sequence's tokens, which have its last len(q) positions.
 
-    Leading tokens whose list has every visible key are computed together.
+    The first tokens, as long as their lists contain every key up to their own, are computed together.
     """
     first = len(keys) - len(q)
     if indices is None:
@@ -155,20 +155,23 @@ def latent_attention(
 ) -> Tensor:
     """Attend from new tokens to the latents of their sequences, which all heads share as keys and as values.
 
-    q: [T, HQ, D] bf16, fp16 or fp32, absorbed: as wide as a latent and the rotary channels after it; cache: [blocks,
-    block size, D] in q's dtype, which already holds the new tokens, and whose first `value_dim` channels are the
-    values; block_tables, query_starts, context_lens as in `paged_attention`; indices: [T, K] int32, the positions in
-    its sequence that a token sees, ascending, each once, -1 after the last, as `paged_indexer` returns them; None:
-    every position up to the token's own. scale: that of the heads before absorption, 192^-0.5 times YaRN's factor.
-    Returns [T, HQ, value_dim] like q, contiguous. Raises ValueError when shapes, dtypes, lengths or indices do not fit.
+    q: [T, HQ, D] bf16, fp16 or fp32, absorbed, so D channels are those of a latent and the rotary channels after it;
+    cache: [blocks, block size, D] in q's dtype, which already holds the new tokens, and whose first `value_dim`
+    channels are the latent, which is also the value; block_tables, query_starts, context_lens as in `paged_attention`;
+    indices: [T, K] int32, the positions in its sequence that a token sees, ascending, each once, -1 after the last, as
+    `paged_indexer` returns them; None: every position up to the token's own. scale: that of the heads before
+    absorption, 192^-0.5 times YaRN's factor. Returns [T, HQ, value_dim] like q, contiguous. Raises ValueError when
+    shapes, dtypes, lengths or indices do not fit.
 
-    A token's list of keys is cut into groups of 128. Each cut has its own softmax, and the cuts are merged in order.
+    A token's list of keys is divided into cuts of 128. Each cut has its own softmax, and the cuts are merged in order.
     Scores, softmax and sums are in fp32, rounded once. So a token's bits depend on itself and the keys in its list
     alone: not on other sequences, on how a prompt is chunked, on prefill or decode, nor on whether the list was
     selected or contains every key. Tokens without keys, and rows of q after the last query_starts, are zero. A uint8
-    cache is read as `latent_write` writes it: code times scale, which is exact in bf16. With turned_cache [blocks,
-    block size, D - value_dim] the rotary channels are there, and cache is [blocks, block size, value_dim]. No gradient.
-    Example: out = latent_attention(q, cache, *tables_and_lengths, indices, scale=192**-0.5, value_dim=512).
+    cache is read as `latent_write` writes it: code times scale, which is exact in bf16. With turned_cache
+    [blocks, block size, D - value_dim] the rotary channels are there, and cache is [blocks, block size, value_dim]. No
+    gradient.
+
+        out = ops.latent_attention(q, cache, *tables_and_lengths, indices, scale=192**-0.5, value_dim=512)
     """
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     wide = widen(q) * scale

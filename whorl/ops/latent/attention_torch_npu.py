@@ -30,6 +30,7 @@ def reason(
     value_dim: int,
     **_: object,
 ) -> str | None:
+    """Return None, or the reason that npu_sparse_flash_attention cannot take these arguments."""
     if cache.dtype == torch.uint8:
         return "takes no e4m3 codes: npu_kv_quant_sparse_flash_attention reads int8, and rows in another order"
     if turned_cache is None:

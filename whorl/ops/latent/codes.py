@@ -1,9 +1,9 @@
 """8-bit caches in the byte order of DeepSeek's own kernels: 656 bytes per latent, 132 per key of the indexer.
 
 Codes are e4m3 and scales are powers of two, so a value, code times scale, is exact in bf16, and prefill reads the same
-values as decode. A latent is stored as its codes, one fp32 scale for every 128 of them, and the rotary channels in
-bf16, one after the other. Keys of the indexer are stored in planes: each block holds the codes of all its tokens, then
-their fp32 scales.
+values as decode. The bytes of a latent are its codes, then one fp32 scale for every 128 codes, then the rotary channels
+in bf16. Keys of the indexer are stored in two planes: each block holds the codes of all its tokens, then the fp32
+scales of all its tokens.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from .pages import store
 
 GROUP = 128  # channels of a latent that share a scale
-LARGEST, LEAST = 448.0, 1e-4  # largest e4m3 number; least magnitude that sets a scale, as in DeepSeek's quantiser
+LARGEST, LEAST = 448.0, 1e-4  # the largest e4m3 number; the lower limit of the magnitude in a scale, as DeepSeek's
 SCALE_BYTES = 4
 CODES = torch.float8_e4m3fn
 
@@ -34,9 +34,9 @@ def power_above(x: Tensor) -> Tensor:
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise x [..., D]: return codes as bytes, and fp32 scales [...].
+    """Quantise x [..., D]: return e4m3 codes as bytes, [..., D] uint8, and fp32 scales [...].
 
-    A scale is the largest magnitude / 448, rounded up to a power of two.
+    A scale is the largest magnitude, or 1e-4 if that is larger, divided by 448 and rounded up to a power of two.
     """
     wide = x.float()
     largest = wide.abs().amax(-1).clamp_min(LEAST) / torch.full((), LARGEST, device=x.device)
@@ -64,7 +64,7 @@ def alignment_reason(cache: Tensor, first: int) -> str | None:
 
 
 def pack_latents(latent: Tensor, rotary_channels: Tensor) -> Tensor:
-    """Pack latents [T, N] and rotary channels [T, R] into [T, latent_bytes]."""
+    """Pack latents [T, N] and rotary channels [T, R] into bytes [T, latent_bytes(N, R)]."""
     groups = torch.nn.functional.pad(latent, (0, -latent.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     codes, scales = quantise(groups)
     return torch.cat(
@@ -73,7 +73,7 @@ def pack_latents(latent: Tensor, rotary_channels: Tensor) -> Tensor:
 
 
 def unpack_latents(rows: Tensor, rank: int) -> Tensor:
-    """Unpack [n, latent_bytes] into latents and rotary channels, [n, N + R] fp32."""
+    """Unpack rows [n, bytes] of `pack_latents` into latents and rotary channels, [n, N + R] fp32. rank: N."""
     groups = -(-rank // GROUP)
     codes, scales, rotary_channels = rows.split(
         (rank, SCALE_BYTES * groups, rows.shape[1] - rank - SCALE_BYTES * groups), 1
@@ -87,7 +87,10 @@ def unpack_latents(rows: Tensor, rank: int) -> Tensor:
 
 
 def hadamard_rows(x: Tensor) -> Tensor:
-    """Compute `hadamard` of fp32 rows by sums and differences, so that a row's bits do not depend on the batch."""
+    """Compute `hadamard` of fp32 rows by the fast transform of sums and differences.
+
+    Unlike the matmul of that operator's reference, it gives a row bits that do not depend on the batch.
+    """
     size = x.shape[-1]
     y, width = x, 1
     while width < size:
@@ -98,12 +101,16 @@ def hadamard_rows(x: Tensor) -> Tensor:
 
 
 def planes(cache: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """View blocks [blocks, block size, D + 4] as codes [blocks, block size, D] and scales [blocks, block size, 4]."""
+    """View a cache [blocks, block size, D + 4] of bytes as its planes: codes [blocks, block size, D] and scales.
+
+    The scales are [blocks, block size, 4], the bytes of one fp32 number each. dim: D.
+    """
     flat, size = cache.flatten(1), cache.shape[1]
     return flat[:, : size * dim].unflatten(1, (size, dim)), flat[:, size * dim :].unflatten(1, (size, SCALE_BYTES))
 
 
 def store_index(k: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Transform keys k [T, D] by `hadamard_rows`, quantise them, and store them in a cache of bytes."""
     codes, scales = quantise(hadamard_rows(k.float()))
     for rows, plane in zip((codes, as_bytes(scales[:, None])), planes(cache, k.shape[1]), strict=True):
         store(rows, plane, slots)
@@ -117,6 +124,9 @@ def gather_index(cache: Tensor, dim: int, table: Tensor, length: int) -> tuple[T
 
 
 def round_queries(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise queries in the way of cached keys: return their codes in fp32, and the weights times their scales."""
+    """Transform and quantise queries q [T, HI, D] as `store_index` does keys.
+
+    Returns their codes in fp32, and the weights [T, HI] times the scales of the queries.
+    """
     codes, scales = quantise(hadamard_rows(q.float()))
     return codes.view(CODES).float(), weights.float() * scales

@@ -1,4 +1,4 @@
-"""A linear layer with one weight per head: it maps between a head's channels and the latents that all heads share."""
+"""A linear layer with one weight per head: it maps a head's channels to the channels of latents, or back."""
 
 import torch
 from torch import Tensor
@@ -36,7 +36,9 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     x: [T, H, K] bf16, fp16 or fp32, weight: [H, N, K] in x's dtype, any strides; y: [T, H, N] like x, contiguous. Sums
     in fp32, rounded once. A token's bits depend on the token and its head's weight alone, as in `linear`. No gradient.
-    Raises ValueError when shapes or dtypes do not fit. Example: absorbed = head_linear(q, weight).
+    Raises ValueError when shapes or dtypes do not fit.
+
+        absorbed = ops.head_linear(q, weight)
     """
     wide, factors = widen(x), widen(weight)
     y = torch.empty(*x.shape[:2], weight.shape[1], dtype=wide.dtype, device=x.device)
@@ -50,7 +52,7 @@ def _triton_reason(x: Tensor, **_: object) -> str | None:
 
 
 head_linear.impl("triton", "heads_triton:forward", accepts=_triton_reason)
-NPU_INNER = 65536  # npu_transpose_batchmatmul takes [tokens, heads, channels] while heads * channels is below this
+NPU_INNER = 65536  # npu_transpose_batchmatmul takes [tokens, heads, channels] if heads * channels is below this
 
 
 def _npu_reason(x: Tensor, weight: Tensor) -> str | None:
@@ -96,7 +98,7 @@ _BENCH: list[Values] = [
 
 
 def _make(draw: Draw, tokens: Sizes, heads: int, size: tuple[int, int], swapped: bool = False) -> Values:
-    """Draw the arguments; swapped: the weight is stored as [H, K, N], like the key weight that absorbs queries."""
+    """Make the arguments; swapped: the weight is a view of [H, K, N], as the key weight that absorbs queries is."""
     width, channels = size
     weight = draw.weight(heads, channels, width).transpose(1, 2) if swapped else draw.weight(heads, width, channels)
     return {"x": draw.scaled(*tokens, heads, channels), "weight": weight}

@@ -1,4 +1,4 @@
-"""Norm and rotate the indexer's keys of new tokens, and write them to a paged cache."""
+"""Normalise and rotate the indexer's keys of new tokens, and write them to a paged cache."""
 
 import torch
 from torch import Tensor
@@ -33,14 +33,16 @@ def _check(k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tens
 def index_write(
     k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, *, eps: float = 1e-6
 ) -> None:
-    """LayerNorm the indexer's key of each new token, rotate its first channels, and store it in the cache.
+    """Normalise the indexer's key of each new token by LayerNorm, rotate its first channels, and store it in the cache.
 
-    k: [T, D] bf16, fp16 or fp32; weight, bias: [D] in k's dtype or fp32; cos_sin: [T, R]: channel i of the first R is
-    paired with i + R/2, as in `rope` (style "half"); cache: [blocks, block size, D] in k's dtype, written in place;
-    slots: [T] as in `write_kv`. Computed in fp32, rounded after the norm and after the rotation, as two operators
-    would. A uint8 cache, [blocks, block size, D + 4], stores the `hadamard` transform (D a power of two) as e4m3 codes
-    with one power-of-two scale, in two planes per block: see `codes.py`. Returns nothing. Raises ValueError when
-    shapes, dtypes or slots do not fit. Example: index_write(k, weight, bias, cos_sin, cache, slots).
+    k: [T, D] bf16, fp16 or fp32; weight, bias: [D] in k's dtype or fp32, those of the norm; cos_sin: [T, R], by which
+    the first R channels are rotated as in `rope` (style "half"); cache: [blocks, block size, D] in k's dtype, written
+    in place; slots: [T] as in `write_kv`. Computed in fp32, rounded to k's dtype after the norm and again after the
+    rotation, as two operators would. A uint8 cache, [blocks, block size, D + 4], stores the `hadamard` transform
+    (D a power of two) as e4m3 codes with one power-of-two scale, in two planes per block: see `codes.py`. Returns
+    nothing. Raises ValueError when shapes, dtypes or slots do not fit.
+
+        ops.index_write(k, weight, bias, cos_sin, cache, slots)
     """
     wide = widen(k)
     scale, shift = (x.to(wide.dtype) for x in (weight, bias))

@@ -13,7 +13,7 @@ from . import indexer_torch_npu
 from .codes import alignment_reason, gather_index, index_bytes, round_queries, store_index
 from .pages import check_pages, check_sequences, gather, make_pages, make_sequences
 
-KEYS = 256  # keys per matmul, cut at multiples of this position
+KEYS = 256  # keys per matmul; each begins at a position that is a multiple of this
 
 
 def _check(
@@ -36,7 +36,10 @@ def _check(
 
 
 def _add_heads(x: Tensor) -> Tensor:
-    """Sum [T, HI, KEYS] over the heads by adding halves; the order of torch.sum depends on the shape."""
+    """Sum x [T, HI, KEYS] over the heads, by adding the second half of them to the first until one is left.
+
+    torch.sum would add in an order that depends on the shape.
+    """
     while x.shape[1] > 1:
         half = (x.shape[1] + 1) // 2
         num_pairs = x.shape[1] - half
@@ -80,18 +83,20 @@ def paged_indexer(
     context_lens: Tensor,
     topk: int,
 ) -> Tensor:
-    """Select the `topk` highest-scoring keys of its sequence for each new token: [T, topk] int32 positions, ascending.
+    """Select for each new token the `topk` highest-scoring keys of its sequence.
 
-    q: [T, HI, D] bf16, fp16 or fp32; weights: [T, HI] floating point, which include every constant factor; cache:
-    [blocks, block size, D] in q's dtype, which already holds the new tokens' keys; block_tables, query_starts,
-    context_lens and the visible keys are those of `paged_attention`. score = sum over heads of weights * max(0, q . k),
-    products and sums in fp32, as in `index_scores`; ties go to the lowest position, as in `top_k`. A token that sees
-    fewer than topk keys gets all of them, followed by -1. A token's selection depends on itself and the keys it sees
-    alone: not on other sequences, on how a prompt is chunked, nor on prefill or decode. Rows of q after the last
-    query_starts are -1. With a uint8 cache, as `index_write` writes it, codes are multiplied: queries are transformed
-    and quantised in the same way, their scales go into the weights, and a key's scale is multiplied last. No gradient.
-    Raises ValueError when shapes, dtypes or lengths do not fit.
-    Example: indices = paged_indexer(q, weights, cache, block_tables, query_starts, context_lens, topk=2048).
+    Returns their positions in the sequence, [T, topk] int32, ascending. q: [T, HI, D] bf16, fp16 or fp32; weights:
+    [T, HI] floating point, which include every constant factor; cache: [blocks, block size, D] in q's dtype, which
+    already holds the new tokens' keys; block_tables, query_starts, context_lens and the visible keys are those of
+    `paged_attention`. score = sum over heads of weights * max(0, q . k), products and sums in fp32, as in
+    `index_scores`; ties go to the lowest position, as in `top_k`. A token that sees fewer than topk keys gets all of
+    them, followed by -1. A token's selection depends on itself and the keys it sees alone: not on other sequences, on
+    how a prompt is chunked, nor on prefill or decode. Rows of q after the last query_starts are -1. A uint8 cache, as
+    `index_write` writes it, holds codes, which are multiplied as they are: queries are transformed and quantised in the
+    same way, their scales are multiplied into the weights, and the score is multiplied by the key's scale last. No
+    gradient. Raises ValueError when shapes, dtypes or lengths do not fit.
+
+        indices = ops.paged_indexer(q, weights, cache, block_tables, query_starts, context_lens, topk=2048)
     """
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     is_coded = cache.dtype == torch.uint8

@@ -15,6 +15,7 @@ CAUSAL = 3  # sparse_mode: the last query is at the last key
 
 
 def reason(q: Tensor, cache: Tensor, block_tables: Tensor, topk: int, **_: object) -> str | None:
+    """Return None, or the reason that npu_lightning_indexer cannot take these arguments."""
     if cache.dtype == torch.uint8:
         return "takes no e4m3 codes: npu_quant_lightning_indexer reads int8"
     if not all(x.numel() for x in (q, cache, block_tables)):

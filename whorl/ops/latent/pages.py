@@ -14,7 +14,7 @@ ONE_CACHE = "takes latents and rotary channels in one cache, got turned_cache"
 
 
 def check_pages(name: str, cache: Tensor, dtype: torch.dtype, width: int, num_bytes: int) -> None:
-    """Check a cache of `dtype`, or one of bytes (8-bit codes), where a token takes num_bytes."""
+    """Raise ValueError unless cache is [blocks, block size, width] in `dtype`, or uint8 codes of num_bytes a token."""
     expected = num_bytes if cache.dtype == torch.uint8 else width
     if cache.dim() != 3 or cache.dtype not in (dtype, torch.uint8) or cache.shape[2] != expected:
         raise ValueError(
@@ -28,7 +28,10 @@ def check_pages(name: str, cache: Tensor, dtype: torch.dtype, width: int, num_by
 def check_latents(
     name: str, cache: Tensor, turned_cache: Tensor | None, dtype: torch.dtype, sizes: tuple[int, int], num_bytes: int
 ) -> None:
-    """Check one or two caches. sizes: latent channels, and rotary channels, which are in turned_cache if given."""
+    """Raise ValueError unless one cache has both parts of `sizes`, or cache has the first and turned_cache the second.
+
+    sizes: latent channels N and rotary channels R; num_bytes: those of a token in a cache of codes, which is one cache.
+    """
     if turned_cache is None:
         check_pages(name, cache, dtype, sum(sizes), num_bytes)
         return
@@ -41,7 +44,7 @@ def check_latents(
 
 
 def check_rows(name: str, slots: Tensor, cos_sin: Tensor, count: int, cache: Tensor) -> None:
-    """Check the slots and angles of the tokens that are written."""
+    """Raise ValueError unless slots and cos_sin have one row for each of `count` tokens that are written."""
     check_slots(name, slots, count, cache)
     if cos_sin.dim() != 2 or cos_sin.shape[0] != count or cos_sin.shape[1] % 2 or not cos_sin.is_floating_point():
         raise ValueError(f"{name}: cos_sin is {list(cos_sin.shape)} {cos_sin.dtype}, expected [{count}, R], R even")
@@ -50,7 +53,7 @@ def check_rows(name: str, slots: Tensor, cos_sin: Tensor, count: int, cache: Ten
 def check_sequences(
     name: str, num_rows: int, cache: Tensor, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor
 ) -> None:
-    """Check block tables and lengths as `paged_attention` does."""
+    """Raise ValueError for block tables and lengths that `paged_attention` would refuse. num_rows: the rows of q."""
     count = len(context_lens) if context_lens.dim() == 1 else -1
     if block_tables.dim() != 2 or block_tables.shape[0] != count or query_starts.shape != (count + 1,):
         raise ValueError(
@@ -66,7 +69,7 @@ def check_sequences(
 
 
 def gather(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """Return the rows of one sequence in token order, [length, D]."""
+    """Return the rows of one sequence in token order, [length, D]. table: its row of block_tables."""
     blocks = table[: -(-length // cache.shape[1])]
     return cache.index_select(0, blocks).flatten(0, 1)[:length]
 
@@ -90,25 +93,26 @@ def store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def make_pages(draw: Draw, blocks: int, block: int, width: int, coded: bool = False) -> Tensor:
-    """Draw a cache; sliced cases get a gap between blocks. coded: bytes, all zero."""
+    """Draw a cache [blocks, block, width]; in a sliced case with gaps between blocks. coded: uint8 zeros instead."""
     if coded:
         return torch.zeros(blocks, block, width, dtype=torch.uint8, device=draw.device)
     return torch.randn(blocks, block + 2 * draw.sliced, width, **draw.kind)[:, :block]
 
 
 def split_pages(pages: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Split a cache into two: latents, and rotary channels."""
+    """Split a cache into two contiguous ones: `rank` latent channels, and the rotary channels after them."""
     latents, rotary_channels = pages.split((rank, pages.shape[2] - rank), -1)
     return latents.contiguous(), rotary_channels.contiguous()
 
 
 def make_slots(draw: Draw, count: int, slots: int, skipped: bool) -> Tensor:
-    """Draw slots in random order; skipped: some tokens get none."""
+    """Draw `count` of `slots` slots in random order; skipped: every third token gets -1."""
     drawn = torch.randperm(slots, device=draw.device)[:count]
     return torch.where(torch.arange(count, device=draw.device) % 3 == 1, -1, drawn) if skipped else drawn
 
 
 def make_angles(draw: Draw, count: int, rotary: int) -> Tensor:
+    """Draw cos_sin, [count, rotary], of random angles."""
     angles = torch.rand(count, rotary // 2, device=draw.device, dtype=draw.wide) * 6
     return torch.cat((angles.cos(), angles.sin()), -1)
 

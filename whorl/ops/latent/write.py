@@ -1,4 +1,4 @@
-"""Norm and rotate the latents of new tokens, and write them to a paged cache."""
+"""Normalise the latents of new tokens, rotate their key channels, and write both to a paged cache."""
 
 import torch
 from torch import Tensor
@@ -51,16 +51,18 @@ def latent_write(
     *,
     eps: float = 1e-6,
 ) -> None:
-    """RMSNorm the latent of each new token, rotate the key channels after it, and store both in the cache.
+    """Normalise the latent of each new token by RMSNorm, rotate the key channels after it, and store both in the cache.
 
-    kv: [T, N + R] bf16, fp16 or fp32, the output of the down projection: N channels of the latent, normed with weight
-    [N] as in `rms_norm`, and R channels of the key that all heads share, rotated in neighbouring pairs by cos_sin
-    [T, R] as in `rope` (style "pairs"); cache: [blocks, block size, N + R] in kv's dtype, written in place; slots: [T]
-    as in `write_kv`. Both parts are rounded once. A uint8 cache, [blocks, block size, 656] for 512 and 64 channels,
-    stores e4m3 codes with a power-of-two scale for every 128 of them, and the rotary channels in bf16: see `codes.py`.
-    With turned_cache [blocks, block size, R] the rotary channels are stored there, and cache is [blocks, block size,
-    N], as Ascend's attention reads them. Returns nothing. Raises ValueError when shapes, dtypes or slots do not fit.
-    Example: latent_write(kv, weight, cos_sin, cache, slots).
+    kv: [T, N + R] bf16, fp16 or fp32, the output of the down projection: N channels of the latent, normalised with
+    weight [N] as in `rms_norm`, and R channels of the key that all heads share, rotated in neighbouring pairs by
+    cos_sin [T, R] as in `rope` (style "pairs"); cache: [blocks, block size, N + R] in kv's dtype, written in place;
+    slots: [T] as in `write_kv`. Both parts are rounded once. A uint8 cache, [blocks, block size, 656] for 512 and 64
+    channels, stores e4m3 codes with a power-of-two scale for every 128 of them, and the rotary channels in bf16: see
+    `codes.py`. With turned_cache [blocks, block size, R] the rotary channels are stored there, and cache is
+    [blocks, block size, N], as Ascend's attention reads them. Returns nothing. Raises ValueError when shapes, dtypes or
+    slots do not fit.
+
+        ops.latent_write(kv, weight, cos_sin, cache, slots)
     """
     split = weight.shape[0]
     latent = rms_norm.reference(kv[:, :split], weight, eps)
@@ -74,7 +76,7 @@ def latent_write(
 
 
 def triton_reason(x: Tensor, cache: Tensor) -> str | None:
-    """Return why Triton cannot run either of the two operators that write pages, or None."""
+    """Return None, or the reason that Triton can run neither `latent_write` nor `index_write` with these."""
     if x.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     return None if cache.stride(2) == 1 else "needs a cache with contiguous channels"

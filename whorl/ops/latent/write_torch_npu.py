@@ -43,6 +43,7 @@ def _rotate(x: Tensor, cos_sin: Tensor, style: str) -> Tensor:
 def latent_reason(
     kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, turned_cache: Tensor | None, **_: object
 ) -> str | None:
+    """Return None, or the reason that torch_npu's operators cannot compute `latent_write`."""
     split = weight.shape[0]
     for pages in (cache,) if turned_cache is None else (cache, turned_cache):
         if (limit := _store_reason(kv, pages)) is not None:
@@ -73,6 +74,7 @@ def latent_write(
 
 
 def index_reason(k: Tensor, cos_sin: Tensor, cache: Tensor, **_: object) -> str | None:
+    """Return None, or the reason that torch_npu's operators cannot compute `index_write`."""
     return _store_reason(k, cache) or rope_reason(k[:, None], None, cos_sin)
 
 

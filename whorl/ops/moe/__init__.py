@@ -1,4 +1,9 @@
-"""Mixture of experts: routing, permuting tokens to their experts and back, grouped and fused expert matmuls."""
+"""Mixture of experts.
+
+`route.py` chooses experts. In training `permute.py` sorts tokens by expert and back, around the products of
+`grouped_matmul.py`. `experts.py` does all of this after routing in one operator, whose bits do not depend on the batch,
+for inference; its gradient uses the operators of training.
+"""
 
 from .experts import experts
 from .grouped_matmul import grouped_matmul, grouped_matmul_backward

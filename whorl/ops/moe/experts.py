@@ -42,17 +42,24 @@ def _check(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tenso
 
 
 def _activate(both: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return silu(gate) * up, rounded to `dtype` for the second matmul. exp instead of sigmoid: see `route`."""
+    """Return silu(gate) * up of both [T, 2F] as [T, F], rounded to `dtype` and widened again for the second matmul.
+
+    It uses exp instead of torch.sigmoid for the reason that `route.py` gives.
+    """
     gate, up = both.chunk(2, -1)
     return _round_to(gate / (1 + torch.exp(-gate)) * up, dtype)
 
 
 def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round x to `dtype`, and return it in the dtype of accumulation."""
     return widen(x.to(dtype))
 
 
 def _expert_outputs(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the output of each token's experts, [T, K, C]; an expert computes all its tokens in one matmul."""
+    """Return the output of each token's experts, [T, K, C]; an expert computes all its tokens at once.
+
+    x: [T, C] in the dtype of accumulation; dtype: what the matmuls round their results to.
+    """
     flat = ids.flatten()
     order = torch.sort(flat, stable=True).indices
     counts = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
@@ -70,7 +77,7 @@ def _fake(x: Tensor, **_: object) -> Tensor:
 
 
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    """Bytes moved: the weights of the experts that the tokens chose, and the tokens in and out."""
+    """Return the bytes of the weights of the experts that were chosen, and of the tokens in and out."""
     x, ids, gate_up, down = values["x"], values["ids"], values["gate_up"], values["down"]
     used = ids.unique().numel() if ids.device.type != "meta" else min(ids.numel(), gate_up.shape[0])
     return x.element_size() * (2 * x.numel() + used * (gate_up[0].numel() + down[0].numel()))
@@ -86,13 +93,15 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
     """Run the chosen experts of each token and return their weighted sum.
 
     y[t] = sum over j of weights[t, j] * down[e] @ (silu(gate) * up), gate|up = gate_up[e] @ x[t], e = ids[t, j].
-    x: [T, C] bf16, fp16 or fp32; gate_up: [E, 2F, C], gate above up, and down: [E, C, F], in x's dtype; weights: [T, K]
-    floating point and ids: [T, K] int32 or int64, as `route` returns them; y: like x, contiguous. Raises ValueError
-    when shapes or dtypes do not fit, and on the CPU when an id is outside [0, E); other devices do not check ids. Sums
-    in fp32. gate, up, silu(gate) * up and each expert's result are rounded to x's dtype, as separate matmuls of whole
-    tensors would round them; the choices are added in order, in fp32, and y is rounded once. A token's bits do not
-    depend on the other tokens, as in `linear`. Differentiable in all but ids; the backward recomputes the matmuls of
-    the forward with `grouped_matmul`. Example: y = experts(x, gate_up, down, *route(logits, k=8)).
+    x: [T, C] bf16, fp16 or fp32; gate_up: [E, 2F, C], F rows of gate and then F of up, and down: [E, C, F], in x's
+    dtype; weights: [T, K] floating point and ids: [T, K] int32 or int64, as `route` returns them; y: like x,
+    contiguous. Raises ValueError when shapes or dtypes do not fit, and on the CPU when an id is outside [0, E); other
+    devices do not check ids. Sums in fp32. gate, up, silu(gate) * up and each expert's result are rounded to x's dtype,
+    as separate matmuls of whole tensors would round them; the choices are added in order, in fp32, and y is rounded
+    once. A token's bits do not depend on the other tokens, as in `linear`. Differentiable in all but ids; the backward
+    recomputes the matmuls of the forward with `grouped_matmul`.
+
+        y = ops.experts(x, gate_up, down, *ops.route(logits, k=8))
     """
     if not ids.shape[1]:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)

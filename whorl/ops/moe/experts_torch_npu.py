@@ -13,6 +13,7 @@ from .routing_torch_npu import run_routed_experts
 
 
 def reason(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, **_: object) -> str | None:
+    """Return None, or the reason that torch_npu's operators cannot take these arguments."""
     count, rows = gate_up.shape[0], ids.numel()
     if not rows:
         return "empty tensors are not taken"
@@ -21,6 +22,7 @@ def reason(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, **_: object) -
 
 
 def _product_reason(x: Tensor, rows: int, weight: Tensor) -> str | None:
+    """Return None, or the reason that npu_grouped_matmul cannot multiply `rows` rows by this weight [E, N, K]."""
     return grouped_matmul_limit(
         shapes=[(rows, weight.shape[2])],
         weight_shapes=[(weight.shape[0], weight.shape[2], weight.shape[1])],

@@ -262,6 +262,7 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
 
 
 def _run_by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
+    """Write `experts` of few tokens to y: every (token, choice) pair reads its expert's weights by itself."""
     pairs, (_, channels, width) = ids.numel(), down.shape
     hidden, parts = (torch.empty(pairs, n, dtype=x.dtype, device=x.device) for n in (width, channels))
     gate_up_plan, down_plan = few_plan(channels)
@@ -286,6 +287,7 @@ def _run_by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids
 
 
 def few_plan(channels: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the tile sizes of the two kernels for few tokens; they affect speed alone."""
     if is_interpreting():
         gate_up_plan, down_plan = {"COLUMNS": 16, "BLOCK_C": 32}, {"COLUMNS": 16, "BLOCK_F": 32}
     else:
@@ -295,6 +297,7 @@ def few_plan(channels: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _combine(parts: Tensor, weights: Tensor, y: Tensor) -> None:
+    """Write to y [T, C] the weighted sum of parts [T * K, C] over each token's choices, in order."""
     block = min(1024, power_of_2(y.shape[1]))
     _combine_kernel[(y.shape[0], ceil_div(y.shape[1], block))](
         parts,
@@ -310,6 +313,7 @@ def _combine(parts: Tensor, weights: Tensor, y: Tensor) -> None:
 
 
 def _run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
+    """Write `experts` of many tokens to y: pairs are sorted by expert and multiplied in tiles."""
     pairs, (num_experts, channels, width) = ids.numel(), down.shape
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)

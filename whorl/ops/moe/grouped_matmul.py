@@ -62,7 +62,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     [E, C, F], as torch's grouped_mm expects it, is passed as weight.transpose(1, 2)); counts: [E] int32 or int64, none
     negative, with sum M. y: [M, F] in x's dtype, contiguous. Sums in fp32, rounded once. Differentiable in x and
     weight. Raises ValueError when shapes or dtypes do not fit, and on the CPU when the counts do not sum to M.
-    Example: y = grouped_matmul(rows, weight, counts), with rows and counts from `permute`.
+
+        y = ops.grouped_matmul(rows, weight, counts)  # rows and counts from permute
     """
     parts = x.split(counts.tolist())
     products = [widen(part) @ widen(w).transpose(0, 1) for part, w in zip(parts, weight, strict=True)]
@@ -73,8 +74,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def grouped_matmul_backward(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `grouped_matmul`: dx[m] = dy[m] @ weight[e] and dweight[e] = sum over its rows of dy[m] x[m]^T.
 
-    dy: [M, F] in x's dtype. dx: [M, C] and dweight: [E, F, C], contiguous; the gradient of an expert without rows is
-    zero. Sums in fp32, rounded once.
+    dy: [M, F] in x's dtype; the other arguments are those of the forward. Returns dx: [M, C] and dweight: [E, F, C],
+    contiguous, in x's dtype; the gradient of an expert without rows is zero. Sums are in fp32, rounded once.
     """
     sizes = counts.tolist()
     grads, rows = dy.split(sizes), x.split(sizes)
@@ -89,8 +90,8 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     return {"x": dx, "weight": dweight}
 
 
-# torch.nn.functional.grouped_mm cannot be the reference, because it accepts only what its kernel supports. Where it
-# accepts a call it is preferred.
+# The backend torch_cuda is torch.nn.functional.grouped_mm. It cannot be the reference, because it accepts only what its
+# kernel supports. Where it accepts a call it is preferred, except where `_torch_slower` gives a reason.
 
 
 def _torch_reason(x: Tensor, weight: Tensor, **_: object) -> str | None:

@@ -12,6 +12,7 @@ ROWS, SUMS = 0, 2  # values of group_type: the rows of x are grouped, or the sum
 
 
 def _limit(x: Tensor, weight: Tensor, groups: int, group_type: int) -> str | None:
+    """Return None, or the reason that npu_grouped_matmul cannot compute this product; arguments as in `_product`."""
     if not x.numel() or not weight.numel():
         return "empty tensors are not taken"
     return grouped_matmul_limit(
@@ -27,10 +28,12 @@ def _limit(x: Tensor, weight: Tensor, groups: int, group_type: int) -> str | Non
 
 
 def reason(x: Tensor, weight: Tensor, counts: Tensor) -> str | None:
+    """Return None, or the reason that npu_grouped_matmul cannot compute the forward."""
     return _limit(x, weight.transpose(1, 2), counts.numel(), ROWS)
 
 
 def backward_reason(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> str | None:
+    """Return None, or the reason that npu_grouped_matmul cannot compute both gradients."""
     return _limit(dy, weight, counts.numel(), ROWS) or _limit(dy.t(), x, counts.numel(), SUMS)
 
 

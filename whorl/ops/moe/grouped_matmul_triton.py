@@ -144,6 +144,7 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Ten
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Return dweight like weight [E, N, K], contiguous."""
     dy, x = unit_stride(dy), unit_stride(x)
     experts, width, inner = weight.shape
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
@@ -171,6 +172,7 @@ def product_plan(rows: int, element_size: int) -> dict[str, Any]:
 
 
 def weight_plan(element_size: int) -> dict[str, Any]:
+    """Return the tile sizes of the weight gradient; they affect speed alone."""
     if is_interpreting():
         return {"ROWS": 16, "COLUMNS": 16, "BLOCK_M": 16, "GROUP": 2}
     if element_size == 4:

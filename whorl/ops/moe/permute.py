@@ -1,4 +1,8 @@
-"""Permute tokens to their experts and back, around the grouped matmuls of a mixture of experts in training."""
+"""Permute tokens to their experts and back, around the grouped matmuls of a mixture of experts in training.
+
+A pair is one (token, choice), numbered token * K + choice. `permute` sorts the pairs by expert; the place of a pair is
+its row in that order.
+"""
 
 from typing import Any
 
@@ -72,11 +76,15 @@ def _check_unpermute_backward(dy: Tensor, rows: Tensor, places: Tensor, probs: T
 
 
 def _invert(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation: from the pair in each row to the row of each pair, or back."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 
 def _gather_rows(x: Tensor, order: Tensor, top_k: int, probs: Tensor | None) -> Tensor:
-    """Row r is a copy of token order[r] // top_k, times the prob of the (token, choice) pair order[r]."""
+    """Return rows [T * K, C]: row r is token order[r] // top_k, times the prob of pair order[r] if there are probs.
+
+    x: [T, C]; order: [T * K], the pair in each row; top_k: K; probs: [T, K] or None.
+    """
     rows = widen(x)[order // top_k]
     if probs is not None:
         rows = rows * probs.to(rows.dtype).flatten()[order].unsqueeze(-1)
@@ -105,11 +113,13 @@ def _dots(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor
 def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Copy each token once per chosen expert and sort the copies by expert, in token order within an expert.
 
-    x: [T, C] bf16, fp16 or fp32; ids: [T, K] int32 or int64, each in [0, num_experts); probs: [T, K] floating point;
-    the copies are multiplied by them in fp32 and rounded once. Returns rows [T * K, C] in x's dtype, contiguous;
-    places [T, K] int32, the row of each (token, choice); counts [num_experts] int32, the rows of each expert, 0 for one
-    without tokens. Differentiable in x and probs. Raises ValueError when shapes, dtypes or ids do not fit.
-    Example: rows, places, counts = permute(x, ids, num_experts=64).
+    x: [T, C] bf16, fp16 or fp32; ids: [T, K] int32 or int64, the experts that `route` chose, in
+    [0, num_experts); probs: [T, K] floating point, by which the copies are multiplied in fp32 and rounded once, or
+    None. Returns rows [T * K, C] in x's dtype, contiguous; places [T, K] int32, the row of each (token, choice); counts
+    [num_experts] int32, the rows of each expert, 0 for one without tokens. Differentiable in x and probs. Raises
+    ValueError when shapes, dtypes or ids do not fit.
+
+        rows, places, counts = ops.permute(x, ids, num_experts=64)
     """
     flat = ids.flatten().long()
     order = flat.sort(stable=True).indices
@@ -122,9 +132,10 @@ def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None = Non
 def permute_backward(
     drows: Tensor, places: Tensor, x: Tensor | None = None, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `permute`: dx [T, C] in drows' dtype and, with probs, dprobs [T, K] in their dtype, which needs x.
+    """Gradients of `permute`: dx [T, C] in drows' dtype and, with probs, dprobs [T, K] in their dtype, else None.
 
-    Computed in fp32; the choices of a token are added in order and rounded once.
+    drows: [T * K, C], the gradient of rows; places: [T, K], as the forward returned them; x, probs: those of the
+    forward. x is needed only with probs. Computed in fp32; the choices of a token are added in order and rounded once.
     """
     index = places.long()
     dx = _sum_rows(drows, index, probs)
@@ -140,13 +151,15 @@ def unpermute(rows: Tensor, places: Tensor, probs: Tensor | None = None) -> Tens
     rows: [T * K, C] bf16, fp16 or fp32; places: [T, K] int32 or int64, as `permute` returns them; probs: [T, K]
     floating point, 1 when None. y: [T, C] in rows' dtype, contiguous. Computed in fp32; the choices of a token are
     added in order and rounded once. Differentiable in rows and probs. Raises ValueError when shapes, dtypes or places
-    do not fit. Example: y = unpermute(rows, places, weights).
+    do not fit.
+
+        y = ops.unpermute(rows, places, weights)
     """
     return _sum_rows(rows, places.long(), probs)
 
 
 def _unpermute_backward_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    """Bytes moved; without probs the rows are not read."""
+    """Return the bytes of all tensors, without rows where there are no probs: they are not read then."""
     return all_bytes(values if values.get("probs") is not None else values | {"rows": None}, outputs)
 
 
@@ -154,9 +167,9 @@ def _unpermute_backward_bytes(values: Values, outputs: tuple[Tensor, ...]) -> in
 def unpermute_backward(
     dy: Tensor, rows: Tensor, places: Tensor, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `unpermute`: drows [T * K, C] in dy's dtype and, with probs, dprobs [T, K] in their dtype.
+    """Gradients of `unpermute`: drows [T * K, C] in dy's dtype and, with probs, dprobs [T, K] in theirs, else None.
 
-    Computed in fp32, rounded once.
+    dy: [T, C], the gradient of y; the other arguments are those of the forward. Computed in fp32, rounded once.
     """
     index = places.long()
     drows = _gather_rows(dy, _invert(index.flatten()), index.shape[1], probs)

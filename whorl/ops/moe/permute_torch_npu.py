@@ -12,18 +12,21 @@ UNWEIGHTED = "npu_moe_token_permute does not multiply rows by probs"
 
 
 def permute_reason(x: Tensor, ids: Tensor, probs: Tensor | None, **_: object) -> str | None:
+    """Return None, or the reason that npu_moe_token_permute cannot take these arguments."""
     if probs is not None:
         return UNWEIGHTED
     return moe_token_permute_limit(shape=x.shape, dtype=dtype_name(x), top_k=ids.shape[1])
 
 
 def permute_backward_reason(drows: Tensor, places: Tensor, probs: Tensor | None, **_: object) -> str | None:
+    """Return None, or the reason that npu_moe_token_permute_grad cannot take these arguments."""
     if probs is not None:
         return UNWEIGHTED
     return moe_token_permute_limit(shape=drows.shape, dtype=dtype_name(drows), top_k=places.shape[1])
 
 
 def unpermute_reason(rows: Tensor, places: Tensor, probs: Tensor | None, **_: object) -> str | None:
+    """Return None, or the reason that npu_moe_token_unpermute, or its gradient, cannot take these arguments."""
     if probs is not None and probs.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     return moe_token_permute_limit(shape=rows.shape, dtype=dtype_name(rows), top_k=places.shape[1])

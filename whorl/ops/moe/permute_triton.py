@@ -104,6 +104,7 @@ def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None) -> t
 
 
 def gather_rows(x: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
+    """Return rows [T * K, C]: a copy of token t in row places[t, j], times probs[t, j] if there are probs."""
     x, places = unit_stride(x), places.contiguous()
     channels, top_k = x.shape[1], places.shape[1]
     rows = torch.empty(places.numel(), channels, dtype=x.dtype, device=x.device)
@@ -122,6 +123,7 @@ def gather_rows(x: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
 
 
 def sum_rows(rows: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
+    """Return y [T, C], the sum over j of rows[places[t, j]], times probs[t, j] if there are probs."""
     rows, places = unit_stride(rows), places.contiguous()
     channels, top_k = rows.shape[1], places.shape[1]
     y = torch.empty(places.shape[0], channels, dtype=rows.dtype, device=rows.device)
@@ -151,6 +153,7 @@ def unpermute_backward(dy: Tensor, rows: Tensor, places: Tensor, probs: Tensor |
 
 
 def _dots(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the dot products of x[t] and rows[places[t, j]], [T, K]: the gradient of probs."""
     x, rows, places = unit_stride(x), unit_stride(rows), places.contiguous()
     (count, channels), top_k = x.shape, places.shape[1]
     dprobs = torch.empty(count, top_k, dtype=dtype, device=x.device)

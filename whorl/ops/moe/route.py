@@ -48,8 +48,9 @@ def _fake_route(logits: Tensor, k: int, **_: object) -> tuple[Tensor, Tensor]:
 
 
 def _scores(wide: Tensor, scoring: str) -> Tensor:
-    # exp instead of sigmoid: torch computes the tail of a row with a scalar sigmoid that differs in bits from its
-    # vectorised one.
+    """Return the softmax or sigmoid of logits [T, E] in the dtype of accumulation."""
+    # Not torch.sigmoid: on a CPU it computes the tail of a row with a scalar sigmoid, whose bits differ from those of
+    # its vectorised one.
     return torch.softmax(wide, -1) if scoring == "softmax" else 1 / (1 + torch.exp(-wide))
 
 
@@ -68,12 +69,15 @@ def route(
     """Choose the k experts of each token and compute their weights.
 
     logits: [T, E] bf16, fp16 or fp32; bias: [E] floating point, added to the scores for the choice only; returns
-    weights [T, k] fp32 and ids [T, k] int32, the highest score first, ties to the lowest id. Scores are the softmax or
-    sigmoid of the logits in fp32. With `num_groups` > 1 the experts come from the `top_groups` best groups only: a
-    group ranks by its best expert or, with a bias, by the sum of its best two (DeepSeek-V2, -V3). `renormalize` divides
-    the weights by their sum; `scale` multiplies them last. The weights are differentiable in the logits for a fixed
-    choice; bias has no gradient. Raises ValueError when shapes, dtypes, k or the groups do not fit, or when bias
-    requires grad. Example: weights, ids = route(logits, k=8).
+    weights [T, k] fp32 and ids [T, k] int32, in order of score + bias, the highest first, ties to the lowest id. Scores
+    are the softmax or sigmoid of the logits in fp32; the weights are the scores of the chosen experts, without bias.
+    With `num_groups` > 1 the E experts are divided into as many groups of neighbours, and only the `top_groups` best
+    groups are considered: a group ranks by its best expert or, with a bias, by the sum of its best two
+    (DeepSeek-V2, -V3). `renormalize` divides the weights by their sum; `scale` multiplies them last. The weights are
+    differentiable in the logits for a fixed choice; bias has no gradient. Raises ValueError when shapes, dtypes, k or
+    the groups do not fit, or when bias requires grad.
+
+        weights, ids = ops.route(logits, k=8)
     """
     scores = _scores(widen(logits), scoring)
     ranking = scores if bias is None else scores + bias.to(scores.dtype)

@@ -9,10 +9,12 @@ from .. import _torch_npu
 
 
 def _is_plain(bias: Tensor | None, scoring: str, num_groups: int) -> bool:
+    """Return whether npu_moe_gating_top_k_softmax computes this; else npu_moe_gating_top_k does."""
     return bias is None and scoring == "softmax" and num_groups == 1
 
 
 def reason(logits: Tensor, k: int, bias: Tensor | None, scoring: str, num_groups: int, **_: object) -> str | None:
+    """Return None, or the reason that torch_npu's gating operator cannot take these arguments."""
     if logits.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     if _is_plain(bias, scoring, num_groups):

@@ -1,4 +1,8 @@
-"""Linear layers and experts whose weights are stored in fewer bits than they are multiplied in."""
+"""Linear layers and experts with quantised weights.
+
+The `packed_*` operators unpack weights of 4 or 8 bits to the dtype of the activations before they multiply; the
+`int8_*` operators quantise the activations too and multiply in int8. `layout.py` describes how weights are stored.
+"""
 
 from .int8_experts import int8_experts
 from .int8_linear import int8_linear

@@ -49,11 +49,13 @@ def int8_experts(
 ) -> Tensor:
     """Compute `experts` with the matmuls of `int8_linear`; the input of the second matmul is quantised as well.
 
-    x: [T, C] bf16, fp16 or fp32; gate_up: [E, 2F, C], gate above up, and down: [E, C, F], int8, each with one scale per
-    row, [E, 2F] and [E, C]; weights and ids: [T, K] as `route` returns them; y: like x, contiguous. Rounding is that of
-    `experts`: gate, up, silu(gate) * up and each expert's result to x's dtype; y once, after the choices are added in
-    order in fp32. No gradient. Raises ValueError when shapes or dtypes do not fit, and on the CPU when an id is outside
-    [0, E). Example: y = int8_experts(x, gate_up, s1, down, s2, *route(logits, k=8)).
+    x: [T, C] bf16, fp16 or fp32; gate_up: [E, 2F, C], F rows of gate and then F of up, and down: [E, C, F], int8, each
+    with one scale per row, [E, 2F] and [E, C]; weights and ids: [T, K] as `route` returns them; y: like x, contiguous.
+    Rounding is that of `experts`: gate, up, silu(gate) * up and each expert's result to x's dtype; y once, after the
+    choices are added in order in fp32. No gradient. Raises ValueError when shapes or dtypes do not fit, and on the CPU
+    when an id is outside [0, E).
+
+        y = ops.int8_experts(x, gate_up, s1, down, s2, *ops.route(logits, k=8))
     """
 
     def run_expert(e: int, rows: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from .packed_linear import check_weight, draw_weight, triton_reason
 
 
 def check_int8(op: str, argument: str, codes: Tensor, scales: Tensor, columns: int) -> None:
+    """Raise ValueError unless codes are int8 [.., N, columns] and scales one number per row, [.., N]."""
     if codes.dtype != torch.int8:
         raise ValueError(f"{op}: {argument} is {codes.dtype}, expected int8")
     if scales.shape != codes.shape[:-1]:
@@ -43,9 +44,9 @@ def _flops(values: Values) -> int:
 
 
 def exact_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the int32 product [T, N] of int8 x [T, K] and weight [N, K].
+    """Return the product x @ weight.T, [T, N] int32, of int8 x [T, K] and weight [N, K].
 
-    It is computed in fp32, where sums of 1024 such products are exact in any order: 1024 * 128 * 127 < 2^24.
+    Chunks of 1024 columns are multiplied in fp32, where their sums are exact in any order: 1024 * 128 * 127 < 2^24.
     """
     total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
     for a, b in zip(x.split(CHUNK, 1), weight.split(CHUNK, 1), strict=True):
@@ -54,7 +55,7 @@ def exact_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def int8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute `int8_linear` in plain torch; `int8_experts` uses it too."""
+    """Compute `int8_linear` in plain torch: the reference of that operator, which `int8_experts` uses too."""
     q, token_scales = dynamic_quant.reference(x)
     wide = token_scales.dtype
     y = exact_product(q, codes).to(wide) * scales.to(wide) * token_scales.unsqueeze(-1)
@@ -69,7 +70,8 @@ def int8_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = 
     [N] floating point; bias: [N] in x's dtype or fp32; y: [T, N] like x, contiguous. The sum is the exact integer; the
     scales and the bias are applied in fp32, in the order above, and y is rounded once. So the bits are the same on
     every device and in every batch. No gradient. Raises ValueError when shapes or dtypes do not fit.
-    Example: y = int8_linear(x, codes, scales).
+
+        y = ops.int8_linear(x, codes, scales)
     """
     return int8_product(x, codes, scales, bias)
 

@@ -16,12 +16,14 @@ from ..moe.routing_torch_npu import run_routed_experts
 
 
 def reason(x: Tensor, codes: Tensor, **_: object) -> str | None:
+    """Return None, or the reason that torch_npu's operators cannot compute `int8_linear`."""
     return dynamic_quant_limit(shape=x.shape, dtype=dtype_name(x)) or quant_matmul_limit(
         shape=x.shape, weight_shape=codes.shape[::-1], dtype=dtype_name(codes), output_dtype=dtype_name(x)
     )
 
 
 def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and fp32 scales of the rows of x, as `dynamic_quant` does."""
     q, scales = _torch_npu.call("npu_dynamic_quant", input=x.contiguous(), dst_type=torch.int8)
     return q, scales
 
@@ -49,6 +51,7 @@ def experts_reason(
     ids: Tensor,
     **_: object,
 ) -> str | None:
+    """Return None, or the reason that torch_npu's operators cannot compute `int8_experts`."""
     if not ids.numel():
         return "empty tensors are not taken"
     count, dtype = gate_up.shape[0], dtype_name(x)

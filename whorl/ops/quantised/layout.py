@@ -10,9 +10,9 @@ tiled, [.., N, 64 * ceil(K / 64)]: byte 16 i + 2 p + e of a block of 64 columns 
 block of 128 columns is 16 words, and a word holds four pairs of neighbouring columns. Pair p of word 4 i + w is
 columns 32 w + 8 p + 2 i and the next one; the first is in bits 4 p to 4 p + 3, the second 16 bits above it.
 
-With this order 16 consecutive bytes of a row are what one thread needs of a block for a tensor core matmul, where
-threads i = 0 to 3 of a row hold columns 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of every 16; and one shift and one mask
-extract a pair of 4-bit codes in order.
+The order suits tensor cores. In their matmul, threads i = 0 to 3 of a row hold columns 2 i, 2 i + 1, 2 i + 8 and
+2 i + 9 of every 16 columns. In this order 16 consecutive bytes of a row are what one thread needs of a block, and one
+shift and one mask extract a pair of 4-bit codes in order.
 """
 
 import torch
@@ -27,7 +27,11 @@ CODES = (torch.int32, torch.int8, torch.float8_e4m3fn)
 
 
 def packed_int4(numbers: Tensor) -> Tensor:
-    """Pack numbers [.., K] from 0 to 15 into codes; columns past K get the zero point and contribute nothing."""
+    """Pack numbers [.., K] from 0 to 15 into int32 codes [.., 16 * ceil(K / 128)].
+
+    Columns past K are 8, the zero point of codes without zeros, so that they contribute nothing. The letters in the
+    comments below are those of the module's docstring; e is 0 or 1 within a pair.
+    """
     padding = -numbers.shape[-1] % BLOCK
     wide = torch.nn.functional.pad(numbers.to(torch.uint8), (0, padding), value=MIDDLE)
     blocks = wide.unflatten(-1, (-1, 4, 4, 4, 2)).transpose(-4, -2)  # w, p, i, e; then i, p, w, e
@@ -49,7 +53,7 @@ def unpacked_int4(codes: Tensor, columns: int) -> Tensor:
 
 
 def tiled_bytes(codes: Tensor) -> Tensor:
-    """Tile plain 8-bit codes [.., K]; columns past K are zeros."""
+    """Tile plain 8-bit codes [.., K] into [.., 64 * ceil(K / 64)] of the same dtype; columns past K are zeros."""
     plain = codes.view(torch.uint8)  # not every device can pad or transpose fp8
     wide = torch.nn.functional.pad(plain, (0, -codes.shape[-1] % BYTES))
     return wide.unflatten(-1, (-1, 8, 4, 2)).transpose(-3, -2).contiguous().flatten(-4).view(codes.dtype)
@@ -61,7 +65,7 @@ def plain_bytes(codes: Tensor, columns: int) -> Tensor:
 
 
 def width(dtype: torch.dtype, columns: int, tiled: bool) -> int:
-    """Return how many elements of `dtype` store one row of `columns` columns."""
+    """Return how many elements of `dtype` store one row of `columns` columns: int32 for 4-bit codes, else 8-bit."""
     if dtype == torch.int32:
         return -(-columns // BLOCK) * WORDS
     return -(-columns // BYTES) * BYTES if tiled else columns

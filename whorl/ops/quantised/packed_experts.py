@@ -39,12 +39,13 @@ def _fake(x: Tensor, **_: object) -> Tensor:
 
 
 def num_used_experts(inputs: Values) -> int:
+    """Return how many experts the ids name; on meta tensors the most that they can."""
     ids, count = inputs["ids"], inputs["gate_up"].shape[0]
     return int(ids.unique().numel()) if ids.device.type != "meta" else min(ids.numel(), count)
 
 
 def _bytes(inputs: Values, outputs: tuple[Tensor, ...]) -> int:
-    """Bytes moved: the weights of the experts that the tokens chose, and the tokens in and out."""
+    """Return the bytes of the weights of the experts that were chosen, and of the tokens in and out."""
     names = ("gate_up", "gate_up_scales", "gate_up_zeros", "down", "down_scales", "down_zeros")
     bytes_per_expert = sum(inputs[n][0].nbytes for n in names if inputs.get(n) is not None)
     return 2 * inputs["x"].nbytes + num_used_experts(inputs) * int(bytes_per_expert)
@@ -73,14 +74,16 @@ def packed_experts(
 ) -> Tensor:
     """Compute `experts` with weights packed as in `packed_linear`.
 
-    x: [T, C] bf16, fp16 or fp32; gate_up: codes of [E, 2F, C], gate above up, and down: codes of [E, C, F], in one
-    dtype, tiled or not, each with scales and zeros, one per `rows` rows and `columns` columns (0: all columns).
+    x: [T, C] bf16, fp16 or fp32; gate_up: codes of [E, 2F, C], F rows of gate and then F of up, and down: codes of
+    [E, C, F], in one dtype, both tiled or neither, each with scales and with zeros or None; there is one scale per
+    `rows` rows and `columns` columns (0: all columns) of every expert, [E, ..] in all.
     weights and ids: [T, K], as `route` returns them. y: like x, contiguous. Every matmul is that of `packed_linear`:
     rounded values, K in chunks of 1024 from zero, added in order. gate, up, silu(gate) * up and each expert's result
     are rounded to x's dtype; the choices are added in order, in fp32, and y is rounded once. A token's bits do not
     depend on the other tokens. No gradient. Raises ValueError when shapes or dtypes do not fit, and on the CPU when an
     id is outside [0, E); other devices do not check ids.
-    Example: y = packed_experts(x, gate_up, s1, None, down, s2, None, *route(logits, k=8), columns=128).
+
+        y = ops.packed_experts(x, gate_up, s1, None, down, s2, None, *ops.route(logits, k=8), columns=128)
     """
 
     def run_expert(e: int, rows_of_expert: Tensor) -> Tensor:
@@ -132,6 +135,7 @@ _BENCH: list[Values] = [
 
 
 def draw_routing(draw: Draw, count: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
+    """Draw weights and ids, [count, k] each, as `route` returns them."""
     weights = torch.rand(count, k, device=draw.device).to(draw.wide) + 0.1
     return weights, torch.rand(count, experts, device=draw.device).argsort(-1)[:, :k].int()
 

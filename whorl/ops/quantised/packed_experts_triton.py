@@ -153,6 +153,7 @@ def forward(
 def _run_by_token(
     x: Tensor, gate_up_weight: Weight, down_weight: Weight, ids: Tensor, hidden: Tensor, parts: Tensor
 ) -> None:
+    """Write both matmuls of few tokens to hidden and parts, by the Gluon kernel where it takes them."""
     if gluon_reason(x.device) is None:
         from . import few_gluon_triton as few
 
@@ -171,10 +172,12 @@ Routing = tuple[Tensor, Tensor, bool]
 
 
 def route_by_token(ids: Tensor) -> Routing:
+    """Return the routing of programs that take one (token, choice) pair each."""
     return ids, ids, False
 
 
 def route_by_expert(ids: Tensor, num_experts: int) -> Routing:
+    """Sort the (token, choice) pairs by expert, for programs that take a tile of one expert's pairs."""
     pairs = ids.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)

@@ -1,4 +1,4 @@
-"""A linear layer whose weight is stored in 4 or 8 bits and read in that form."""
+"""A linear layer whose weight is stored in 4 or 8 bits; kernels read the codes and unpack them in registers."""
 
 from typing import Any
 
@@ -15,10 +15,11 @@ from .layout import CHUNK, CODES, packed_int4, tiled_bytes, values, width
 def check_weight(op: str, argument: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, **size: int) -> None:
     """Raise ValueError unless codes, scales and zeros fit each other and `size`.
 
-    size: dims (2, or 3 for a stack of weights), columns of the weight, rows and group (columns) per scale, tiled.
+    size: dims, 2 or 3 for a stack of weights; columns, of the unpacked weight; rows and group, the rows and the columns
+    that share one scale, group 0 meaning all columns; tiled, whether 8-bit codes are tiled.
     """
     dims, columns, rows, group = size["dims"], size["columns"], size["rows"], size["group"]
-    # float64 stands for fp8 where tests compute the ground truth in fp64.
+    # Tests that compute the ground truth in fp64 pass fp8 codes as float64.
     if codes.dtype not in CODES and codes.dtype != torch.float64:
         raise ValueError(f"{op}: {argument} is {codes.dtype}, expected int32 (4 bits), int8 or float8_e4m3fn")
     wide = width(codes.dtype, columns, bool(size["tiled"]))
@@ -69,9 +70,9 @@ def _flops(values: Values) -> int:
 
 
 def multiply_in_chunks(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T, accumulated from zero in chunks of 1024 columns that are added in order.
+    """Return x @ weight.T: each chunk of 1024 columns is summed from zero, and the sums of the chunks added in order.
 
-    Both are already in the dtype of accumulation.
+    x: [T, K] and weight: [N, K], both in the dtype of accumulation.
     """
     parts = zip(x.split(CHUNK, 1), weight.split(CHUNK, 1), strict=True)
     y = None
@@ -104,7 +105,9 @@ def packed_linear(
     `linear` of the rounded values except that K is summed in chunks of 1024 columns: each chunk from zero, upwards, in
     fp32, then the chunks in order; up to K = 1024 that is the sum of `linear`. The bias is added last and y is rounded
     once. A token's bits depend on the token and the weight alone, as in `linear`. No gradient. Raises ValueError when
-    shapes or dtypes do not fit. Example: y = packed_linear(x, codes, scales, columns=128).
+    shapes or dtypes do not fit.
+
+        y = ops.packed_linear(x, codes, scales, columns=128)
     """
     weight = values(codes, scales, zeros, x.shape[1], x.dtype, block=(rows, columns), tiled=tiled)
     y = multiply_in_chunks(widen(x), widen(weight))
@@ -114,6 +117,7 @@ def packed_linear(
 
 
 def triton_reason(x: Tensor, **_: object) -> str | None:
+    """Return None, or the reason that the Triton kernels of quantised layers cannot take x."""
     return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
 
 
@@ -152,7 +156,10 @@ _BENCH: list[Values] = [
 def draw_weight(
     draw: Draw, *shape: int, kind: str, rows: int = 1, columns: int = 0, zeros: bool = False, tiled: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw codes, scales and zeros of a random weight, scaled so that x @ weight.T is about as large as x."""
+    """Draw codes, scales and zeros of a random weight [.., N, K], scaled so that x @ weight.T is about as large as x.
+
+    kind: "int4", "int8" or "fp8"; zeros: whether there are zero points; the others are those of `packed_linear`.
+    """
     *lead, high, wide = shape
     groups = *lead, -(-high // rows), -(-wide // (columns or wide))
     code_norm = {"int4": 4.6, "int8": 74.0, "fp8": 8.0}[kind] * wide**0.5
@@ -173,6 +180,7 @@ def draw_weight(
 
 
 def block_sizes(weight: Values) -> Values:
+    """Return rows, columns and tiled of a case, or their defaults, as arguments of an operator."""
     return {"rows": weight.get("rows", 1), "columns": weight.get("columns", 0), "tiled": weight.get("tiled", False)}
 
 

@@ -23,6 +23,7 @@ def _layout_reason(codes: Tensor, rows: int, tiled: bool) -> str | None:
 def reason(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, rows: int, columns: int, tiled: bool, **_: object
 ) -> str | None:
+    """Return None, or the reason that npu_weight_quant_batchmatmul cannot compute `packed_linear`."""
     return _layout_reason(codes, rows, tiled) or weight_quant_matmul_limit(
         shape=x.shape,
         weight_shape=codes.shape[::-1],
@@ -34,6 +35,7 @@ def reason(
 
 
 def _group(columns: int, length: int) -> int:
+    """Return the columns per scale as torch_npu counts them: 0 where a whole row shares one."""
     return 0 if columns >= length else columns
 
 
@@ -70,6 +72,7 @@ def experts_reason(
     tiled: bool,
     **_: object,
 ) -> str | None:
+    """Return None, or the reason that torch_npu's operators cannot compute `packed_experts`."""
     if not ids.numel():
         return "empty tensors are not taken"
     count, dtype = gate_up.shape[0], dtype_name(x)

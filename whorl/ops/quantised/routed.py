@@ -1,4 +1,4 @@
-"""Reference code that the experts of all packed formats share: checks, routing and activation."""
+"""Reference code that `packed_experts` and `int8_experts` share: checks, routing and activation."""
 
 from collections.abc import Callable
 
@@ -9,6 +9,7 @@ from .._check import INTEGERS, check_range
 
 
 def check_routing(name: str, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> None:
+    """Raise ValueError unless tokens, expert weights and routing fit; the last dim of the weights is not checked."""
     if x.dim() != 2 or not x.is_floating_point() or not x.shape[1]:
         raise ValueError(f"{name}: x is {list(x.shape)} {x.dtype}, expected [T, C] floating point")
     if gate_up.dim() != 3 or gate_up.shape[1] % 2 or down.dim() != 3 or down.shape[:2] != (len(gate_up), x.shape[1]):
@@ -30,7 +31,10 @@ def check_routing(name: str, x: Tensor, gate_up: Tensor, down: Tensor, weights: 
 
 
 def run_routed_experts(x: Tensor, weights: Tensor, ids: Tensor, run_expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Run `run_expert(e, rows)` on the tokens of each expert and add each token's weighted results in choice order."""
+    """Return y like x: for each token the weighted sum of its experts' results, added in the order of its choices.
+
+    x: [T, C]; weights, ids: [T, K]; run_expert(e, rows) computes expert e on rows [n, C] of x, in x's dtype.
+    """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     outputs = x.new_zeros(*ids.shape, x.shape[1])
     for e in ids.unique().tolist():
@@ -43,6 +47,6 @@ def run_routed_experts(x: Tensor, weights: Tensor, ids: Tensor, run_expert: Call
 
 
 def activate(both: Tensor) -> Tensor:
-    """Return silu(gate) * up of gate and up rounded to their dtype, computed in fp32 and rounded to it as well."""
+    """Return silu(gate) * up of both [.., 2F], gate first, as [.., F]; computed in fp32, rounded to both's dtype."""
     gate, up = both.to(torch.promote_types(both.dtype, torch.float32)).chunk(2, -1)
     return (gate / (1 + torch.exp(-gate)) * up).to(both.dtype)

@@ -123,7 +123,10 @@ def make(
     axes: int | None = None,
     **options: Any,
 ) -> Values:
-    """Make the arguments of `rope` or, with `axes`, of `mrope`."""
+    """Make the arguments of `rope` or, with `axes` rows of positions, of `mrope`.
+
+    looked_up: cos_sin has one row per token, and positions is None; index: the dtype of positions.
+    """
     q = _heads(draw, tokens, heads, dim, order)
     k = None if kv_heads is None else _heads(draw, tokens, kv_heads, dim, order)
     rows = max(64, torch.Size(tokens).numel())

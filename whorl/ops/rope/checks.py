@@ -31,7 +31,7 @@ def check_tensors(name: str, q: Tensor, k: Tensor | None, cos_sin: Tensor, prefi
 
 
 def check_positions(name: str, positions: Tensor, shape: Sequence[int], cos_sin: Tensor) -> None:
-    """Raise ValueError unless positions are integers of this shape, for a table [P, R]."""
+    """Raise ValueError unless positions are integers of this shape and cos_sin is a table [P, R] that has them all."""
     if positions.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: positions is {positions.dtype}, expected torch.int32 or torch.int64")
     if list(positions.shape) != list(shape):
@@ -42,9 +42,9 @@ def check_positions(name: str, positions: Tensor, shape: Sequence[int], cos_sin:
 
 
 def check_places(name: str, cos_sin: Tensor, positions: Tensor) -> None:
-    """Raise ValueError for a position outside the table, where values can be read for free.
+    """Raise ValueError for a position outside the table, if `is_readable`.
 
-    Elsewhere kernels return NaN for such a token.
+    Where positions are not read, kernels return NaN for such a token.
     """
     if positions.numel() and is_readable(positions):
         low, high = (int(v) for v in positions.aminmax())
@@ -54,7 +54,7 @@ def check_places(name: str, cos_sin: Tensor, positions: Tensor) -> None:
 
 
 def check_axes(name: str, q: Tensor, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> None:
-    """Raise ValueError unless positions are [A, *tokens], one row for each section."""
+    """Raise ValueError unless the sections fit and positions are [A, *tokens], one row for each section."""
     shape = [len(sections), *q.shape[:-2]]
     if positions.dim() == len(shape):
         check_sections(name, cos_sin, positions, sections, layout)

@@ -1,8 +1,8 @@
 """Rotary embedding of queries and keys: one position per token (`rope`) or several position axes (`mrope`).
 
-Tables are fp32 and of half width: row = [cos of R/2 angles | sin of R/2 angles]. Tables rounded to q's dtype are taken
-too, since torch_npu's kernel needs them (`table_dtype`). The token dims come first; `tokens_first` gives a view of the
-other orders in this form, without a copy.
+Tables are fp32 and of half width: a row is [cos of R/2 angles | sin of R/2 angles], R numbers for R channels. Tables
+rounded to q's dtype are accepted too, since torch_npu's kernel needs them (`table_dtype`). The token dims come first;
+`tokens_first` gives a view of the other orders in this form, without a copy.
 """
 
 import functools
@@ -59,6 +59,7 @@ def _check_mrope_backward(
 
 
 def _split(x: Tensor, style: str) -> tuple[Tensor, Tensor]:
+    """Return the first and the second channel of every pair of x [..., R], each [..., R/2]."""
     if style == "pairs":
         return x[..., ::2], x[..., 1::2]
     first, second = x.chunk(2, -1)
@@ -66,11 +67,15 @@ def _split(x: Tensor, style: str) -> tuple[Tensor, Tensor]:
 
 
 def _join(first: Tensor, second: Tensor, style: str) -> Tensor:
+    """Undo `_split`."""
     return torch.stack((first, second), -1).flatten(-2) if style == "pairs" else torch.cat((first, second), -1)
 
 
 def _rotate(x: Tensor, rows: Tensor, read: str, write: str, where: str, inverse: bool) -> Tensor:
-    """Rotate R channels of every head of x [*tokens, H, D]; they are read in order `read`, written in order `write`."""
+    """Rotate R channels of every head of x [*tokens, H, D] by rows [*tokens, R]; return a new tensor like x.
+
+    The channels are read in the order `read` and written in the order `write`, each "half" or "pairs".
+    """
     rotary, dim = rows.shape[-1], x.shape[-1]
     start = 0 if where == "leading" else dim - rotary
     wide = widen(x if rotary == dim else x[..., start : start + rotary])
@@ -82,12 +87,15 @@ def _rotate(x: Tensor, rows: Tensor, read: str, write: str, where: str, inverse:
 
 
 def rotate_both(q: Tensor, k: Tensor | None, *options: object) -> tuple[Tensor, Tensor | None]:
-    """Apply `_rotate` to q and, where there is one, k."""
+    """Apply `_rotate` with the same options to q and, unless it is None, to k."""
     return _rotate(q, *options), None if k is None else _rotate(k, *options)  # type: ignore[arg-type]
 
 
 def rope_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    """The bytes of q and k, read and written, and of one table row per token; the rest of the table is not read."""
+    """Return the bytes of q and k, read and written, of the positions, and of one table row per token.
+
+    The rest of the table is not read.
+    """
     heads = [t for n in ("q", "k", "dq", "dk") if (t := values.get(n)) is not None]
     tokens = heads[0].shape[:-2].numel()
     positions = values["positions"]
@@ -118,10 +126,10 @@ def rope(
     Returns new, contiguous q and k (None where k is None).
     Each pair (a, b) becomes (a cos - b sin, b cos + a sin), in fp32, rounded once; `inverse` rotates back. Pair i of
     R/2 is (x[i], x[i + R/2]) in style `half` (GPT-NeoX) and (x[2i], x[2i+1]) in style `pairs` (GPT-J);
-    `pairs_out="half"` writes channels that were read as pairs in half order (DeepSeek-V3). `where` says which R
-    channels rotate, the leading or the trailing ones; the others are copied. Differentiable in q and k. Raises
-    ValueError when shapes or dtypes do not fit or, on the CPU, a position is outside the table; elsewhere such a token
-    is NaN.
+    `pairs_out="half"` writes channels that were read as pairs in half order (DeepSeek-V3); it has no effect in style
+    `half`. `where` says which R channels rotate, the leading or the trailing ones; the others are copied.
+    Differentiable in q and k. Raises ValueError when shapes or dtypes do not fit or, on the CPU, a position is outside
+    the table; on other devices such a token is NaN.
 
         q, k = ops.rope(q, k, table, positions)
     """
@@ -143,7 +151,8 @@ def rope_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of `rope` with respect to q and k: the inverse rotation with read and write orders exchanged.
 
-    dq, dk are shaped like `rope`'s outputs; the other arguments are those of the forward.
+    dq, dk: the gradients of `rope`'s two outputs, shaped like them, dk None where there is no k; the other arguments
+    are those of the forward. Returns the gradients of q and k, contiguous.
     """
     read, write = read_write_orders(style, pairs_out)
     return rotate_both(dq, dk, token_rows(cos_sin, positions), write, read, where, not inverse)
@@ -165,11 +174,12 @@ def mrope(
 ) -> tuple[Tensor, Tensor | None]:
     """`rope` with several positions per token: each pair of channels rotates by the position of its own axis.
 
-    positions: [A, *tokens], rows t, h, w (and a fourth); sections: A counts of pairs that sum to R/2; the other
-    arguments and the outputs are those of `rope`. `layout` assigns axes to pairs: `chunked` in bands t | h | w
-    (Qwen2-VL); `interleaved` h at 1, 4, ... below 3h, w at 2, 5, ... below 3w, t elsewhere (Qwen3-VL, as transformers;
-    torch_npu's published formula bounds w by 3h); `hwt` with sections (h, w, t): h and w alternate, then t
-    (Ernie-4.5-VL). Differentiable in q and k. Raises ValueError as `rope` does, and when sections do not fit.
+    positions: [A, *tokens], A = 3 rows t, h, w (time, height, width) or 4; sections: A counts of pairs that sum to R/2;
+    the other arguments and the outputs are those of `rope`. `layout` assigns the R/2 pairs to axes. `chunked`
+    (Qwen2-VL): first the pairs of t, then of h, then of w. `interleaved` (Qwen3-VL, as in transformers): pairs 1, 4,
+    ... below 3h follow h, pairs 2, 5, ... below 3w follow w, the others t, where h and w are their sections;
+    torch_npu's published formula bounds w by 3h instead. `hwt` (Ernie-4.5-VL), with sections (h, w, t): pairs of h and
+    w alternate, then t. Differentiable in q and k. Raises ValueError as `rope` does, and when sections do not fit.
 
         q, k = ops.mrope(q, k, table, positions, [24, 20, 20], layout="interleaved")
     """
@@ -191,7 +201,7 @@ def mrope_backward(
     where: Where = "leading",
     inverse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `mrope` with respect to q and k; arguments as in `rope_backward` and `mrope`."""
+    """Gradients of `mrope` with respect to q and k; arguments and results are those of `rope_backward` and `mrope`."""
     read, write = read_write_orders(style, pairs_out)
     return rotate_both(dq, dk, merged_rows(cos_sin, positions, sections, layout), write, read, where, not inverse)
 
@@ -207,7 +217,10 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
 
 
 def _gradients(backward: Op, grads: tuple[Tensor | None, ...], args: Values) -> dict[str, Tensor | None]:
-    """Either gradient may be missing; a lone dk takes the place of dq."""
+    """Call `backward` on the gradients of the two outputs; return the gradients of q and k by name.
+
+    Either gradient may be None. Where only that of k exists, it is passed as dq, which `backward` requires.
+    """
     dq, dk = grads
     options = {"positions": None} | {n: v for n, v in args.items() if n not in ("q", "k")}
     if dq is None:

@@ -15,6 +15,7 @@ Style = Literal["half", "pairs"]
 Where = Literal["leading", "trailing"]
 Layout = Literal["chunked", "interleaved", "hwt"]
 
+# The two dims to transpose so that the token dims come first; None where they already do.
 _SWAPPED = {"thd": None, "bshd": None, "bhsd": (1, 2), "sbhd": (0, 1)}
 
 
@@ -41,7 +42,10 @@ def table_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype:
 
 
 def _mrope_slices(sections: Sequence[int], layout: str) -> list[tuple[int, slice]]:
-    """Axes and the pairs of channels that follow them; all other pairs follow axis 0."""
+    """Return (axis, slice of the R/2 pairs that follow it) for axes 1, 2, ...; all other pairs follow axis 0.
+
+    An axis is a row of `positions`: 0 t, 1 h, 2 w.
+    """
     if layout == "chunked":
         ends = list(itertools.accumulate(sections))
         return [(axis, slice(ends[axis - 1], ends[axis])) for axis in range(1, len(sections))]
@@ -53,7 +57,7 @@ def _mrope_slices(sections: Sequence[int], layout: str) -> list[tuple[int, slice
 
 
 def mrope_axes(sections: Sequence[int], layout: str) -> list[int]:
-    """Return for each of the R/2 pairs the row of `positions` that it follows (0 t, 1 h, 2 w)."""
+    """Return for each of the R/2 pairs the axis that it follows: the row of `positions` (0 t, 1 h, 2 w)."""
     axes = [0] * sum(sections)
     for axis, channels in _mrope_slices(sections, layout):
         axes[channels] = [axis] * len(axes[channels])
@@ -61,11 +65,11 @@ def mrope_axes(sections: Sequence[int], layout: str) -> list[int]:
 
 
 def merge_mrope(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str = "chunked") -> Tensor:
-    """Return table rows for `rope`, in which each pair has the position of its own axis.
+    """Look up table rows with which `rope` computes `mrope`: each pair has the angle of its own axis.
 
-    cos_sin: [P, R], positions: [A, *tokens]; sections and layout as `mrope`; returns [*tokens, R]. Merge the axes once
-    per step and share the rows between layers. Raises ValueError when sections do not fit or, on the CPU, a position is
-    outside the table.
+    cos_sin: [P, R], positions: [A, *tokens]; sections and layout as in `mrope`; returns [*tokens, R]. Merge the axes
+    once per step and share the rows between layers. Raises ValueError when sections do not fit or, on the CPU, a
+    position is outside the table.
 
         rows = ops.merge_mrope(table, positions, [24, 20, 20], "interleaved")
         q, k = ops.rope(q, k, rows)
@@ -79,17 +83,17 @@ def merge_mrope(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], lay
 
 
 def read_write_orders(style: str, pairs_out: str) -> tuple[str, str]:
-    """The orders in which channels are read and written."""
+    """Return the orders in which channels are read and written, each "half" or "pairs"."""
     return (style, pairs_out) if style == "pairs" else ("half", "half")
 
 
 def token_rows(cos_sin: Tensor, positions: Tensor | None) -> Tensor:
-    """The table rows of all tokens, [*tokens, R]."""
+    """Return the table rows of all tokens, [*tokens, R]: cos_sin itself, or looked up in it by positions."""
     return cos_sin if positions is None else cos_sin[positions]
 
 
 def merged_rows(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> Tensor:
-    """`merge_mrope` without checks. cos_sin: [P, R], positions: [A, *tokens]; returns [*tokens, R]."""
+    """Compute `merge_mrope` without checks. cos_sin: [P, R], positions: [A, *tokens]; returns [*tokens, R]."""
     rows = cos_sin[positions].unflatten(-1, (2, -1))  # [A, *tokens, cos and sin, R/2]
     merged = rows[0].clone()
     for axis, channels in _mrope_slices(sections, layout):

@@ -1,9 +1,10 @@
 """The rotation on Ascend. npu_mrope looks positions up itself, in a table of q's dtype.
 
-With such a table (`table_dtype`), positions and sections are passed to the kernel and no rows are gathered. With an
-fp32 table, sections that npu_mrope does not document, or an inverse rotation, rows are gathered and rounded first:
-casting T rows is cheap, casting a whole table in every layer is not. The kernel then gets the rows as its table and
-0..T-1 as positions. Either way the cosines and sines are rounded to q's dtype.
+With such a table (`table_dtype`), positions and sections are passed to npu_mrope and no rows are gathered. With an
+fp32 table, with sections that npu_mrope does not document, and for an inverse rotation, the rows of the tokens are
+gathered and rounded first, because casting T rows is cheap and casting a whole table in every layer is not. npu_mrope
+then gets the rows as its table and 0..T-1 as positions. Either way cosines and sines are rounded to q's dtype. What
+npu_mrope does not take is rotated by npu_interleave_rope or npu_rotary_mul.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,10 @@ def reason(q: Tensor, k: Tensor | None, cos_sin: Tensor) -> str | None:
 def rotate_both(
     q: Tensor, k: Tensor | None, rows: Tensor, read: str, write: str, where: str, inverse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k by rows [*tokens, R]: one npu_mrope where its limits allow, else one or two calls per tensor."""
+    """Rotate q and k by rows [*tokens, R], by one npu_mrope where its limits allow, else by one call per tensor.
+
+    The arguments and results are those of `rotate_both` in contract.py.
+    """
     rows = rows.reshape(-1, rows.shape[-1])
     if inverse:
         cos, sin = rows.chunk(2, -1)

@@ -23,7 +23,7 @@ LAYOUTS = {"chunked": 0, "interleaved": 1, "hwt": 2}
 
 @triton.jit
 def channel_axes(channels, AXES: tl.constexpr, S0, S1, S2, LAYOUT: tl.constexpr):
-    """For each pair of channels the row of positions that it follows."""
+    """Return for each pair of channels the axis that it follows: the row of positions. S0, S1, S2: sections."""
     if LAYOUT == 1:  # interleaved: h at 1, 4, ... below 3h, w at 2, 5, ... below 3w
         is_h = (channels % 3 == 1) & (channels < 3 * S1)
         is_w = (channels % 3 == 2) & (channels < 3 * S2)
@@ -66,10 +66,10 @@ def load_angles(
     LAYOUT: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """Load cos and sin [BLOCK_T, 1, BLOCK_C] in fp32.
+    """Load cos and sin of these tokens, [BLOCK_T, 1, BLOCK_C] each, in fp32; INVERSE negates sin.
 
-    AXES is 0 where the table has one row for each token, 1 for one position per token, and otherwise the number of
-    axes: then the full row of every axis is read, in wide loads, and each pair selects the row of its axis.
+    AXES is 0 where the table has one row for each token, 1 where each token has one position, and otherwise the number
+    of axes: then the full row of every axis is read, in wide loads, and each pair selects the row of its axis.
     """
     channels = tl.arange(0, BLOCK_C)
     is_token = tokens < T
@@ -243,19 +243,19 @@ def _rope_kernel(
 
 
 def forward(q: Tensor, k: Tensor | None, style: str, pairs_out: str, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """The forward of `rope` and `mrope`."""
+    """Compute `rope` and `mrope`."""
     return _rotate(q, k, *read_write_orders(style, pairs_out), **options)
 
 
 def backward(
     dq: Tensor, dk: Tensor | None, style: str, pairs_out: str, inverse: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The backward of `rope` and `mrope`."""
+    """Compute `rope_backward` and `mrope_backward`: the inverse rotation with the orders exchanged."""
     return _rotate(dq, dk, *read_write_orders(style, pairs_out)[::-1], inverse=not inverse, **options)
 
 
 def in_place(q: Tensor, k: Tensor | None, style: str, pairs_out: str, **options: Any) -> None:
-    """`rope_` and `mrope_`."""
+    """Compute `rope_` and `mrope_`."""
     _rotate(q, k, *read_write_orders(style, pairs_out), in_place=True, **options)
 
 
@@ -272,7 +272,10 @@ def _rotate(
     layout: str = "chunked",
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k, whose channels are read in the order `read` and written in the order `write`."""
+    """Rotate q and k, whose channels are read in the order `read` and written in the order `write`.
+
+    Returns new tensors or, with in_place, q and k themselves.
+    """
     q, k = _readable(q, in_place), None if k is None else _readable(k, in_place)
     q_out, k_out = _output(q, in_place), None if k is None else _output(k, in_place)
     tokens = q.shape[:-2].numel()
@@ -320,7 +323,7 @@ def _plan(
     sections: tuple[int, ...] | None,
     layout: str,
 ) -> tuple[dict[str, int], int]:
-    """The kernel's constants, and how many programs share the heads of a token."""
+    """Return the kernel's constants, and how many programs share the heads of a token."""
     unrotated = 0 if in_place else dim - rotary
     constants = {
         "HQ": heads,
@@ -339,7 +342,7 @@ def _plan(
 
 
 def _readable(x: Tensor, in_place: bool) -> Tensor:
-    """x with unit stride along the channels; in place x itself, whose strides `accepts` has checked."""
+    """Return x with unit stride along the channels; in place it is x itself, whose strides `accepts` has checked."""
     return x if in_place or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -348,13 +351,16 @@ def _output(x: Tensor, in_place: bool) -> Tensor:
 
 
 def flat_table(cos_sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The table as contiguous [rows, R], and contiguous positions (the table again where there are none)."""
+    """Return the table as contiguous [rows, R], and contiguous positions.
+
+    Where there are no positions the second is the table again, a pointer that the kernel does not read.
+    """
     table = (cos_sin if cos_sin.dim() == 2 else cos_sin.reshape(-1, cos_sin.shape[-1])).contiguous()
     return table, table if positions is None else positions.contiguous()
 
 
 def angle_constants(rotary: int, has_positions: bool, sections: Sequence[int] | None, layout: str) -> dict[str, int]:
-    """The constants of `load_angles`."""
+    """Return the constants of `load_angles` by name."""
     axes = 0 if not has_positions else 1 if sections is None else len(sections)
     s0, s1, s2 = (0, 0, 0) if sections is None else tuple(sections)[:3]
     names = {"HALF": rotary // 2, "BLOCK_C": power_of_2(rotary // 2), "AXES": axes, "S0": s0, "S1": s1, "S2": s2}
@@ -362,13 +368,13 @@ def angle_constants(rotary: int, has_positions: bool, sections: Sequence[int] | 
 
 
 def token_strides(x: Tensor) -> tuple[int, int, int]:
-    """The strides of batch, sequence and head; a [T, H, D] tensor is one sequence."""
+    """Return the strides of batch, sequence and head; a [T, H, D] tensor is one sequence with batch stride 0."""
     strides = x.stride()
     return (strides[0] if len(strides) == 4 else 0), strides[-3], strides[-2]
 
 
 def _blocks(heads: int, rotary: int) -> dict[str, int]:
-    """2048 channels per program: two warps, with four 16-byte loads per thread in flight."""
+    """Return the block sizes: 2048 channels per program, that is two warps with four 16-byte loads per thread."""
     channels = power_of_2(rotary)
     block_h = max(1, min(power_of_2(heads), 2048 // channels))
     return {"BLOCK_T": max(1, 2048 // (block_h * channels)), "BLOCK_H": block_h, "num_warps": 2}

@@ -27,12 +27,14 @@ def _limit(q: Tensor, kv: Tensor, indices: Tensor, value_dim: int) -> str | None
 
 
 def reason(q: Tensor, kv: Tensor, indices: Tensor, value_dim: int, **_: object) -> str | None:
+    """Return None, or the reason that npu_sparse_flash_attention cannot compute the forward."""
     return _limit(q, kv, indices, value_dim or q.shape[2])
 
 
 def backward_reason(
     dout: Tensor, q: Tensor, kv: Tensor, indices: Tensor, dlse: Tensor | None, deterministic: bool, **_: object
 ) -> str | None:
+    """Return None, or the reason that torch_npu's gradient operator cannot compute the backward."""
     if dlse is not None:
         return "npu_sparse_flash_attention_grad takes no gradient of lse"
     if deterministic and not torch.are_deterministic_algorithms_enabled():

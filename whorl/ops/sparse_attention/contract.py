@@ -12,7 +12,8 @@ from .._tracing import is_readable
 from . import attention_torch_npu
 
 CHUNK = 2**27  # elements of the largest temporary tensor of a reference
-LARGEST_VALUE, LARGEST_REST, MOST_HEADS = 512, 128, 128  # limits of the kernels
+# Limits of the Triton kernels: channels of values, further channels of keys, and heads.
+LARGEST_VALUE, LARGEST_REST, MOST_HEADS = 512, 128, 128
 
 
 def _check_shapes(name: str, q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> None:
@@ -31,7 +32,7 @@ def _check_shapes(name: str, q: Tensor, kv: Tensor, indices: Tensor, scale: floa
 
 
 def check_indices(name: str, indices: Tensor, num_keys: int) -> None:
-    """Raise ValueError unless every row ascends to its last key and is -1 after it; checked only where that is free."""
+    """Raise ValueError unless every row of indices ascends to its last key and is -1 after it, if `is_readable`."""
     if not is_readable(indices) or not indices.numel():
         return
     if int(indices.max()) >= num_keys or int(indices.min()) < -1:
@@ -50,7 +51,7 @@ def check_indices(name: str, indices: Tensor, num_keys: int) -> None:
 def check_outputs(
     name: str, q: Tensor, value_dim: int, *, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> None:
-    """Check the outputs of attention and their gradients against q's shape and dtype."""
+    """Raise ValueError unless out, lse and their gradients fit q's shape and dtype. value_dim: channels of out."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     check_like(name, "dout", dout, (*q.shape[:2], value_dim), q.dtype)
     check_like(name, "out", out, (*q.shape[:2], value_dim), q.dtype)
@@ -71,14 +72,14 @@ def _check_backward(q: Tensor, kv: Tensor, indices: Tensor, scale: float, determ
 
 
 def _chunks(q: Tensor, indices: Tensor) -> Iterator[slice]:
-    """Yield slices of tokens whose gathered keys, or scores, are at most CHUNK elements."""
+    """Return an iterator over slices of tokens whose gathered keys, or scores, are at most CHUNK elements."""
     elements_per_token = max(1, indices.shape[1] * max(q.shape[1], q.shape[2]))
     step = max(1, CHUNK // elements_per_token)
     return (slice(start, start + step) for start in range(0, max(1, q.shape[0]), step))
 
 
 def _gather(kv: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys [T, K, D] in the dtype of accumulation, zero where absent, and the mask of those that exist."""
+    """Return the listed keys [T, K, D] in the dtype of accumulation, zero where an index is -1, and the mask [T, K]."""
     exists = indices >= 0
     rows = widen(kv[:, 0])
     if not kv.shape[0]:  # the clamped -1 needs a row to point at
@@ -94,9 +95,9 @@ def _scores(q: Tensor, keys: Tensor, exists: Tensor, scale: float) -> Tensor:
 
 
 def softmax_sums(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exp(scores - maximum), its sum with 0 replaced by 1, and lse.
+    """Return exp(scores - maximum) over the last dim, its sum with 0 replaced by 1, and the log-sum-exp.
 
-    A token without keys gives zeros and -inf, never NaN.
+    A row that is -inf everywhere or empty gives exponentials of zero, a sum of 1 and a log-sum-exp of -inf, never NaN.
     """
     if not scores.shape[-1]:
         empty = scores.sum(-1)
@@ -133,7 +134,7 @@ def _backward_flops(values: Values) -> int:
 
 
 def _sharding(backward: bool) -> Any:
-    """Tokens or heads may be sharded; kv is replicated, and its gradient is a partial sum."""
+    """Return the DTensor rule: tokens or heads may be sharded; kv is replicated, and its gradient is a partial sum."""
 
     def strategies(values: Values) -> list[object]:
         from torch.distributed.tensor import Partial, Replicate, Shard
@@ -154,7 +155,7 @@ def _sharding(backward: bool) -> Any:
 def sparse_attention(
     q: Tensor, kv: Tensor, indices: Tensor, scale: float, *, value_dim: int = 0, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attend from every token to the keys listed in its row of `indices`; keys and values are one tensor, one KV head.
+    """Attend from every token to the keys listed in its row of `indices`; one tensor is keys and values of all heads.
 
     q: [T, HQ, D] bf16, fp16 or fp32; kv: [S, 1, D] in q's dtype, its first `value_dim` channels (0: all) are the
     values; indices: [T, K] int32, rows of kv in ascending order, each once, and -1 after the last. The indexer handles
@@ -165,7 +166,8 @@ def sparse_attention(
     original heads, 192^-0.5. Differentiable in q and kv through both results; kv's gradient is summed in fp32, in a
     fixed order with `deterministic` or torch.use_deterministic_algorithms. Raises ValueError when shapes, dtypes or
     scale do not fit, and on the CPU when indices are out of range or out of order.
-    Example: out, lse = sparse_attention(q, kv, indices, 192**-0.5, value_dim=512).
+
+        out, lse = ops.sparse_attention(q, kv, indices, 192**-0.5, value_dim=512)
     """
     value_dim = value_dim or q.shape[2]
     out, lse = [], []
@@ -194,13 +196,13 @@ def sparse_attention_backward(
     scale: float,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `sparse_attention` with respect to q and kv; dlse is the gradient of lse.
+    """Gradients of `sparse_attention` with respect to q and kv; dlse is the gradient that reaches lse.
 
-    dout, out: [T, HQ, DV]; the other arguments are those of `sparse_attention`. dq and dkv are like q and kv,
-    contiguous, summed in fp32, rounded once; weights and score gradients may be rounded to q's dtype before they are
-    multiplied. The first DV channels of dkv include the gradient of the values. Tokens without keys and keys that no
-    token selected have zero gradients. `deterministic`: the same bits in every run; otherwise the contributions of the
-    tokens to dkv may be added in any order.
+    dout, out: [T, HQ, DV]; lse, dlse: [T, HQ]; the other arguments are those of `sparse_attention`. Returns dq and dkv
+    like q and kv, contiguous, summed in fp32, rounded once; weights and score gradients may be rounded to q's dtype
+    before they are multiplied. The first DV channels of dkv include the gradient of the values. Tokens without keys and
+    keys that no token selected have zero gradients. `deterministic`: the same bits in every run; otherwise the
+    contributions of the tokens to dkv may be added in any order.
     """
     dq, dkv = [], widen(kv[:, 0]) * 0
     for part in _chunks(q, indices):
@@ -244,6 +246,7 @@ def _triton_reason(q: Tensor, value_dim: int, **_: object) -> str | None:
 
 
 def _kernel_reason(q: Tensor, value_dim: int) -> str | None:
+    """Return None, or the reason that the Triton kernels cannot take these queries."""
     if q.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
     if q.shape[1] > MOST_HEADS:

@@ -16,14 +16,16 @@ LOG2_E = 1.4426950408889634
 # of dq.
 SCRATCH = 320 * 2**20
 REGISTERS = 224  # per thread of the two Gluon consumers; the producer gets what remains of 504
-DQ_REGISTERS = 232
-ENTRIES_BLOCK = 1024
+DQ_REGISTERS = 232  # the same for the kernel of dq
+ENTRIES_BLOCK = 1024  # indices of a token that one program of the entries kernel takes
 REDUCE_WARPS = 1
 REDUCED = 128  # tokens whose entries the reduction reads at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
+    """The heads and keys of one program's tiles, its warps, and the stages of its pipeline of loads."""
+
     heads: int
     keys: int
     warps: int
@@ -46,6 +48,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _head_tile(heads: int, most: int) -> int:
+    """Return the heads of a tile: a power of two from 16, the least of tensor cores, to `most`."""
     return max(16, min(most, power_of_2(heads)))
 
 
@@ -125,11 +128,16 @@ def forward(
 def backward(
     dlse: Tensor | None, scale: float, deterministic: bool, *, use_gluon: bool = True, **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Run the backward. tensors: dout, q, kv, indices, out and lse, by name."""
     return _Backward(tensors, dlse, scale, deterministic, use_gluon).run()
 
 
 class _Backward:
-    """One backward: its tensors prepared for the kernels, and the two passes over them."""
+    """One backward: its tensors prepared for the kernels, and the two passes over them.
+
+    For some tokens at a time the first pass computes dq, and stores the weights P and the score gradients dS; the
+    second multiplies these, which gives the tokens' shares of dkv.
+    """
 
     def __init__(
         self, tensors: dict[str, Tensor], dlse: Tensor | None, scale: float, deterministic: bool, use_gluon: bool
@@ -147,6 +155,7 @@ class _Backward:
         self.delta = self._delta(tensors["out"].contiguous(), dlse)
 
     def _delta(self, out: Tensor, dlse: Tensor | None) -> Tensor:
+        """Return the sum over channels of dout * out, less dlse, [T, H] fp32."""
         delta = torch.empty(self.lse.shape, dtype=torch.float32, device=self.lse.device)
         if delta.numel():
             plain._sparse_delta_kernel[(ceil_div(delta.numel(), 4),)](
@@ -164,6 +173,7 @@ class _Backward:
         return delta
 
     def run(self) -> tuple[Tensor, Tensor]:
+        """Return dq and dkv."""
         tokens = self._tokens_at_a_time()
         if self.count and self.heads and self.topk and self.num_keys:
             p, ds = (self.q.new_empty(tokens, self.heads, self.pitch) for _ in range(2))
@@ -185,6 +195,7 @@ class _Backward:
         return min(self.count, tokens // wave * wave or tokens)
 
     def _first_pass(self, first: int, num_tokens: int, p: Tensor, ds: Tensor) -> None:
+        """Write dq of num_tokens tokens from token `first` on, and their P and dS, [tokens, H, pitch] each."""
         tensors = (self.q, self.kv, self.indices, self.lse, self.delta, self.dout, self.dq, p, ds)
         numbers = (self.dim, first, self.topk, self.pitch, self.scale)
         if self.gluon:
@@ -211,6 +222,7 @@ class _Backward:
         )
 
     def _second_pass(self, first: int, num_tokens: int, p: Tensor, ds: Tensor) -> None:
+        """Add the shares of these tokens to dkv, atomically or, if deterministic, per key in token order."""
         if not self.deterministic:
             self._compute_shares(first, num_tokens, p, ds, self.dkv)
             return
@@ -234,6 +246,7 @@ class _Backward:
         )
 
     def _compute_shares(self, first: int, num_tokens: int, p: Tensor, ds: Tensor, destination: Tensor) -> None:
+        """Add shares to destination [S, D] atomically or, if deterministic, store them in it as [tokens, K, D]."""
         arguments = (self.q, self.dout, self.indices, p, ds, destination, first, self.topk, self.pitch)
         adds = not self.deterministic
         if self.gluon:

@@ -1,4 +1,4 @@
-"""Attention over selected keys for short sequences: ordinary heads, the selection as a bit per query and key."""
+"""Attention over selected keys for short sequences: ordinary heads, under a mask of one bit per query and key."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -14,11 +14,12 @@ from . import masked_torch_npu
 from .bits import WORD, causal_bits, num_words, unpack
 from .contract import CHUNK, check_indices, check_outputs, softmax_sums
 
-LARGEST_HEAD = 256
+LARGEST_HEAD = 256  # channels of a head that the Triton kernels take
 # Number of keys above which gathering the selected keys is faster than masking all of them, by the backend of
-# `masked_attention`. Triton: DeepSeek-V3.2 with 2048 selected keys, forward and backward on an H200: masked takes 10.6
-# ms at 4096 keys and 39.8 at 8192, where sparse takes 34.4; counting operations would give 12500. The reference and
-# unlisted backends use the same number; torch_npu has no fused attention with a bit mask.
+# `masked_attention`. The number of Triton is measured: forward and backward of DeepSeek-V3.2 with 2048 selected keys on
+# an H200 take 10.6 ms masked at 4096 keys; at 8192 keys they take 39.8 ms masked and 34.4 ms sparse. (A count of
+# operations would suggest 12500 keys.) The reference and unlisted backends use the same number. torch_npu has 0, since
+# it has no fused attention with a bit mask.
 CROSSOVER = {"triton": 6_800, "torch": 6_800, "torch_npu": 0}
 
 
@@ -27,10 +28,12 @@ def choose_attention(
 ) -> Literal["masked", "sparse"]:
     """Return which of `masked_attention` and `sparse_attention` to use for causal sequences of `num_keys` keys.
 
-    On a device (None: the best of this machine) with a fused kernel for bit masks it is the one that measured faster,
-    and up to `topk` keys, where all are selected, the masked one. Where only sparse attention is fused it is "sparse"
-    at every length: on Ascend npu_sparse_flash_attention is fused, attention with a bit mask is not.
-    Example: choose_attention(4096, topk=2048, device="cuda").
+    topk: how many keys each query selects; device: where they run, None for the best device of this machine. On a
+    device with a fused kernel for bit masks the answer is the one that measured faster, and up to `topk` keys, where
+    all are selected, "masked". Where only sparse attention is fused it is "sparse" at every length: on Ascend
+    npu_sparse_flash_attention is fused, attention with a bit mask is not.
+
+        ops.choose_attention(4096, topk=2048, device="cuda")
     """
     device = default_device() if device is None else device
     limit = _crossover(device.split(":")[0] if isinstance(device, str) else device.type)
@@ -38,6 +41,7 @@ def choose_attention(
 
 
 def _crossover(kind: str) -> int:
+    """Return the entry of CROSSOVER for the backend that runs `masked_attention` on a device type."""
     available = [name for name, reason in masked_attention.availability(kind).items() if reason is None]
     return CROSSOVER.get(next((name for name in available if name != REFERENCE), REFERENCE), CROSSOVER[REFERENCE])
 
@@ -70,7 +74,9 @@ def selection_mask(indices: Tensor, num_keys: int) -> Tensor:
     """Return the bit mask of a selection: [T, ceil(num_keys / 32)] int32, bit j % 32 of word j // 32 is key j.
 
     indices: [T, K] int32, ascending, each key once, -1 after the last, as `sparse_attention` takes them. Raises
-    ValueError when they are not. Example: bits = selection_mask(indices, num_keys=k.shape[0]).
+    ValueError when they are not.
+
+        bits = ops.selection_mask(indices, num_keys=k.shape[0])
     """
     words = torch.zeros(indices.shape[0], num_words(num_keys) + 1, dtype=torch.int64, device=indices.device)
     keys = torch.where(indices >= 0, indices, num_words(num_keys) * WORD).long()
@@ -124,6 +130,7 @@ def _check_backward(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale:
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Return an iterator over slices of tokens whose scores are at most CHUNK elements."""
     step = max(1, CHUNK // max(1, q.shape[1] * k.shape[0]))
     return (slice(start, start + step) for start in range(0, max(1, q.shape[0]), step))
 
@@ -179,13 +186,14 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale
 
     q: [T, HQ, D] bf16, fp16 or fp32; k: [S, HK, D] and v: [S, HK, DV] in q's dtype, HQ a multiple of HK; bits:
     [T, ceil(S / 32)] int32 from `selection_mask`, zero past S; they also express causality and packed sequences. bits
-    None means one dense causal sequence with the last query at the last key. Returns out [T, HQ, DV] like q and lse
-    [T, HQ] fp32, a natural logarithm. A token without keys gives zeros and -inf. Computed in fp32; the weights may be
-    rounded to q's dtype before they multiply the values; out is rounded once. Apart from the bits no tensor of size
-    T x S is allocated by the fused kernels. The result equals `sparse_attention` of absorbed queries and keys.
-    Differentiable in q, k and v; both directions are deterministic, on Ascend only under
-    torch.use_deterministic_algorithms. Raises ValueError when shapes, dtypes or scale do not fit.
-    Example: out, lse = masked_attention(q, k, v, selection_mask(indices, len(k)), 192**-0.5).
+    None means one dense causal sequence with the last query at the last key. scale multiplies the scores. Returns out
+    [T, HQ, DV] like q and lse [T, HQ] fp32, the natural log-sum-exp of the scores. A token without keys gives zeros and
+    -inf. Computed in fp32; the weights may be rounded to q's dtype before they multiply the values; out is rounded
+    once. Apart from the bits no tensor of size T x S is allocated by the fused kernels. The result equals
+    `sparse_attention` of absorbed queries and keys. Differentiable in q, k and v; both directions are deterministic, on
+    Ascend only under torch.use_deterministic_algorithms. Raises ValueError when shapes, dtypes or scale do not fit.
+
+        out, lse = ops.masked_attention(q, k, v, ops.selection_mask(indices, len(k)), 192**-0.5)
     """
     out, lse = [], []
     bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
@@ -214,11 +222,11 @@ def masked_attention_backward(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `masked_attention` with respect to q, k and v; dlse is the gradient of lse.
+    """Gradients of `masked_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
 
-    dout, out: [T, HQ, DV]; the other arguments are those of `masked_attention`. Summed in fp32, rounded once. Tokens
-    without keys and keys without tokens have zero gradients. The bits are the same in every run, on Ascend only under
-    torch.use_deterministic_algorithms.
+    dout, out: [T, HQ, DV]; lse, dlse: [T, HQ]; the other arguments are those of `masked_attention`. Returns dq, dk and
+    dv like q, k and v, contiguous, summed in fp32, rounded once. Tokens without keys and keys without tokens have zero
+    gradients. The bits are the same in every run, on Ascend only under torch.use_deterministic_algorithms.
     """
     bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     groups, dq = k.shape[1], []

@@ -15,6 +15,7 @@ REPEATED = 8  # the operator stores softmax maxima and sums as [B, N, S, 8], eac
 
 
 def reason(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, **_: object) -> str | None:
+    """Return None, or the reason that npu_fusion_attention cannot compute the forward."""
     if bits is not None:
         return "npu_fusion_attention takes byte masks, not bit masks; pass bits=None for causal attention"
     if not all(x.numel() for x in (q, k, v)):
@@ -27,6 +28,7 @@ def reason(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, **_: object) ->
 def backward_reason(
     q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, dlse: Tensor | None, **_: object
 ) -> str | None:
+    """Return None, or the reason that npu_fusion_attention_grad cannot compute the backward."""
     if dlse is not None:
         return "npu_fusion_attention_grad takes no gradient of lse"
     return reason(q, k, v, bits)
