@@ -20,9 +20,19 @@ _OFFLINE = (
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
 
+def clean_environment() -> dict[str, str]:
+    """Without what would let a new environment see this checkout."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
 def pip(python: Path | str, *words: str) -> None:
     result = subprocess.run(
-        [str(python), "-m", "pip", "-q", *words], cwd=ROOT, capture_output=True, text=True, timeout=1200
+        [str(python), "-m", "pip", "-q", *words],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     if result.returncode and any(text in result.stderr for text in _OFFLINE):
         pytest.skip("no package index can be reached")
@@ -47,8 +57,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: Path, *words: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    env |= {"HF_HUB_OFFLINE": "1", "HOME": str(cwd)}
+    env = clean_environment() | {"HF_HUB_OFFLINE": "1", "HOME": str(cwd)}
     return subprocess.run(
         [str(command), *words], cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=300
     )
