@@ -15,7 +15,6 @@ _OFFLINE = (
     "after connection broken by",
     "Network is unreachable",
     "Temporary failure in name",
-    "No matching distribution",
 )
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
