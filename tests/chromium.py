@@ -10,7 +10,7 @@ from typing import Any
 
 _NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _HOW = "apt-get install chromium-headless-shell, or name one in WHORL_CHROMIUM"
-SECONDS = 30.0  # that anything may take on a busy machine
+SECONDS = 90  # until something appears, on a busy machine
 # Not the browser's own words about requests that a test refuses or whose server it stops.
 _OF_THE_NETWORK = "Failed to load resource"
 
