@@ -100,7 +100,7 @@ FAULTS = [
     Fault("first expert's down", EXPERTS, "experts", "down_ptr + expert.to(tl.int64) * s", "down_ptr + 0 * s"),
     Fault("ties to the highest", ROUTE, "route", "(0x7FFFFFFF - ids).to(tl.int64)", "ids.to(tl.int64)"),
     Fault("not renormalised", ROUTE, "route", "weights / tl.maximum(total, 1e-20)", "weights / 1"),
-    Fault("bias in the weights", ROUTE, "route", "tl.where(ids == winner, scores,", "tl.where(ids == winner, choice,"),
+    Fault("bias in the weights", ROUTE, "route", "tl.where(ids == winner, scores,", "tl.where(ids == winner, ranking,"),
     Fault("group by its best alone", ROUTE, "route", "second if SIZE > 1 else 0.0", "0.0"),
     Fault("sees the next key", DECODE, "paged_attention", "length - (stop - 1 - token)", "length - (stop - 2 - token)"),
     Fault("first cut only", DECODE, "paged_attention", "tl.cdiv(end, CUT), tl.num", "first // CUT + 1, tl.num"),
