@@ -267,6 +267,7 @@ _TABLE = (
         "Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, int? x2_dtype=None, "
         "int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, Tensor? y_scale=None) "
         "-> Tensor",
+        added={"2.10": "x1_dtype x2_dtype pertoken_scale_dtype scale_dtype y_scale"},
         gradient="silently lost",
         note="Computes x1 @ x2 in int8, times scale and pertoken_scale, plus bias; a bias of int32 is added before the "
         "scales. The result is int8 unless output_dtype says otherwise.",
@@ -276,6 +277,7 @@ _TABLE = (
         "(Tensor x, Tensor weight, Tensor antiquant_scale, Tensor? antiquant_offset=None, Tensor? quant_scale=None, "
         "Tensor? quant_offset=None, Tensor? bias=None, int antiquant_group_size=0, int inner_precise=0, "
         "int? weight_dtype=None) -> Tensor",
+        added={"2.10": "weight_dtype"},
         gradient="silently lost",
         note="Returns x @ ((weight + antiquant_offset) * antiquant_scale) + bias: the offset is added, not subtracted.",
     ),
