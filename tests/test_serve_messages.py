@@ -263,7 +263,7 @@ def test_anthropics_client(served: Served) -> None:
     assert client.messages.create(messages=history, **asked).stop_reason == "end_turn"
     counted = client.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "hi"}])
     assert counted.input_tokens > 10
-    with pytest.raises(anthropic.NotFoundError, match="not here"):
+    with pytest.raises(anthropic.NotFoundError, match="not served here"):
         client.messages.create(model="claude", max_tokens=5, messages=history[:1])
     with pytest.raises(anthropic.BadRequestError, match="5000 more") as caught:
         client.messages.create(model=MODEL, max_tokens=5000, messages=history[:1])
