@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
+from package_index import clean_environment, pip
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "clients"
@@ -26,8 +25,6 @@ REQUIREMENTS = {
     "guidellm": ("guidellm==0.8.1", "torch==2.13.0"),
     "schemathesis": ("schemathesis==4.32.5",),
 }
-# What pip says where the index cannot be reached; any other failure is one of the requirements.
-_OFFLINE = ("after connection broken by", "Could not fetch URL", "Network is unreachable", "Temporary failure in name")
 # Programs ask nobody but the server, and report to nobody.
 _ALONE = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -65,21 +62,13 @@ def _locked(file: Path) -> Iterator[None]:
 
 def _make(folder: Path, requirements: tuple[str, ...]) -> None:
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--retries", "2", "-q"]
-    done = subprocess.run([*pip, *requirements], capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return
-    shutil.rmtree(folder)
-    if any(sign in done.stderr for sign in _OFFLINE):
-        pytest.skip(f"the package index cannot be reached, and {' '.join(requirements)} is not installed")
-    pytest.fail(f"pip install {' '.join(requirements)}:\n{done.stderr[-3000:]}")
+    pip(folder / "bin" / "python", "install", "--retries", "2", *requirements)
 
 
 def run(name: str, *command: str, seconds: float = 900, **more: Any) -> "subprocess.CompletedProcess[str]":
     """A command of the program, in its environment. more: variables of the process's environment."""
     folder = environment(name)
-    hidden = {"PYTHONPATH", "TRITON_INTERPRET", "VIRTUAL_ENV"}
-    variables = {key: value for key, value in os.environ.items() if key not in hidden} | _ALONE
+    variables = clean_environment() | _ALONE
     cwd = more.pop("cwd", None)
     first, *rest = command
     return subprocess.run(

@@ -2,21 +2,19 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-import pytest
+from package_index import pip
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "ray"
-_SECONDS = 600
 
 
 def requirement() -> str:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    return next(each for each in extras["ray"] if each.startswith("ray["))
+    return next(name for name in extras["ray"] if name.startswith("ray["))
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -30,13 +28,6 @@ def environment(**more: str) -> dict[str, str]:
 
 def _install() -> None:
     done = FOLDER / "installed.txt"
-    if done.is_file() and done.read_text() == requirement():
-        return
-    command = [sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--target", str(FOLDER), requirement()]
-    try:
-        made = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"{requirement()} was not downloaded within {_SECONDS} seconds")
-    if made.returncode != 0:
-        pytest.skip(f"{requirement()} cannot be installed here: {made.stderr.strip().splitlines()[-1:]}")
-    done.write_text(requirement())
+    if not done.is_file() or done.read_text() != requirement():
+        pip(sys.executable, "install", "--upgrade", "--target", str(FOLDER), requirement())
+        done.write_text(requirement())

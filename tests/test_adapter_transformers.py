@@ -1,8 +1,6 @@
 """Models with our operators installed against the same models untouched: transformers is the oracle."""
 
 import copy
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,80 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers_models import (
+    FAMILIES,
+    QK_NORM,
+    build,
+    make_inputs,
+)
 
 from whorl import ops
 from whorl.adapters.transformers import install
-from whorl.models.llama import Llama
-
-transformers = pytest.importorskip("transformers", minversion="5.17")
-
-FAMILIES = ["llama", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe"]
-QK_NORM = FAMILIES[1:]
-MORE = {"head_dim": 16, "rms_norm_eps": 1e-3, "pad_token_id": 0, "tie_word_embeddings": False}
-SIZES = {name: value for name, value in Llama.tiny(**MORE).items() if name not in ("architectures", "model_type")}
-# Every expert is chosen: a rounding error may not send a token elsewhere.
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
-VISION = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_heads": 2,
-    "patch_size": 4,
-    "out_hidden_size": 32,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0, 1],
-}
-IMAGE, VISION_START, VISION_END = 90, 91, 92
-SECTIONS = [3, 3, 2]
-
-
-def build(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A tiny random model whose parameters, norms included, are far from their usual starting values."""
-    torch.manual_seed(seed)
-    sizes = {**SIZES, **(EXPERTS if family.endswith("moe") else {}), **changes}
-    if "vl" in family:
-        rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": SECTIONS, "mrope_interleaved": True}
-        tokens = {
-            "image_token_id": IMAGE,
-            "video_token_id": 93,
-            "vision_start_token_id": VISION_START,
-            "vision_end_token_id": VISION_END,
-        }
-        text = {"rope_parameters": rope, **sizes}
-        kind = "Qwen3VLMoe" if family.endswith("moe") else "Qwen3VL"
-        config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=VISION, **tokens)
-        model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-    else:
-        kind = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[family]
-        sizes = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, **sizes}
-        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.3 if "norm" in name else parameter.shape[-1] ** -0.5))
-            if "norm" in name:
-                parameter.add_(1)
-    return model.eval()
-
-
-def make_inputs(family: str, device: str = "cpu") -> dict[str, Tensor]:
-    """Two sequences, the first left padded; for Qwen3-VL both with an image, so that the three axes differ."""
-    torch.manual_seed(1)
-    ids = torch.randint(1, 80, (2, 14))
-    mask = torch.ones_like(ids)
-    ids[0, :3], mask[0, :3] = 0, 0
-    if "vl" not in family:
-        return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-    ids[:, 5] = VISION_START
-    ids[:, 6:10] = IMAGE
-    ids[:, 10] = VISION_END
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "mm_token_type_ids": (ids == IMAGE).int(),
-        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
-        "pixel_values": torch.randn(32, 3 * 2 * 4 * 4),
-    }
-    return {name: value.to(device) for name, value in inputs.items()}
 
 
 def run(model: Any, inputs: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
@@ -433,74 +366,3 @@ def test_interpreted_triton_runs() -> None:
         "swiglu": 1,
         "swiglu_backward": 1,
     }
-
-
-# ---- refusals
-
-
-def test_an_unknown_model_is_told_what_was_looked_for() -> None:
-    sizes = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=8))
-    with pytest.raises(ValueError, match=r"no module of BertModel is known.*qwen3_vl.*found.*BertSelfAttention"):
-        install(model)
-
-
-def test_a_subclass_with_its_own_forward_is_not_ours_to_replace() -> None:
-    model = build("qwen3")
-    kind = type(model.model.norm)
-    model.model.norm.__class__ = type("Scaled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
-    installation = install(model)
-    assert "model.norm" not in {entry.path for entry in installation.replaced}
-
-
-@pytest.mark.parametrize(
-    ("family", "asked", "message"),
-    [
-        ("qwen3", {"rope": False, "norm": False, "swiglu": False}, "all options are False"),
-        ("llama", {"qk_norm_rope": True}, r"LlamaAttention.forward differs in \['k_norm', 'q_norm'\]"),
-    ],
-)
-def test_what_cannot_be_given_is_refused(family: str, asked: dict[str, bool], message: str) -> None:
-    model = build(family)
-    with pytest.raises(ValueError, match=message):
-        install(model, **asked)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_another_activation_is_refused() -> None:
-    model = build("llama", hidden_act="gelu")
-    with pytest.raises(ValueError, match=r"needs a SiLU gate; found \['GELUActivation'\]. Pass swiglu=False"):
-        install(model)
-    assert not any("forward" in vars(module) for module in model.modules())
-    install(model, swiglu=False)
-
-
-def test_a_method_of_someone_else_is_not_dropped() -> None:
-    model = build("qwen3")
-    model.model.norm.forward = theirs = lambda x: x
-    with pytest.raises(RuntimeError, match=r"model\.norm already has its own forward"):
-        install(model)
-    assert model.model.norm.forward is theirs
-    assert "forward" not in vars(model.model.rotary_emb)
-
-
-def test_a_second_installation_is_refused() -> None:
-    model = build("qwen3")
-    install(model, swiglu=False)
-    with pytest.raises(RuntimeError, match="already has its own forward"):
-        install(model, norm=False)
-    assert "forward" not in vars(model.model.layers[0].mlp)
-    install(model, rope=False, norm=False)
-
-
-def test_cos_and_sin_of_transformers_are_refused() -> None:
-    model = build("qwen3")
-    cos, sin = model.model.rotary_emb(torch.zeros(1, 3, 32), torch.arange(3)[None])
-    install(model)
-    with pytest.raises(ValueError, match="must come from this model's own rotary module"):
-        model.model.layers[0](torch.randn(1, 3, 32), position_embeddings=(cos, sin))
-
-
-def test_importing_it_imports_no_transformers() -> None:
-    code = "import sys, whorl.adapters.transformers; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

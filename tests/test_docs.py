@@ -1,5 +1,6 @@
 """Documentation is held to the code: links lead somewhere, commands parse, figures are those that were measured."""
 
+import functools
 import re
 import shlex
 import subprocess
@@ -127,6 +128,7 @@ def test_options_in_sentences_exist(page: Path) -> None:
         words = re.sub(r"[\[\],|]", " ", command).split()[1:]
         options = {word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word)}
         unknown = options - known_options(words)
+        # `whorl train` hands options on to TorchTitan, which knows them.
         assert not unknown or words[:1] == ["train"], f"{page.name}: {command}: there is no {sorted(unknown)}"
 
 
@@ -169,11 +171,12 @@ SESSIONS = sessions()
 _SLOW = ("generate", "train", "selftest", "bench")
 
 
-def runs(command: str) -> object:
-    return pytest.param(command, marks=pytest.mark.slow if command.split()[1] in _SLOW else ())
+def session_cases() -> list[Any]:
+    marks = {name: [pytest.mark.slow] * (command.split()[1] in _SLOW) for name, (command, _) in SESSIONS.items()}
+    return [pytest.param(name, marks=marks[name]) for name in SESSIONS]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=runs(SESSIONS[n][0]).marks) for n in SESSIONS])  # type: ignore[attr-defined]
+@pytest.mark.parametrize("name", session_cases())
 def test_sessions_show_what_is_printed(name: str) -> None:
     command, shown = SESSIONS[name]
     words = [sys.executable, "-m", "whorl.cli", *shlex.split(command)[1:]]
@@ -240,6 +243,7 @@ def test_generated_files_are_current() -> None:
 _FIGURE = re.compile(r"(?<![\w.])(\d[\d.]*)(?: ?(?:tok/s|TFLOP/s|TB/s|us)\b|x (?:as fast|transformers))")
 
 
+@functools.cache
 def measured() -> set[str]:
     """Every number in the recorded results, and those of the JSON documents rounded to what a page would say."""
     texts = [path.read_text() for path in (ROOT / "bench" / "results").glob("*.md")]

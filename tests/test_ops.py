@@ -167,7 +167,8 @@ def reason_against(op: Op, backend: str, values: Values) -> str | None:
 
 
 def made(op: Op, backend: str, case: Values, dtype: torch.dtype) -> Values:
-    """Arguments of a case; skips only with the backend's own reason."""
+    """Arguments of a case; skips only with the backend's own reason. `test_accelerated_backends_take_the_cases` bounds
+    how often that may be."""
     values = arguments(op, case, dtype)
     reason = reason_against(op, backend, values)
     if reason is not None:

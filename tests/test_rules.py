@@ -74,10 +74,7 @@ WITH_RAY = ("ray_router",)  # of whorl/cluster: extends a class of Ray's, which 
 WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "register", "rotary", "swap_memory")
 WITHOUT_TORCHTITAN += ("swap_optimizer", "train_command", "upstream_names", "worker")
 LINES = 500
-LONGER = {
-    "tests/test_adapter_megatron.py": "one framework's layouts and switches side by side",
-    "tests/test_adapter_transformers.py": "one framework's models side by side",
-}
+LONGER: dict[str, str] = {}  # name of a file: why it is longer
 
 
 def part_of(path: Path) -> str:

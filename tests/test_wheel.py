@@ -1,47 +1,23 @@
 """The wheel: what is in it, and that it works in an environment that has nothing else of ours."""
 
-import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from package_index import clean_environment, pip
 
 from whorl import __version__
 
 ROOT = Path(__file__).parents[1]
-_OFFLINE = (
-    "after connection broken by",
-    "Network is unreachable",
-    "Temporary failure in name",
-)
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
-
-
-def clean_environment() -> dict[str, str]:
-    """Without what would let a new environment see this checkout."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-
-
-def pip(python: Path | str, *words: str) -> None:
-    result = subprocess.run(
-        [str(python), "-m", "pip", "-q", *words],
-        cwd=ROOT,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    if result.returncode and any(text in result.stderr for text in _OFFLINE):
-        pytest.skip("no package index can be reached")
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", str(folder), ".")
+    pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", str(folder), ".", cwd=ROOT)
     (path,) = folder.glob("whorl-*.whl")
     return path
 

@@ -32,12 +32,12 @@ def built() -> dict[Path, str]:
 
 
 def main() -> int:
-    stale = [path for path, text in built().items() if not path.exists() or path.read_text() != text]
+    contents = built()
+    stale = [path for path, text in contents.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv[1:]:
         for path in stale:
             print(f"{path.relative_to(ROOT)} is out of date: run make docs", file=sys.stderr)
         return 1 if stale else 0
-    contents = built()
     for path in stale:
         path.write_text(contents[path])
         print(f"wrote {path.relative_to(ROOT)}")

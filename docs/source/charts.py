@@ -50,7 +50,7 @@ def _decode(d: Drawing, rows: dict[tuple[int, int], dict[str, float]]) -> None:
 
 
 def _operators(d: Drawing, operators: list[tuple[str, float, float | None, float | None, float]]) -> None:
-    left, unit = 352, 118
+    left, unit = 352, 82  # unit: the length of a copy's bar
     d.label(left, 34, "operators", style="title", anchor="start")
     d.label(left, 54, "time as a multiple of a plain copy", anchor="start")
     y = 72.0
@@ -61,8 +61,8 @@ def _operators(d: Drawing, operators: list[tuple[str, float, float | None, float
             if time is None:
                 continue
             y += 12
-            d.bar(left, y, unit * min(time / copy, 2.3) / 2.3 * 1.6, 9, kind)
-            d.label(left + unit * min(time / copy, 2.3) / 2.3 * 1.6 + 5, y + 8.5, f"{time / copy:.2f}", anchor="start")
+            d.bar(left, y, unit * time / copy, 9, kind)
+            d.label(left + unit * time / copy + 5, y + 8.5, f"{time / copy:.2f}", anchor="start")
         y += 19
     _legend(d, left, y + 2, (("whorl", "work"), ("torch.compile", "plain"), ("Liger", "data")))
 
