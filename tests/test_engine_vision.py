@@ -246,7 +246,7 @@ def test_pictures_that_run_as_one_have_their_own_bits() -> None:
     vision = {"hidden_size": 288, "num_heads": 4, "intermediate_size": 600, "depth": 2, "deepstack_visual_indexes": [0]}
     config = Qwen3VL.tiny()
     config["vision_config"] |= vision
-    model = random_model(config, device="cuda", dtype=torch.bfloat16, max_length=512)
+    model = random_model(config, device="cuda", dtype=torch.bfloat16, max_length=256)
     jobs = jobs_of(model, [(1, 14, 6), (1, 2, 2), (2, 14, 14), (1, 34, 18), (1, 64, 64)])
     together = encoded(model, jobs, "cuda")
     for job in jobs:

@@ -117,7 +117,8 @@ def test_which_kernels_ran(model: Any) -> None:
     assert "_few_kernel" in one
     assert {"_decode_kernel", "_fold_kernel"} <= one
     assert "_tile_kernel" in crowd
-    assert "_prompt_gluon_kernel" in prompt
+    wide = model.config.head_dim == 128  # other heads have no kernel of their own for Hopper
+    assert ("_prompt_gluon_kernel" if wide else "_prompt_kernel") in prompt
     assert any(linear_library.trials().values()), "torch's product was never equal"
     if "experts" in "".join(name for name, _ in model.named_parameters()):
         assert {"_gate_up_few_kernel", "_down_few_kernel"} <= one
