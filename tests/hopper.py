@@ -35,6 +35,7 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
+WIDE = ("linear",)  # operators that models call in fp32, too
 DESCRIBED = "tensordesc<{}{},{!r}>"  # how the JIT names the type of a block that the copy engine fetches
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 
@@ -99,8 +100,9 @@ def main() -> None:
     wanted = [OPS[name] for name in sys.argv[1:] if name != "--once"] or list(OPS.values())
     for op, chip in itertools.product(wanted, ((0, 0), _hopper.HOPPER)):  # plain kernels, and those of one chip
         _hopper.compute_capability = lambda device, chip=chip: chip
-        for case in op.bench_cases if "triton" in op.impls else ():
-            values = op._bind((), op.make(**case, dtype=torch.bfloat16, device="meta"))
+        dtypes = (torch.bfloat16, torch.float32) if op.name in WIDE else (torch.bfloat16,)
+        for case, dtype in itertools.product(op.bench_cases if "triton" in op.impls else (), dtypes):
+            values = op._bind((), op.make(**case, dtype=dtype, device="meta"))
             launches.clear()
             op.impls["triton"].function(**values)
             for kernel, args, kwargs in launches:

@@ -40,6 +40,8 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_token_logprobs_backward_kernel",
         "_few_kernel",
         "_tile_kernel",
+        "_fp32_kernel",
+        "_add_chunks_kernel",
         "_write_kv_kernel",
         "_write_codes_kernel",
         "_decode_kernel",
@@ -85,6 +87,7 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_index_write_kernel",
         "_round_kernel",
         "_paged_scores_kernel",
+        "_decode_scores_kernel",
         "_latent_kernel",
         "_latent_fold_kernel",
     }
@@ -100,8 +103,8 @@ def test_sparse_attention_runs_on_the_tensor_cores(builds: list[dict[str, Any]])
 
 def test_latent_attention_runs_on_the_tensor_cores(builds: list[dict[str, Any]]) -> None:
     """Few heads of one token alone are multiplied by a warp's instructions."""
-    rows = [row for row in builds if row["kernel"] in ("_head_kernel", "_paged_scores_kernel")]
-    assert len(rows) >= 3
+    rows = [row for row in builds if row["kernel"] in ("_head_kernel", "_paged_scores_kernel", "_decode_scores_kernel")]
+    assert len(rows) >= 4
     assert all(row["tensor_core_products"] for row in rows), rows
     assert {row["kernel"] for row in builds if row["kernel"].startswith("_latent_") and row["op"] == "latent_attention"}
 
@@ -143,6 +146,7 @@ SMALL_WRITES = {
     "_places_kernel",
     "_few_kernel",
     "_tile_kernel",  # 16 columns at a time for a narrow weight
+    "_fp32_kernel",
     "_dots_kernel",
     "_token_logprobs_kernel",
     "_top_kernel",
@@ -155,6 +159,7 @@ SMALL_WRITES = {
     "_few_packed_kernel",
     "_scores_kernel",
     "_paged_scores_kernel",
+    "_decode_scores_kernel",
     "_index_write_kernel",  # 128 channels among the lanes of a warp
     "_latent_fold_kernel",
     "_target_kernel",

@@ -83,9 +83,15 @@ def test_every_order_of_magnitude(backend: str, device: str) -> None:
         assert all_rows(scores[None].to(device), topk, backend)[0].tolist() == [expected], topk
 
 
+@pytest.mark.parametrize("is_few", [True, False])
 @pytest.mark.parametrize("ties", [True, False])
-def test_long_rows_are_chosen_from_in_pieces(ties: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top_k_triton, "LONGEST", 1024)  # as if the rows were longer
+def test_long_rows_are_chosen_from_in_pieces(
+    ties: bool, is_few: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows in exact pieces, many in pieces that leave more candidates than are chosen; both longer than a piece."""
+    monkeypatch.setattr(top_k_triton, "LONGEST", 1024)
+    monkeypatch.setattr(top_k_triton, "HELD", 512)
+    monkeypatch.setattr(top_k_triton, "PROGRAMS", 100 if is_few else 0)
     scores = torch.randn(2, 2500, device=device)
     scores = scores.mul(2).round() if ties else scores
     ends = torch.tensor([2500, 2100], dtype=torch.int32, device=device)
@@ -119,7 +125,10 @@ LONG_ROWS: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("shuffled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["normal", *(pytest.param(k, marks=pytest.mark.slow) for k in list(LONG_ROWS)[1:])])
-def test_a_guessed_threshold_changes_no_choice(kind: str, shuffled: bool, device: str) -> None:
+def test_a_guessed_threshold_changes_no_choice(
+    kind: str, shuffled: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top_k_triton, "PROGRAMS", 0)  # as with many rows
     scores = torch.stack([LONG_ROWS[kind]() for _ in range(2)]).to(device)
     assert scores.shape[1] > top_k_triton.HELD
     starts = torch.tensor([0, 900], dtype=torch.int32, device=device)
@@ -133,10 +142,11 @@ def test_a_guessed_threshold_changes_no_choice(kind: str, shuffled: bool, device
 def test_pieces_are_used_where_rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     widths = []
     monkeypatch.setattr(top_k_triton, "_launch", lambda scores, *_: widths.append(scores.shape[1]))
-    for width in (8192, 20_000, 200_000):
-        meta = torch.empty(2, width, device="meta")
-        top_k_triton.select(meta, *(torch.empty(2, device="meta"),) * 2, None, *(meta[:, :2048].clone(),) * 2)
-    assert widths == [8192, 20_000, 4096, 200_000, 7 * 4096, 4096]
+    for rows, width in ((300, 8192), (300, 20_000), (300, 200_000), (2, 8192), (2, 20_000), (2, 200_000)):
+        meta, bound = torch.empty(rows, width, device="meta"), torch.empty(rows, device="meta")
+        top_k_triton.select(meta, bound, bound, None, *(meta[:, :2048].clone(),) * 2)
+    many, few = [8192, 20_000, 4096, 200_000, 7 * 4096, 4096], [8192, 20_000, 3 * 2048, 200_000, 25 * 2048, 7 * 2048]
+    assert widths == [*many, *few, 2 * 2048]
 
 
 # ---- who sees whom

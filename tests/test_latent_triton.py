@@ -14,7 +14,7 @@ from whorl.ops.indexer import bounds
 from whorl.ops.latent import codes
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-from whorl.ops.latent import attention_triton, indexer_triton
+from whorl.ops.latent import attention_triton, indexer_triton, scores_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = (ops.head_linear, ops.latent_write, ops.index_write, ops.paged_indexer, ops.latent_attention)
@@ -147,6 +147,9 @@ def test_a_choice_does_not_depend_on_what_is_scored_beside_it(
     width = values["block_tables"].shape[1] * values["cache"].shape[1]
     monkeypatch.setattr(indexer_triton, "chunks", lambda count, size: bounds.chunks(count, size, 4 * width))
     assert torch.equal(ops.paged_indexer(**values, backend="triton"), found)
+    monkeypatch.setattr(scores_triton, "DRAFTED", 0)  # the kernel of prompts instead of that of decoding
+    assert torch.equal(ops.paged_indexer(**values, backend="triton"), found)
+    monkeypatch.undo()
     row = 0
     for b, (count, context) in enumerate(zip(case["queries"], case["contexts"], strict=True)):
         for i in range(count):

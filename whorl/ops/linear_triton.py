@@ -10,7 +10,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from . import linear_library
+from . import linear_fp32_triton, linear_library
 from ._hopper import gluon_reason
 from ._launch_triton import launched
 from ._overlap_triton import follow, overlap
@@ -134,6 +134,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `linear` by our kernels; x and weight have unit stride along K."""
+    if x.element_size() == 4:
+        return linear_fp32_triton.forward(x, weight, bias)
     (count, length), columns = x.shape, weight.shape[0]
     if bias is None and (hopper := few_rows(x, weight)) is not None and hopper.fits_warpgroup(x, weight):
         return hopper.linear(x, weight)  # type: ignore[no-any-return]
@@ -142,8 +144,8 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return y
     tensors = x, weight, y if bias is None else bias.contiguous(), y
     sizes = x.stride(0), weight.stride(0), count, columns, length
-    is_few = count <= FEW and x.element_size() == 2
-    plan = few_plan(columns, length) if is_few else tile_plan(count, columns, x.element_size())
+    is_few = count <= FEW
+    plan = few_plan(columns, length) if is_few else tile_plan(count, columns)
     kernel, height = (_few_kernel, FEW) if is_few else (_tile_kernel, plan["ROWS"])
     grid = (ceil_div(count, height) * ceil_div(columns, plan["COLUMNS"]),)
     kernel[grid](*tensors, *sizes, HAS_BIAS=bias is not None, WIDEN=is_interpreting(), **plan, **overlap(x))
@@ -171,16 +173,13 @@ def few_plan(columns: int, length: int) -> dict[str, int]:
     return plan | {"ROWS": FEW, "EVEN": length % plan["BLOCK_K"] == 0}
 
 
-def tile_plan(count: int, columns: int, element_size: int) -> dict[str, int]:
+def tile_plan(count: int, columns: int) -> dict[str, int]:
     """Return the tile sizes of _tile_kernel, chosen by speed alone, since they do not change the bits.
 
-    Tensor cores add 16 products at a time in the order of k, whatever the tile. fp32 products run on ordinary cores,
-    one by one in that order.
+    Tensor cores add 16 products at a time in the order of k, whatever the tile.
     """
     if is_interpreting():
         return {"ROWS": 16, "COLUMNS": 32, "BLOCK_K": 32, "GROUP": 2}
-    if element_size == 4:
-        return {"ROWS": 64, "COLUMNS": 64, "BLOCK_K": 32, "GROUP": 8, "num_warps": 8, "num_stages": 2}
     if count <= MODERATE and columns < NARROW:
         return {"ROWS": 64, "COLUMNS": 16, "BLOCK_K": 128, "GROUP": 8, "num_warps": 4, "num_stages": 8}
     if count <= MODERATE:

@@ -23,6 +23,7 @@ from .bounds import full_bounds
 # twice topk candidates.
 LONGEST = 32768
 HELD = 8192  # longest row that stays in registers
+PROGRAMS = 132  # multiprocessors of an H200
 SAMPLE, RUN = 2048, 32  # scores in a sample, and how many of them are consecutive: one cache line
 
 
@@ -247,14 +248,27 @@ def select(
         values.zero_()
         return
     topk, positions, is_chosen = indices.shape[1], key_positions, False
-    capacity = 2 * max(topk, 256)
-    while scores.shape[1] > max(capacity, min(LONGEST, HELD, 4 * capacity)):
-        pieces = ceil_div(scores.shape[1], LONGEST)
+    while True:
+        piece, capacity, most = _round_sizes(*scores.shape, topk)
+        if scores.shape[1] <= most:
+            break
+        pieces = ceil_div(scores.shape[1], piece)
         shape = (scores.shape[0], pieces * capacity)
         candidates, candidate_scores = indices.new_empty(shape), values.new_empty(shape)
-        _launch(scores, starts, ends, positions, candidates, candidate_scores, topk, pieces, is_chosen)
+        _launch(scores, starts, ends, positions, candidates, candidate_scores, topk, piece, is_chosen)
         positions, scores, is_chosen = candidates, candidate_scores, True
-    _launch(scores, starts, ends, positions, indices, values, topk, 1, is_chosen)
+    _launch(scores, starts, ends, positions, indices, values, topk, scores.shape[1], is_chosen)
+
+
+def _round_sizes(rows: int, width: int, topk: int) -> tuple[int, int, int]:
+    """Return the length of a round's pieces, the candidates that each leaves, and the longest row of the last round.
+
+    With few rows pieces are as short as fits the registers: more programs share a row, and each selects exactly.
+    """
+    if rows * ceil_div(width, LONGEST) < PROGRAMS and 4 * topk <= HELD:
+        return HELD, topk, HELD
+    capacity = 2 * max(topk, 256)
+    return LONGEST, capacity, max(capacity, min(LONGEST, HELD, 4 * capacity))
 
 
 def _launch(
@@ -265,10 +279,13 @@ def _launch(
     indices: Tensor,
     values: Tensor,
     topk: int,
-    pieces: int,
+    piece: int,
     is_chosen: bool,
 ) -> None:
-    width, capacity = scores.shape[1], indices.shape[1] // pieces
+    """Select candidates from every piece of the rows, or from whole rows if a piece is a row."""
+    width = scores.shape[1]
+    pieces = ceil_div(width, piece)
+    capacity = indices.shape[1] // pieces
     _top_k_kernel[(scores.shape[0], pieces)](
         scores,
         starts,
@@ -280,11 +297,11 @@ def _launch(
         width,
         topk,
         capacity,
-        min(width, LONGEST),
+        min(width, piece),
         HAS_POSITIONS=positions is not None,
         IS_CHOSEN=is_chosen,
         RUN=RUN,
-        **_plan(max(16, power_of_2(min(width, LONGEST))), is_exact=capacity == topk),
+        **_plan(max(16, power_of_2(min(width, piece))), is_exact=capacity == topk),
     )
 
 

@@ -420,7 +420,7 @@ def _launch(
         ROUNDS=ceil_div(length, chunks * CHUNK),
         IS_WHOLE=length % (chunks * CHUNK) == 0,
         OF_CODES=_layout(is_int4, chunks, high, block),
-        AHEAD=sizes.get("AHEAD", False),
+        AHEAD=sizes.get("AHEAD", True),
         WARPS=chunks * high,
         num_warps=chunks * high,
         enable_fp_fusion=False,

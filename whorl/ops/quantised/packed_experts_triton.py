@@ -94,6 +94,8 @@ def _packed_experts_kernel(
             zeros_ptr + group_at,
             rows % N,
             N,
+            0,
+            K,
             K,
             width,
             groups,

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from .._chunks_triton import add_chunks, make_parts, shared_chunks
 from .._hopper import gluon_reason
 from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div
 from ..linear_triton import unit_stride
+from .layout import CHUNK
 from .product_triton import Weight, product, weight_arguments
 
 FEWEST = 8  # up to so many tokens the Gluon kernel runs
@@ -46,6 +48,7 @@ def _packed_kernel(
     BLOCK_K: tl.constexpr,
     NEAR: tl.constexpr,
     CHUNK: tl.constexpr,
+    IS_SHARED: tl.constexpr,
     EVEN: tl.constexpr,
     FAST: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -54,6 +57,7 @@ def _packed_kernel(
     """Multiply a tile of weight rows by a tile of tokens.
 
     Programs that run at the same time cover NEAR tiles of tokens and few tiles of rows, so that they share L2 lines.
+    IS_SHARED: only one chunk of K is computed, to be added by `add_chunks`; y is [chunks, T, N] fp32.
     """
     follow(OVERLAP)
     token_tiles, row_tiles = tl.cdiv(T, TOKENS), tl.cdiv(N, ROWS)
@@ -64,6 +68,9 @@ def _packed_kernel(
     tokens = (first + offset % tile_rows) * TOKENS + tl.arange(0, TOKENS)
     rows = (offset // tile_rows) * ROWS + tl.arange(0, ROWS)
     x_at = x_ptr + tokens.to(tl.int64)[None, :] * x_stride
+    first_column, last_column = tl.program_id(1) * CHUNK, K
+    if IS_SHARED:
+        last_column = tl.minimum(first_column + CHUNK, K)
     # Rows past the end wrap around to valid memory; their results are not stored.
     total, _ = product(
         x_at,
@@ -73,6 +80,8 @@ def _packed_kernel(
         zeros_ptr,
         rows % N,
         0,
+        first_column,
+        last_column,
         K,
         width,
         groups,
@@ -91,7 +100,7 @@ def _packed_kernel(
     )
     if HAS_BIAS:
         total += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-    at = y_ptr + tokens.to(tl.int64)[None, :] * N + rows[:, None]
+    at = y_ptr + tl.program_id(1).to(tl.int64) * T * N + tokens.to(tl.int64)[None, :] * N + rows[:, None]
     tl.store(at, total.to(y_ptr.dtype.element_ty), mask=(tokens < T)[None, :] & (rows < N)[:, None])
 
 
@@ -121,23 +130,29 @@ def forward(
 
 
 def launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dict[str, Any]) -> None:
-    """Launch the kernel with the given tile sizes."""
+    """Launch the kernel with the given tile sizes, and the sum of chunks where programs share a tile."""
     count, num_rows = y.shape
-    grid = (ceil_div(count, sizes["TOKENS"]) * ceil_div(num_rows, sizes["ROWS"]),)
-    _packed_kernel[grid](
+    tiles = ceil_div(count, sizes["TOKENS"]) * ceil_div(num_rows, sizes["ROWS"])
+    programs = shared_chunks(y, tiles, x.shape[1], CHUNK)
+    out = y if programs == 1 else make_parts(y, programs)
+    has_bias = bias is not None and programs == 1
+    _packed_kernel[(tiles, programs)](
         x,
         *weight.tensors,
-        y if bias is None else bias.contiguous(),
-        y,
+        bias.contiguous() if has_bias else y,  # type: ignore[union-attr]
+        out,
         x.stride(0),
         count,
         num_rows,
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=has_bias,
+        IS_SHARED=programs > 1,
         enable_fp_fusion=False,
         **weight_arguments(x, weight, sizes["BLOCK_K"]),
         **sizes,
         **overlap(x),
     )
+    if programs > 1:
+        add_chunks(out, bias, y)
 
 
 def plan(count: int, element_size: int) -> dict[str, int]:

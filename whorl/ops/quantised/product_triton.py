@@ -187,6 +187,8 @@ def product(
     zeros_ptr,
     rows,
     second_offset,
+    first,
+    last,
     K,
     width,
     groups,
@@ -205,7 +207,8 @@ def product(
 ):
     """Return the fp32 products [ROWS, TOKENS] of some weight rows and, if BOTH, of the rows `second_offset` after them.
 
-    x_at: pointers [1, TOKENS] to tokens; rows: [ROWS] row indices into the weight.
+    x_at: pointers [1, TOKENS] to tokens; rows: [ROWS] row indices into the weight; first, last: the range of columns,
+    whole chunks.
     """
     DTYPE: tl.constexpr = x_at.dtype.element_ty
     row = rows.to(tl.int64)[:, None]
@@ -218,7 +221,7 @@ def product(
     part = tl.zeros((ROWS, TOKENS), tl.float32)
     second = tl.zeros((ROWS, TOKENS), tl.float32)
     second_part = tl.zeros((ROWS, TOKENS), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in range(first, last, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         if EVEN:
             x = tl.load(x_at + k[:, None], mask=is_token, other=0.0)
