@@ -31,19 +31,71 @@ CHANNELS = 128  # value channels per chunk, and per program of the merging kerne
 
 
 @triton.jit
+def _words_bf16(words, scales):
+    """Return the products of the four e4m3 codes of each word and its fp32 scale, rounded to bf16."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high, c0, c1, c2, c3;
+        .reg .b32 a, b;
+        .reg .f32 x0, x1, x2, x3;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 a, low;
+        cvt.rn.f16x2.e4m3x2 b, high;
+        mov.b32 {c0, c1}, a;
+        mov.b32 {c2, c3}, b;
+        cvt.f32.f16 x0, c0;
+        cvt.f32.f16 x1, c1;
+        cvt.f32.f16 x2, c2;
+        cvt.f32.f16 x3, c3;
+        mul.rn.f32 x0, x0, $5;
+        mul.rn.f32 x1, x1, $5;
+        mul.rn.f32 x2, x2, $5;
+        mul.rn.f32 x3, x3, $5;
+        cvt.rn.bf16x2.f32 a, x1, x0;
+        cvt.rn.bf16x2.f32 b, x3, x2;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        }""",
+        "=h,=h,=h,=h,r,f",
+        [words, scales],
+        dtype=(tl.bfloat16,) * 4,
+        is_pure=False,  # as in `settled`
+        pack=1,
+    )
+
+
+@triton.jit
 def _load_chunk(
-    cache_ptr, scales_ptr, at, is_real, FIRST: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
-    DTYPE: tl.constexpr, WIDEN: tl.constexpr,
+    cache_ptr, scales_ptr, at, is_real, FIRST: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr
 ):  # fmt: skip
-    """Load channels [keys, WIDTH] from FIRST on, of the first RANK; zero where there is no key. Codes become values."""
-    channels = FIRST + tl.arange(0, WIDTH)[None, :]
-    mask = is_real[:, None] if FIRST + WIDTH <= RANK else is_real[:, None] & (channels < RANK)
-    values = tl.load(cache_ptr + at[:, None] + channels, mask=mask, other=0.0)
-    if scales_ptr is not None:  # WIDTH divides a group
-        scale = tl.load(scales_ptr + at // 4 + (RANK // 4 + FIRST // GROUP_SIZE), mask=is_real, other=0.0)
-        wide = values.to(tl.float32)
-        values = settled((wide * tl.broadcast_to(scale[:, None], wide.shape)).to(DTYPE), WIDEN)
-    return values
+    """Load channels [keys, WIDTH] from FIRST on, of the first RANK, and the scales of codes [keys].
+
+    Zeros are loaded where there is no key. A cache of int32 holds four codes in a word: registers hold single codes in
+    32 bits each. Without codes there are no scales; the channels are returned twice.
+    """
+    LENGTH: tl.constexpr = WIDTH // 4 if cache_ptr.dtype.element_ty == tl.int32 else WIDTH
+    offset = FIRST * LENGTH // WIDTH + tl.arange(0, LENGTH)[None, :]
+    mask = is_real[:, None] if FIRST + WIDTH <= RANK else is_real[:, None] & (offset < RANK * LENGTH // WIDTH)
+    start = at // (WIDTH // LENGTH)
+    numbers = tl.load(cache_ptr + start[:, None] + offset, mask=mask, other=0.0)
+    if scales_ptr is None:
+        return numbers, numbers
+    else:  # WIDTH divides a group
+        return numbers, tl.load(scales_ptr + at // 4 + (RANK // 4 + FIRST // GROUP_SIZE), mask=is_real, other=0.0)
+
+
+@triton.jit
+def _to_values(numbers, scale, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
+    """Return what `_load_chunk` loaded in the dtype of the queries: codes are multiplied by their scales."""
+    if numbers.dtype == DTYPE:
+        return numbers
+    elif numbers.dtype == tl.int32:
+        a, b, c, d = _words_bf16(numbers, tl.broadcast_to(scale[:, None], numbers.shape))
+        values = tl.join(tl.join(a, c), tl.join(b, d))
+        return tl.reshape(values, (numbers.shape[0], 4 * numbers.shape[1]))
+    else:
+        wide = numbers.to(tl.float32)
+        return settled((wide * tl.broadcast_to(scale[:, None], wide.shape)).to(DTYPE), WIDEN)
 
 
 @triton.jit
@@ -70,6 +122,16 @@ def _list_keys(indices_ptr, entry, end, K):
         keys = tl.load(indices_ptr + entry, mask=entry < K, other=-1)
         keys, is_real = tl.maximum(keys, 0), keys >= 0
     return keys, is_real
+
+
+@triton.jit
+def _find_cut(
+    i, table_ptr, indices_ptr, end, K, stride_block, stride_offset, BLOCK_SIZE: tl.constexpr, CUT: tl.constexpr
+):
+    """Return the offsets in the cache of the keys of cut i of a token's list, and the mask of those that exist."""
+    keys, is_real = _list_keys(indices_ptr, i * CUT + tl.arange(0, CUT), end, K)
+    block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
+    return block * stride_block + (keys % BLOCK_SIZE) * stride_offset, is_real
 
 
 @triton.jit
@@ -157,25 +219,33 @@ def _latent_kernel(
         q_turned = tl.load(q_at + RANK + behind, mask=is_head & (behind < TURNED), other=0.0)
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
+    # The loads of a chunk are issued before the previous one is multiplied, and the next cut's keys looked up before
+    # the values of this one: otherwise each load would wait for the memory in turn.
+    at, is_real = _find_cut(
+        tl.program_id(2), table, indices_ptr, end, K, stride_block, stride_offset, BLOCK_SIZE, CUT
+    )  # fmt: skip
     for i in tl.range(tl.program_id(2), stop, tl.num_programs(2), num_stages=1):
-        keys, is_real = _list_keys(indices_ptr, i * CUT + tl.arange(0, CUT), end, K)
-        block = tl.load(table + keys // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
-        at = block * stride_block + (keys % BLOCK_SIZE) * stride_offset
         scores = tl.zeros((BLOCK_H, CUT), tl.float32)
         once = tl.minimum(stop - i, 1)
         latents = ()
+        numbers, factor = _load_chunk(cache_ptr, scales_ptr, at, is_real, 0, WIDTH, RANK)
         for c in tl.static_range(CHUNKS):
-            chunk = _load_chunk(
-                cache_ptr, scales_ptr, at, is_real, c * WIDTH, WIDTH, RANK, q_ptr.dtype.element_ty, WIDEN
-            )  # fmt: skip
+            chunk = _to_values(numbers, factor, q_ptr.dtype.element_ty, WIDEN)
+            if c + 1 < CHUNKS:
+                numbers, factor = _load_chunk(cache_ptr, scales_ptr, at, is_real, (c + 1) * WIDTH, WIDTH, RANK)
+            elif TURNED > 0:
+                turned = _load_turned(
+                    cache_ptr, turned_ptr, at, is_real, RANK, TURNED, GROUPS, BLOCK_R, q_ptr.dtype.element_ty
+                )  # fmt: skip
             latents = latents + (chunk,)  # type: ignore[assignment]
             scores = _dot_in_loop(q[c], tl.trans(chunk), scores, once, WIDEN)
+        is_seen = is_real
+        at, is_real = _find_cut(
+            i + tl.num_programs(2), table, indices_ptr, end, K, stride_block, stride_offset, BLOCK_SIZE, CUT
+        )  # fmt: skip
         if TURNED > 0:
-            turned = _load_turned(
-                cache_ptr, turned_ptr, at, is_real, RANK, TURNED, GROUPS, BLOCK_R, q_ptr.dtype.element_ty
-            )  # fmt: skip
             scores = _dot_in_loop(q_turned, tl.trans(turned), scores, once, WIDEN)
-        cut_top, weights = weights_of(scores, is_real[None, :], scale)
+        cut_top, weights = weights_of(scores, is_seen[None, :], scale)
         weights = weights.to(q_ptr.dtype.element_ty)
         cut_total = total_of(weights, WIDEN)
         if WALKS:
@@ -264,6 +334,8 @@ def forward(
     most = tables.shape[1] * cache.shape[1] if indices is None else indices.shape[1]
     cuts = max(1, ceil_div(most, size))
     plan, programs = _plan(q, cuts, value_dim)
+    if is_coded and programs == 1 and q.dtype == torch.bfloat16 and not is_interpreting():
+        pages = (cache.view(torch.int32), *pages[1:])
     scratch = (0,) if programs == 1 else (tokens, heads, cuts)
     out = torch.empty(*scratch, value_dim, dtype=torch.float32, device=q.device)
     top, total = (torch.empty(scratch, dtype=torch.float32, device=q.device) for _ in range(2))
