@@ -283,11 +283,11 @@ def test_planted_keys_decide_the_output_far_away() -> None:
 
 
 def test_what_a_step_reads_and_a_token_keeps() -> None:
-    spec = LatentKV(rank=512, turning=64, dtype=torch.bfloat16, index_dim=128, topk=2048)
+    spec = LatentKV(latent_dim=512, rotary_dim=64, dtype=torch.bfloat16, index_dim=128, topk=2048)
     assert spec.token_bytes == 1152 + 256
     assert spec.step_bytes(100) == 101 * (1152 + 256)
     assert spec.step_bytes(131072) == 2048 * 1152 + 131072 * 256 + 1408
-    assert LatentKV(rank=512, turning=64, dtype=torch.bfloat16).step_bytes(5000) == 5001 * 1152
+    assert LatentKV(latent_dim=512, rotary_dim=64, dtype=torch.bfloat16).step_bytes(5000) == 5001 * 1152
     coded = spec.quantised("fp8")
     assert (coded.token_bytes, coded.latent_bytes, coded.index_bytes) == (656 + 132, 656, 132)
     cache = coded.empty(3, 64, "cpu")

@@ -3,8 +3,8 @@
 import gc
 import statistics
 import time
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,7 @@ class DecodeSettings:
         return None if self.name == "SmolLM2-135M-Instruct" else self.name
 
 
-Peer = Callable[[DecodeSettings, List[Document], Progress], list[Document]]
+Peer = Callable[[DecodeSettings, abc.Sequence[Document], Progress], list[Document]]
 
 
 def parse_batches(text: str) -> tuple[int, ...]:

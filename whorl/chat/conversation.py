@@ -1,7 +1,7 @@
 """A conversation with memory, whose turns reuse the token ids, and so the cached KV blocks, of the turns before."""
 
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,13 +55,15 @@ class Conversation:
         """Raise ValueError if the model's template does not accept such a conversation."""
         self._render([{"role": "user", "content": "?"}])
 
-    def ask(self, text: str, params: SamplingParams, *, fit: bool = False, attached: List[Attachment] = ()) -> Sequence:
+    def ask(
+        self, text: str, params: SamplingParams, *, fit: bool = False, attached: abc.Sequence[Attachment] = ()
+    ) -> Sequence:
         """Queue one answer to a message; call `record` when it is finished. Arguments: as `queue`."""
         (seq,) = self.queue(text, params, fit=fit, attached=attached)
         return seq
 
     def queue(
-        self, text: str, params: SamplingParams, *, fit: bool = False, attached: List[Attachment] = ()
+        self, text: str, params: SamplingParams, *, fit: bool = False, attached: abc.Sequence[Attachment] = ()
     ) -> list[Sequence]:
         """Queue the answers to a message. A message that is refused with ValueError is not remembered.
 
@@ -94,7 +96,7 @@ class Conversation:
         del self._attached[len(self._attached) - count :]
         return _user_text(content), attached
 
-    def put_back(self, messages: list[dict[str, Any]], attached: List[Attachment]) -> None:
+    def put_back(self, messages: list[dict[str, Any]], attached: abc.Sequence[Attachment]) -> None:
         """Undo `remove_last_turn`. messages: as they were before it."""
         self.messages, self._attached = messages, [*self._attached, *attached]
 
@@ -113,7 +115,7 @@ class Conversation:
 
     # ---- a full context
 
-    def overflow(self, text: str, attached: List[Attachment], room: int) -> int:
+    def overflow(self, text: str, attached: abc.Sequence[Attachment], room: int) -> int:
         """Return how many of the oldest turns must go so that the message leaves `room` tokens for its answer.
 
         0: it fits. Otherwise so many turns that a quarter of the context is free, as each time the whole prompt must be
@@ -139,7 +141,7 @@ class Conversation:
         questions = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         return questions[turns] if turns < len(questions) else len(self.messages)
 
-    def _length(self, turns: int, text: str, attached: List[Attachment]) -> int:
+    def _length(self, turns: int, text: str, attached: abc.Sequence[Attachment]) -> int:
         """Return the number of prompt tokens for a message if the oldest turns were dropped."""
         start = self._start(turns)
         num_dropped = sum(num_attached(message["content"]) for message in self.messages[:start])
@@ -156,7 +158,7 @@ class Conversation:
     def forget(self) -> None:
         self.messages, self._attached = [], []
 
-    def _prompt(self, messages: list[dict[str, Any]], media: List[Attachment]) -> str:
+    def _prompt(self, messages: list[dict[str, Any]], media: abc.Sequence[Attachment]) -> str:
         if media and not self.is_chat:
             raise ValueError("pictures and videos need the chat template: start with --chat")
         prompt = self._render(messages) if self.is_chat else _user_text(messages[-1]["content"])
@@ -175,7 +177,7 @@ class Conversation:
         return self.tokenizer.encode(prompt, add_special=not self.is_chat)
 
 
-def _content(text: str, attached: List[Attachment]) -> str | list[dict[str, str]]:
+def _content(text: str, attached: abc.Sequence[Attachment]) -> str | list[dict[str, str]]:
     """Return a message's content as templates take it: text, or parts if there are attachments."""
     if not attached:
         return text

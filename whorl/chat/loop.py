@@ -1,8 +1,8 @@
 """The chat loop: read a message, stream the answer, remember both. Ctrl-C stops an answer, Ctrl-D ends the chat."""
 
 import sys
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as List
 from dataclasses import replace
 from typing import Literal
 
@@ -38,7 +38,7 @@ class Chat:
         read: Callable[[str], str] | None = None,
         is_streaming: bool = True,
         attachments: Attachments | None = None,
-        attached: List[Attachment] = (),
+        attached: abc.Sequence[Attachment] = (),
         when_full: WhenFull = "ask",
     ) -> None:
         self.conversation, self.params = conversation, params
@@ -88,7 +88,7 @@ class Chat:
         self._answer(text, self._attached, self.params)
         self._attached = []
 
-    def _answer(self, text: str, attached: List[Attachment], params: SamplingParams) -> None:
+    def _answer(self, text: str, attached: abc.Sequence[Attachment], params: SamplingParams) -> None:
         """Generate and show the answer to a message, and remember both; say so if the answer is not complete."""
         seq = self.conversation.ask(text, params, fit=True, attached=attached)
         answer = Answer(self._screen, self.conversation)

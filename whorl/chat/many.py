@@ -2,8 +2,8 @@
 
 import json
 import sys
+from collections import abc
 from collections.abc import Iterator
-from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -67,11 +67,11 @@ def _parse_line(line: str, where: str) -> PromptAnswers:
 
 def queue(
     conversation: Conversation,
-    prompts: List[PromptAnswers],
+    prompts: abc.Sequence[PromptAnswers],
     params: SamplingParams,
     *,
     fit: bool,
-    attached: List[Attachment] = (),
+    attached: abc.Sequence[Attachment] = (),
 ) -> None:
     """Queue each prompt by itself; a prompt that the engine refuses keeps the error."""
     for prompt in prompts:
@@ -81,7 +81,7 @@ def queue(
             prompt.error = str(error)
 
 
-def run(conversation: Conversation, prompts: List[PromptAnswers]) -> int:
+def run(conversation: Conversation, prompts: abc.Sequence[PromptAnswers]) -> int:
     """Write the answers in the order of the prompts, each as soon as it and those before it are finished.
 
     Returns the exit code: 0; 1 if a prompt has no answer; 130 after Ctrl-C, when the finished answers are written.
@@ -116,7 +116,7 @@ def run(conversation: Conversation, prompts: List[PromptAnswers]) -> int:
 _Row = tuple[dict[str, Any], "Sequence | str"]
 
 
-def _rows(prompts: List[PromptAnswers]) -> Iterator[_Row]:
+def _rows(prompts: abc.Sequence[PromptAnswers]) -> Iterator[_Row]:
     """Yield a pair for each line of the output: the fields of its prompt, and its sequence or the error."""
     for index, prompt in enumerate(prompts):
         fields = {**prompt.fields, "index": index, "prompt": prompt.prompt}

@@ -5,9 +5,8 @@ arrays from step to step, and a step only pays for its new tokens.
 """
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, abc
 from collections.abc import Hashable, Mapping
-from collections.abc import Sequence as List
 
 import numpy as np
 import torch
@@ -31,12 +30,12 @@ class Adjuster:
         # Ids and values of a request's biases. The mapping itself is held as well, so that its `id` is not reused.
         self._bias_cache: OrderedDict[Hashable, tuple[object, Tensor, Tensor]] = OrderedDict()
 
-    def adjust(self, logits: Tensor, samples: List[Sample]) -> Tensor:
+    def adjust(self, logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
         """Return the logits [N, vocab_size] with penalties, biases and masks applied."""
         logits = logits[:, : self._vocab_size]
         return _allow(self._bias(_penalize(logits, samples), samples), samples)
 
-    def _bias(self, logits: Tensor, samples: List[Sample]) -> Tensor:
+    def _bias(self, logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
         """Add `logit_bias`, and exclude stop tokens until `min_tokens` are generated; `logits` is not changed."""
         groups: dict[int, list[int]] = {}
         banned: dict[frozenset[int], list[int]] = {}
@@ -76,7 +75,7 @@ class Adjuster:
         return self._bias_cache[name][1:]
 
 
-def _penalize(logits: Tensor, samples: List[Sample]) -> Tensor:
+def _penalize(logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
     """Apply penalties. A row counts the tokens generated so far and the part of its draft before the row."""
     params = [sample.chunk.sequence.params for sample in samples]
     if not any(p.has_penalties for p in params):
@@ -112,7 +111,7 @@ def _counts(sample: Sample, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     return seq.counts.row(sample.chunk.draft[: sample.num_drafted])
 
 
-def _allow(logits: Tensor, samples: List[Sample]) -> Tensor:
+def _allow(logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
     """Set the logits of tokens that `SamplingParams.allow` excludes to -inf."""
     if all(sample.chunk.sequence.allow is None for sample in samples):
         return logits

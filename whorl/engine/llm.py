@@ -3,9 +3,8 @@
 import math
 import random
 import time
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as List
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -20,10 +19,11 @@ from .caches import block_size as cache_block_size
 from .caches import cache_memory, cache_specs, token_bytes
 from .contents import Content
 from .encoder import NO_WORK, Encoder
+from .generate import Prompt, generate_all
 from .launch import RankPlace
 from .load import load
 from .memory import memory_left, need_accelerator
-from .output import Delta, Output, shown_progress
+from .output import Delta, Output
 from .placing import Placement, place
 from .request_limits import check_request
 from .runner import Result, Runner
@@ -40,7 +40,6 @@ from .weight_versions import WeightVersions
 if TYPE_CHECKING:
     from whorl.passes import Report
 
-Prompt = str | List[int]
 _COST_TOKENS = 64  # the largest decode step that is timed for `DraftLength`
 _COST_SECONDS = 0.2  # time to measure the cost of verifying drafts, and again of drafting
 
@@ -205,7 +204,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         contents: Iterable[Content] = (),
-        media: List[MediaItem] = (),
+        media: abc.Sequence[MediaItem] = (),
     ) -> list[Sequence]:
         """Queue a prompt and return its sequences, `params.n` of them; `step` then computes them.
 
@@ -241,7 +240,7 @@ class LLM:
             self.scheduler.add(seq)
         return copies
 
-    def place(self, prompt_ids: List[int], media: List[MediaItem]) -> Placement | None:
+    def place(self, prompt_ids: abc.Sequence[int], media: abc.Sequence[MediaItem]) -> Placement | None:
         """Match media with a prompt's placeholder tokens; ValueError if they do not fit. Thread-safe, unlike `add`."""
         return place(prompt_ids, media, self.model, most=self.settings.encoder_cache)
 
@@ -279,10 +278,10 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | List[Prompt],
-        params: SamplingParams | List[SamplingParams] | None = None,
+        prompts: Prompt | abc.Sequence[Prompt],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
-        media: List[List[MediaItem]] | None = None,
+        media: abc.Sequence[abc.Sequence[MediaItem]] | None = None,
         progress: bool = True,
     ) -> list[Output]:
         """Generate for all prompts; return the outputs in the order of the prompts, the `n` of a prompt side by side.
@@ -291,13 +290,7 @@ class LLM:
         the images and videos of each prompt. progress: show a progress bar. Raises ValueError for a prompt that cannot
         run, AllowError when an `allow` function gives up. Example: `llm.generate(["Hello", "Bye"], progress=False)`
         """
-        sequences = self._add_all(_as_prompts(prompts), params, media)
-        try:
-            self._run(sequences, progress)
-        finally:  # after an error or Ctrl-C no sequence of this call may stay in the scheduler
-            for seq in sequences:
-                self.abort(seq)
-        return [Output.of(seq) for seq in sequences]
+        return generate_all(self, prompts, params, media, progress)
 
     def warm_up(self, kind: Kind | None = None, *, progress: bool = True) -> Warmed:
         """Compile, tune and record before the first request; see `warmup`. kind: None takes it from the settings."""
@@ -452,44 +445,6 @@ class LLM:
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         limits = {"vocab_size": self.model.vocab_size, "limit": self.max_model_len}
         check_request(prompt_ids, params, **limits, has_tokenizer=self.tokenizer is not None)
-
-    def _add_all(
-        self,
-        prompts: List[Prompt],
-        params: SamplingParams | List[SamplingParams] | None,
-        media: List[List[MediaItem]] | None,
-    ) -> list[Sequence]:
-        all_params = params if isinstance(params, list | tuple) else [params] * len(prompts)
-        all_media = [()] * len(prompts) if media is None else media
-        if len(all_params) != len(prompts):
-            raise ValueError(
-                f"generate: {len(prompts)} prompts and {len(all_params)} params; give one for all or one for each"
-            )
-        if len(all_media) != len(prompts):
-            raise ValueError(
-                f"generate: {len(prompts)} prompts and {len(all_media)} lists of media; pass one list for each prompt"
-            )
-        sequences: list[Sequence] = []
-        try:
-            for prompt, prompt_params, items in zip(prompts, all_params, all_media, strict=True):
-                sequences += self.add(prompt, prompt_params, media=items)
-        except ValueError:
-            for seq in sequences:
-                self.abort(seq)
-            raise
-        return sequences
-
-    def _run(self, sequences: List[Sequence], progress: bool) -> None:
-        with shown_progress(sequences, progress) as update:
-            while not all(seq.is_finished for seq in sequences):
-                self.step()
-                update()
-
-
-def _as_prompts(prompts: Prompt | List[Prompt]) -> List[Prompt]:
-    """Return a list of prompts; a single string or a single list of token ids becomes a list of one."""
-    is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if is_one else prompts  # type: ignore[list-item, return-value]
 
 
 def _checked_max_len(max_model_len: int | None, limit: int, limited_by: str) -> int:

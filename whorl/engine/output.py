@@ -1,7 +1,7 @@
 """Outputs of the engine: after each step, and of a finished sequence."""
 
+from collections import abc
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as List
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class Output:
 
 
 @contextmanager
-def shown_progress(sequences: List[Sequence], is_shown: bool) -> Iterator[Callable[[], None]]:
+def shown_progress(sequences: abc.Sequence[Sequence], is_shown: bool) -> Iterator[Callable[[], None]]:
     """Show a progress bar over the sequences; yield a function that updates it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -77,7 +77,7 @@ def shown_progress(sequences: List[Sequence], is_shown: bool) -> Iterator[Callab
         yield update
 
 
-def _prefill_progress(sequences: List[Sequence]) -> str:
+def _prefill_progress(sequences: abc.Sequence[Sequence]) -> str:
     """Return how many prompt tokens are computed, to show before the first output token."""
     num_read = sum(min(seq.num_computed, seq.prompt_len) for seq in sequences)
     return f"{num_read} of {sum(seq.prompt_len for seq in sequences)} prompt tokens"

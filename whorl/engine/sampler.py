@@ -11,8 +11,8 @@ and the output has the target's distribution, but for a given seed it is not the
 """
 
 import math
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as List
 from typing import NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Sampler:
         self._adjuster = Adjuster(vocab_size)
 
     @torch.inference_mode()
-    def start(self, results: List[Result]) -> Callable[[], dict[Chunk, list[Token]]]:
+    def start(self, results: abc.Sequence[Result]) -> Callable[[], dict[Chunk, list[Token]]]:
         """Start copying the sampled tokens to the host; return a function that waits for them and returns the accepted
         tokens of each chunk.
 
@@ -70,7 +70,7 @@ class Sampler:
         read = fetch(ids[0] if len(ids) == 1 else torch.cat(ids))
         return lambda: _accept(samples, read().tolist(), logprobs)
 
-    def sample(self, logits: Tensor, samples: List[Sample]) -> Tensor:
+    def sample(self, logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
         """Return one sampled id [N] int64 for each row of logits [N, V]; row i belongs to `samples[i]`."""
         logits = self._adjuster.adjust(logits.float(), samples)
         drafted = [row for row, sample in enumerate(samples) if _has_sampled_draft(sample)]
@@ -82,7 +82,7 @@ class Sampler:
         ids[drafted] = _accept_or_resample(logits[drafted], [samples[row] for row in drafted])
         return ids
 
-    def draw(self, logits: Tensor, samples: List[Sample]) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, samples: abc.Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Sample draft tokens: return one id for each row, and the distributions [N, V] they were sampled from.
 
         A greedy row takes the likeliest token. The noise is a separate stream: with the target's noise, the draft would
@@ -95,7 +95,7 @@ class Sampler:
         sampled_from = torch.where(is_random[:, None], probs.log(), logits)
         return _pick(sampled_from, is_random.float(), samples, _DRAFT), probs
 
-    def _score(self, all_scores: List[Score], hidden: Tensor) -> None:
+    def _score(self, all_scores: abc.Sequence[Score], hidden: Tensor) -> None:
         """Store embeddings and log-probabilities of prompts in the sequences. hidden: [N, C], a row for each score."""
         embedded = [row for row, score in enumerate(all_scores) if score.position + 1 == score.sequence.prompt_len]
         for row in embedded:
@@ -113,7 +113,7 @@ class Sampler:
                 assert logprob is not None
                 score.sequence.prompt_logprobs.append(logprob)
 
-    def _logprobs(self, logits: Tensor, ids: Tensor, counts: List[int | None]) -> list[Logprob | None]:
+    def _logprobs(self, logits: Tensor, ids: Tensor, counts: abc.Sequence[int | None]) -> list[Logprob | None]:
         """Return the log-probability of `ids[i]` by row i of logits [N, V], before temperature, penalties and filters.
 
         counts: how many of the likeliest tokens to report for each row; None: the row needs no log-probability.
@@ -132,7 +132,9 @@ class Sampler:
         return logprobs
 
 
-def _accept(samples: List[Sample], ids: List[int], logprobs: List[Logprob | None]) -> dict[Chunk, list[Token]]:
+def _accept(
+    samples: abc.Sequence[Sample], ids: abc.Sequence[int], logprobs: abc.Sequence[Logprob | None]
+) -> dict[Chunk, list[Token]]:
     """Return the new tokens of each chunk: the accepted part of its draft, and one token of the target."""
     tokens: dict[Chunk, list[Token]] = {}
     for sample, token_id, logprob in zip(samples, ids, logprobs, strict=True):
@@ -143,13 +145,13 @@ def _accept(samples: List[Sample], ids: List[int], logprobs: List[Logprob | None
     return tokens
 
 
-def _num_equal(draft: List[int], tokens: List[Token]) -> int:
+def _num_equal(draft: abc.Sequence[int], tokens: abc.Sequence[Token]) -> int:
     """Return how many tokens of the draft equal the target's, up to the first that differs."""
     pairs = enumerate(zip(draft, tokens, strict=False))
     return next((i for i, (guess, token) in pairs if guess != token.id), len(draft))
 
 
-def _sample(logits: Tensor, samples: List[Sample]) -> Tensor:
+def _sample(logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
     """Return one id for each row, sampled as the runner does it."""
     params = [sample.chunk.sequence.params for sample in samples]
     return ops.sample(logits, *_filters(params, logits.device), *_noise(samples, logits.device))
@@ -181,7 +183,7 @@ def _has_sampled_draft(sample: Sample) -> bool:
     return sample.chunk.probs is not None and sample.num_drafted < len(sample.chunk.draft)
 
 
-def _accept_or_resample(logits: Tensor, samples: List[Sample]) -> Tensor:
+def _accept_or_resample(logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
     """Return the draft token of each row if it is accepted, else a token from the residual distribution. That is never
     the draft token, because p - q is not above 0 there."""
     p = probabilities(logits, *_filters([sample.chunk.sequence.params for sample in samples], logits.device))
@@ -206,25 +208,25 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(residual.sum(1, keepdim=True) > 0, residual, p)
 
 
-def _pick(logits: Tensor, temperature: Tensor, samples: List[Sample], stream: int = 0) -> Tensor:
+def _pick(logits: Tensor, temperature: Tensor, samples: abc.Sequence[Sample], stream: int = 0) -> Tensor:
     """Sample one id for each row, without top-k, top-p or min-p. stream: what the seeds are XORed with."""
     zeros, ones = torch.zeros_like(temperature), torch.ones_like(temperature)
     seeds, places = _noise(samples, logits.device, stream)
     return ops.sample(logits, temperature, zeros.long(), ones, zeros, seeds, places)
 
 
-def _uniform(samples: List[Sample], device: torch.device) -> Tensor:
+def _uniform(samples: abc.Sequence[Sample], device: torch.device) -> Tensor:
     """Return [N] numbers in (0, 1): the noise of token 0 in a separate stream."""
     return torch.exp(-torch.exp(-gumbel(*_noise(samples, device, _ACCEPT), 1).squeeze(1)))
 
 
-def _noise(samples: List[Sample], device: torch.device, stream: int = 0) -> tuple[Tensor, Tensor]:
+def _noise(samples: abc.Sequence[Sample], device: torch.device, stream: int = 0) -> tuple[Tensor, Tensor]:
     """Return seeds and places [N], of which the noise is a hash."""
     seeds = _column([sample.chunk.sequence.seed ^ stream for sample in samples], device, torch.int64)
     return seeds, _column([sample.output_index for sample in samples], device, torch.int64)
 
 
-def _filters(params: List[SamplingParams], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _filters(params: abc.Sequence[SamplingParams], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return temperature, top_k, top_p and min_p, each [N]."""
     return (
         _column([p.temperature for p in params], device),

@@ -3,8 +3,8 @@
 import itertools
 import math
 import time
+from collections import abc
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -67,7 +67,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     embed: bool = False
-    allow: "Callable[[List[int]], Tensor | None] | None" = None
+    allow: "Callable[[abc.Sequence[int]], Tensor | None] | None" = None
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
@@ -126,7 +126,9 @@ class Detokenizer(Protocol):
 class Text:
     """The text of a sequence as it grows; it ends before the first stop string, which may span several tokens."""
 
-    def __init__(self, detokenizer: Detokenizer | None, stop: List[str] = (), *, include_stop: bool = False) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer | None, stop: abc.Sequence[str] = (), *, include_stop: bool = False
+    ) -> None:
         self.value = ""
         self.match: str | None = None  # the stop string that ended the text
         self._detokenizer, self._stops, self._include_stop = detokenizer, StopStrings(stop), include_stop

@@ -8,8 +8,8 @@ two. So for every power of two, that power and a larger odd number represent all
 
 import logging
 import time
+from collections import abc
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -198,11 +198,11 @@ class WarmUp:
 
     # ---- running dummy sequences
 
-    def _fill(self, description: str, prompts: List[tuple[int, int]]) -> Task:
+    def _fill(self, description: str, prompts: abc.Sequence[tuple[int, int]]) -> Task:
         """Return a task that computes prompts. prompts: for each, how many tokens are cached and how many are new."""
         return Task("compile", description, partial(self._prompt, prompts))
 
-    def _prompt(self, prompts: List[tuple[int, int]]) -> None:
+    def _prompt(self, prompts: abc.Sequence[tuple[int, int]]) -> None:
         """Run a step with these prompts, see `_fill`."""
         self._step(self._filling(prompts))
 
@@ -247,7 +247,7 @@ class WarmUp:
             chunk.draft = tokens[:1] * draft
         return chunks
 
-    def _step(self, chunks: List[Chunk]) -> None:
+    def _step(self, chunks: abc.Sequence[Chunk]) -> None:
         """Run a step through the runner and the sampler until its tokens are on the host."""
         self.num_steps += 1
         self._sampler.start(self.llm.runner.run(_Unwritten(chunks)))()

@@ -125,7 +125,7 @@ class Attention(llama.Normed):
         self.indexer = Indexer(config) if config.has_indexer else None
 
     def cache_spec(self, dtype: torch.dtype) -> LatentKV:
-        plain = LatentKV(rank=self.rank, turning=self.turning, dtype=dtype)
+        plain = LatentKV(latent_dim=self.rank, rotary_dim=self.turning, dtype=dtype)
         if self.indexer is None:
             return plain
         return replace(plain, index_dim=self.indexer.head_dim, topk=self.indexer.topk)
@@ -152,7 +152,7 @@ class Attention(llama.Normed):
         sizes = self.num_heads * self.head_dim, self.rank + self.turning
         q, kv, *index = projected.split((*sizes, *(() if self.indexer is None else self.indexer.sizes)), -1)
         norm = self.kv_a_layernorm
-        ops.latent_write.unchecked(kv, norm.weight, rotary, cache.latent, step.slots, cache.turned, eps=norm.eps)
+        ops.latent_write.unchecked(kv, norm.weight, rotary, cache.latent, step.slots, cache.rotary, eps=norm.eps)
         selected = None
         if self.indexer is not None:
             assert cache.index is not None
@@ -164,7 +164,7 @@ class Attention(llama.Normed):
             step.query_starts,
             step.context_lens,
             selected,
-            cache.turned,
+            cache.rotary,
             scale=self.scale,
             value_dim=self.rank,
         )

@@ -16,13 +16,13 @@ from whorl.ops.latent.codes import index_bytes, latent_bytes
 class LatentKV:
     """What latent attention stores for a token.
 
-    rank: channels of the latent (kv_lora_rank); turning: channels of the rotated key, which are stored after the latent
-    (qk_rope_head_dim); index_dim: channels of the indexer's key, 0 without an indexer. dtype: float8_e4m3fn stores
-    codes and scales as bytes in DeepSeek's layouts; see `ops.latent_write`.
+    latent_dim: channels of the latent (kv_lora_rank); rotary_dim: channels of the rotated key, which are stored after
+    the latent (qk_rope_head_dim); index_dim: channels of the indexer's key, 0 without an indexer. dtype: float8_e4m3fn
+    stores codes and scales as bytes in DeepSeek's layouts; see `ops.latent_write`.
     """
 
-    rank: int
-    turning: int
+    latent_dim: int
+    rotary_dim: int
     dtype: torch.dtype
     index_dim: int = 0
     topk: int = 0  # keys that a token attends to, where an indexer selects them
@@ -45,8 +45,8 @@ class LatentKV:
     @property
     def latent_bytes(self) -> int:
         """The bytes of a token's latent and rotated key."""
-        width = self.rank + self.turning
-        return latent_bytes(self.rank, self.turning) if self.is_coded else width * self.dtype.itemsize
+        width = self.latent_dim + self.rotary_dim
+        return latent_bytes(self.latent_dim, self.rotary_dim) if self.is_coded else width * self.dtype.itemsize
 
     @property
     def index_bytes(self) -> int:
@@ -69,8 +69,8 @@ class LatentKV:
         index = pages(self.index_bytes) if self.index_dim else None
         if self.is_coded or not has_two_latent_caches(torch.device(device).type):
             return LatentCache(latent=pages(self.latent_bytes), index=index)
-        latent, turned = (pages(width * dtype.itemsize) for width in (self.rank, self.turning))
-        return LatentCache(latent=latent, index=index, turned=turned)
+        latent, rotary = (pages(width * dtype.itemsize) for width in (self.latent_dim, self.rotary_dim))
+        return LatentCache(latent=latent, index=index, rotary=rotary)
 
     def step_bytes(self, num_keys: int) -> int:
         """Return the bytes that a decode step of one sequence reads and writes.
@@ -91,11 +91,12 @@ class LatentKV:
 class LatentCache:
     """The blocks of one layer.
 
-    latent: [num_blocks, block_size, rank + turning]; index: [num_blocks, block_size, index_dim], None without an
-    indexer. Caches of codes have uint8 bytes in place of these channels. Where a device's attention takes the rotated
-    key as a separate tensor, latent has `rank` channels and turned [num_blocks, block_size, turning] has the others.
+    latent: [num_blocks, block_size, latent_dim + rotary_dim]; index: [num_blocks, block_size, index_dim], None without
+    an indexer. Caches of codes have uint8 bytes in place of these channels. Where a device's attention takes the
+    rotated key as a separate tensor, latent has `latent_dim` channels and rotary [num_blocks, block_size, rotary_dim]
+    has the others.
     """
 
     latent: Tensor
     index: Tensor | None
-    turned: Tensor | None = None
+    rotary: Tensor | None = None

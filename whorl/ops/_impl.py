@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 Function = Callable[..., Any]
-Accepts = Callable[..., str | None]  # returns None, or the reason that the backend cannot take these arguments
+Reason = Callable[..., str | None]  # returns None, or the reason not to choose the backend for these arguments
 
 
-def accepts_all(**_: Any) -> str | None:
+def no_reason(**_: Any) -> str | None:
     """Return None for any arguments: the default of both `accepts` and `slower`."""
     return None
 
@@ -53,8 +53,8 @@ class Impl:
         self,
         backend: str,
         function: Function | LazyFunction,
-        accepts: Accepts = accepts_all,
-        slower: Accepts = accepts_all,
+        accepts: Reason = no_reason,
+        slower: Reason = no_reason,
     ) -> None:
         self.backend, self.accepts, self.slower = backend, accepts, slower
         self.source = function

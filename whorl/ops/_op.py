@@ -20,7 +20,7 @@ from whorl.device import BACKENDS, HOST, REFERENCE, load_backends, unavailable
 from ._draw import Draw
 from ._forced import Forced
 from ._gradient import Formula, Gradient, Values
-from ._impl import Accepts, Choice, Impl, LazyFunction, accepts_all, check_signature
+from ._impl import Choice, Impl, LazyFunction, Reason, check_signature, no_reason
 from ._plan import NOT_DESCRIBED, Impls, Key, Plan, Plans, describer
 from ._schema import literals, torch_schema
 from ._tracing import PLAIN, VALUE_READS, has_dtensor, is_transformed, is_watched, needs_node, no_autocast
@@ -113,7 +113,7 @@ class Op:
     # ---- declaration
 
     def impl(
-        self, backend: str, where: str = "", *, accepts: Accepts = accepts_all, slower: Accepts = accepts_all
+        self, backend: str, where: str = "", *, accepts: Reason = no_reason, slower: Reason = no_reason
     ) -> Callable[..., Any]:
         """Add a backend's implementation: the function that `where` names or, without `where`, the decorated one.
 

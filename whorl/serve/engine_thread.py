@@ -8,8 +8,8 @@ import logging
 import queue
 import threading
 import time
+from collections import abc
 from collections.abc import AsyncIterator, Callable
-from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,7 +31,9 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
-    def add(self, prompt: List[int], params: SamplingParams, *, media: List[MediaItem] = ()) -> list[Sequence]: ...
+    def add(
+        self, prompt: abc.Sequence[int], params: SamplingParams, *, media: abc.Sequence[MediaItem] = ()
+    ) -> list[Sequence]: ...
     def step(self) -> list[Any]: ...
     def abort(self, seq: Sequence) -> None: ...
     def stats(self) -> dict[str, int]: ...
@@ -70,9 +72,9 @@ class Job:
     engine has taken or refused the prompts. has_left_queue: the request no longer counts as waiting.
     """
 
-    prompts: List[List[int]]
-    params: List[SamplingParams]
-    media: List[List[MediaItem]]
+    prompts: abc.Sequence[abc.Sequence[int]]
+    params: abc.Sequence[SamplingParams]
+    media: abc.Sequence[abc.Sequence[MediaItem]]
     num_sequences: int
     loop: asyncio.AbstractEventLoop
     events: "asyncio.Queue[StepOutput | Exception]" = field(default_factory=asyncio.Queue)
@@ -139,9 +141,9 @@ class EngineThread:
 
     async def submit(
         self,
-        prompts: List[List[int]],
-        params: List[SamplingParams],
-        media: List[List[MediaItem]] | None = None,
+        prompts: abc.Sequence[abc.Sequence[int]],
+        params: abc.Sequence[SamplingParams],
+        media: abc.Sequence[abc.Sequence[MediaItem]] | None = None,
     ) -> Job:
         """Queue all prompts of a request, or none of them.
 
@@ -281,14 +283,14 @@ class EngineThread:
                 self.metrics.finished(seq, FinishReason.ABORT)
             self.llm.abort(seq)
 
-    def _record_admissions(self, started: float, deltas: List[Any]) -> None:
+    def _record_admissions(self, started: float, deltas: abc.Sequence[Any]) -> None:
         """Record the sequences that a step computed for the first time. started: when that step began."""
         stepped = {delta.sequence for delta in deltas}
         for seq in [seq for seq in self._queued if seq.block_table or seq in stepped]:
             self._queued.remove(seq)
             self.metrics.admitted(seq, started)
 
-    def _publish(self, deltas: List[Any]) -> None:
+    def _publish(self, deltas: abc.Sequence[Any]) -> None:
         """Record the deltas of a step in the metrics and send them to the event loops of their requests."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, StepOutput | Exception]]] = {}
         for delta in deltas:

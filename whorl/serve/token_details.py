@@ -1,6 +1,6 @@
 """Builds `token_details`: for each token its source (the model or a draft), its probability and the alternatives."""
 
-from collections.abc import Sequence as List
+from collections import abc
 from typing import TYPE_CHECKING, Any
 
 from whorl.engine.sequence import Logprob, Sequence
@@ -53,7 +53,7 @@ class DetailWriter:
 
     def _prompt(self, seq: Sequence) -> dict[str, Any]:
         """Return the texts of the prompt's last tokens, from index `first` on, and how many tokens were cached."""
-        ids: List[int] = seq.token_ids[: seq.prompt_len]
+        ids: abc.Sequence[int] = seq.token_ids[: seq.prompt_len]
         first = max(0, len(ids) - _MOST_PROMPT)
         detokenizer = self._tokenizer.detokenizer(skip_special=False)
         texts = [detokenizer.add(token_id) for token_id in ids[first:]]

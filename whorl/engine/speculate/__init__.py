@@ -3,8 +3,8 @@ decoding would have sampled are accepted. Acceptance is in `whorl.engine.sampler
 output.
 """
 
+from collections import abc
 from collections.abc import Callable, Collection, Iterable, Mapping
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,7 +42,7 @@ class Proposer(Protocol):
     wants_hidden: bool = False
     draft_head: "Model | None" = None  # computes drafts from the target's hidden states
 
-    def propose(self, sequences: List[Sequence], k: int) -> list[Draft]:
+    def propose(self, sequences: abc.Sequence[Sequence], k: int) -> list[Draft]:
         """Return a draft of up to `k` tokens after each sequence's last token; it may be empty."""
 
     def cost(self, *, seconds: float) -> Mapping[int, float]:
@@ -66,7 +66,7 @@ class Proposer(Protocol):
         tokens of one call."""
         return
 
-    def observe(self, results: "List[Result]") -> None:
+    def observe(self, results: "abc.Sequence[Result]") -> None:
         """Receive the hidden states of a step, if it uses them; the sequences already have the step's tokens."""
         return
 
@@ -74,7 +74,7 @@ class Proposer(Protocol):
 class Timed(Protocol):
     """What `measure_cost` needs of a runner."""
 
-    def cost(self, counts: List[int], *, repeats: int) -> dict[int, float]:
+    def cost(self, counts: abc.Sequence[int], *, repeats: int) -> dict[int, float]:
         """Return the seconds of a decode call by number of tokens."""
 
 
@@ -96,7 +96,7 @@ def cut(draft: list[int], special_ids: Collection[int]) -> list[int]:
     return next((draft[:i] for i, token_id in enumerate(draft) if token_id in special_ids), draft)
 
 
-def num_agreed(token_ids: List[int], draft: List[int]) -> int:
+def num_agreed(token_ids: abc.Sequence[int], draft: abc.Sequence[int]) -> int:
     """Return how many of a step's tokens, from the first on, equal the draft. These were accepted: at a rejected
     position the target's token differs from the drafted one."""
     agrees = [token_id == drafted for token_id, drafted in zip(token_ids, draft, strict=False)]

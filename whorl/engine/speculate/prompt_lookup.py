@@ -1,8 +1,7 @@
 """Prompt lookup: draft what followed the last tokens at an earlier occurrence, in the prompt or in the output."""
 
 import logging
-from collections import Counter
-from collections.abc import Sequence as List
+from collections import Counter, abc
 from weakref import WeakKeyDictionary
 
 from whorl.engine.sequence import Sequence
@@ -24,7 +23,7 @@ class _Index:
         self._places: dict[tuple[int, ...], list[int]] = {}
         self._num_seen = 0
 
-    def update(self, tokens: List[int]) -> None:
+    def update(self, tokens: abc.Sequence[int]) -> None:
         """Add n-grams of all tokens but the last, which has no next token."""
         for end in range(self._num_seen + 1, len(tokens)):
             for size in self.sizes:
@@ -32,7 +31,7 @@ class _Index:
                     self._places.setdefault(tuple(tokens[end - size : end]), []).append(end)
         self._num_seen = max(self._num_seen, len(tokens) - 1)
 
-    def matches(self, tokens: List[int]) -> list[int]:
+    def matches(self, tokens: abc.Sequence[int]) -> list[int]:
         """Return the places after the longest matches of the last tokens; longer n-grams are tried first."""
         for size in self.sizes:
             if len(tokens) >= size and (places := self._places.get(tuple(tokens[-size:]))):
@@ -73,7 +72,7 @@ class PromptLookup(Proposer):
         self.guard, self.guard_distinct, self.guard_tail, self.loop_warn = guard, guard_distinct, guard_tail, loop_warn
         self._indices: WeakKeyDictionary[Sequence, _Index] = WeakKeyDictionary()
 
-    def propose(self, sequences: List[Sequence], k: int) -> list[Draft]:
+    def propose(self, sequences: abc.Sequence[Sequence], k: int) -> list[Draft]:
         return [Draft(self._draft(seq, k)) for seq in sequences]
 
     def _draft(self, seq: Sequence, k: int) -> list[int]:
@@ -85,7 +84,7 @@ class PromptLookup(Proposer):
         draft = _majority(seq.token_ids, index.matches(seq.token_ids), k)
         return [] if self.guard and self._is_suspect(seq.token_ids, draft) else draft
 
-    def _is_suspect(self, tokens: List[int], draft: list[int]) -> bool:
+    def _is_suspect(self, tokens: abc.Sequence[int], draft: list[int]) -> bool:
         is_low_distinct = len(set(draft)) < min(self.guard_distinct, len(draft))
         is_echo = bool(draft) and set(tokens[-self.guard_tail :]) == {draft[0]}
         return is_low_distinct or is_echo
@@ -97,14 +96,14 @@ class PromptLookup(Proposer):
             _LOG.warning("sequence %d repeats token %d: %d times in a row", seq.id, tail[0], self.loop_warn)
 
 
-def _match_len(tokens: List[int], place: int, length: int) -> int:
+def _match_len(tokens: abc.Sequence[int], place: int, length: int) -> int:
     """Return how many tokens before `place` equal the last tokens, up to a limit; at least `length` do."""
     while length < min(place, _LONGEST) and tokens[place - length - 1] == tokens[-length - 1]:
         length += 1
     return length
 
 
-def _majority(tokens: List[int], places: list[int], k: int) -> list[int]:
+def _majority(tokens: abc.Sequence[int], places: list[int], k: int) -> list[int]:
     """Return up to k tokens that follow `places`: each is what more than half of the places that agree so far have."""
     draft: list[int] = []
     while len(draft) < k:

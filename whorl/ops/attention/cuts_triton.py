@@ -2,10 +2,10 @@
 """The arithmetic of attention by cuts of the keys, shared by every kernel that computes it.
 
 A cut is a block of `cut_of` keys that begins at a position that is a multiple of that number. The softmax of each cut
-is computed by itself (`weigh`, `weighted`), and the cuts are combined from first to last (`fold`). Products and sums of
-weights run on tensor cores, whose result for a row does not depend on the tile, and every FMA is written out (kernels
-are compiled without FMA fusion). A query's bits therefore depend on the keys that it attends to alone, not on the tile
-nor on where a chunk of the prompt begins.
+is computed by itself (`attention_weights`, `sum_values`), and the cuts are combined from first to last (`fold`).
+Products and sums of weights run on tensor cores, whose result for a row does not depend on the tile, and every FMA is
+written out (kernels are compiled without FMA fusion). A query's bits therefore depend on the keys that it attends to
+alone, not on the tile nor on where a chunk of the prompt begins.
 """
 
 import torch
@@ -45,7 +45,7 @@ def load_keys(
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + (block * HK + head) * BLOCK_SIZE + keys % BLOCK_SIZE, mask=keys < end, other=0.0)
         x = _number(x)
-        x = settled((x * tl.broadcast_to(scale[:, None], x.shape)).to(DTYPE), WIDEN)
+        x = opaque((x * tl.broadcast_to(scale[:, None], x.shape)).to(DTYPE), WIDEN)
     return x
 
 
@@ -61,7 +61,7 @@ def _number(code):
 
 
 @triton.jit
-def settled(x, WIDEN: tl.constexpr):
+def opaque(x, WIDEN: tl.constexpr):
     """Return 16-bit x unchanged, behind an instruction that the compiler cannot look through.
 
     Otherwise the compiler converts codes in the tensor cores' layout, distributes the channels of a product over
@@ -93,25 +93,25 @@ def load_cut(
 @triton.jit
 def cut(q, k, v, visible, scale, WIDEN: tl.constexpr):
     """Compute one cut by itself: its highest score, the sum of its weights, and the weighted sum of its values."""
-    top, weights = weigh(q, k, visible, scale, WIDEN)
-    total, out = weighted(weights, v, WIDEN)
+    top, weights = attention_weights(q, k, visible, scale, WIDEN)
+    total, out = sum_values(weights, v, WIDEN)
     return top, total, out
 
 
 @triton.jit
-def weigh(q, k, visible, scale, WIDEN: tl.constexpr):
+def attention_weights(q, k, visible, scale, WIDEN: tl.constexpr):
     """Return the highest score of a cut, times scale, and its weights: exp2 of the scaled scores relative to it.
 
     visible: the mask; None where no key is masked; scale: includes log2(e). A row without visible keys has a highest
     score of -inf and weights of zero.
     """
     scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32), WIDEN)
-    return weights_of(scores, visible, scale)
+    return exp_scores(scores, visible, scale)
 
 
 @triton.jit
-def weights_of(scores, visible, scale):
-    """Compute `weigh` from scores q k^T that are already computed."""
+def exp_scores(scores, visible, scale):
+    """Compute what `attention_weights` returns from scores q k^T that are already computed."""
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
     top = tl.max(scores, 1) * scale
@@ -120,7 +120,7 @@ def weights_of(scores, visible, scale):
 
 
 @triton.jit
-def weighted(weights, v, WIDEN: tl.constexpr):
+def sum_values(weights, v, WIDEN: tl.constexpr):
     """Return the sum of a cut's weights, and the weighted sum of its values; weights are rounded to v's dtype first."""
     weights = weights.to(v.dtype)
     return total_of(weights, WIDEN), dot(weights, v, tl.zeros((weights.shape[0], v.shape[1]), tl.float32), WIDEN)
@@ -139,12 +139,12 @@ def fold(top, total, out, cut_top, cut_total, cut_out):
 
     A cut without visible keys changes no bit.
     """
-    new, keep, add = shares(top, cut_top)
-    return new, tl.fma(cut_total, add, total * keep), added(out, cut_out, keep, add)
+    new, keep, add = rescale_factors(top, cut_top)
+    return new, tl.fma(cut_total, add, total * keep), add_rescaled(out, cut_out, keep, add)
 
 
 @triton.jit
-def shares(top, cut_top):
+def rescale_factors(top, cut_top):
     """Return the highest score with one more cut, and the factors of the sums so far and of the sums of that cut."""
     new = tl.maximum(top, cut_top)
     shift = tl.where(new == float("-inf"), 0.0, new)
@@ -152,8 +152,8 @@ def shares(top, cut_top):
 
 
 @triton.jit
-def added(out, cut_out, keep, add):
-    """Return the weighted values combined with those of one more cut; keep, add: the factors of `shares`."""
+def add_rescaled(out, cut_out, keep, add):
+    """Return the weighted values combined with those of one more cut; keep, add: the factors of `rescale_factors`."""
     return tl.fma(cut_out, _across(add, cut_out), out * _across(keep, out))
 
 

@@ -11,7 +11,7 @@ from whorl.device import is_interpreting
 from .._hopper import gluon_reason
 from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2
-from .cuts_triton import LN_2, Scales, add_mass, cut_of, fold, load_cut, weigh, weighted
+from .cuts_triton import LN_2, Scales, add_mass, attention_weights, cut_of, fold, load_cut, sum_values
 
 _HOPPER_QUERIES = 128
 
@@ -90,10 +90,10 @@ def _prompt_kernel(
                 k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, HQ // G, D,
                 BLOCK_D, q_ptr.dtype.element_ty, WIDEN,
             )  # fmt: skip
-            cut_top, weights = weigh(q, k, None, scale, WIDEN)
+            cut_top, weights = attention_weights(q, k, None, scale, WIDEN)
             if HAS_LSE:
                 mass = add_mass(mass, weights, top, cut_top)
-            cut_total, cut_out = weighted(weights, v, WIDEN)
+            cut_total, cut_out = sum_values(weights, v, WIDEN)
             top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
         for at in range(middle, tl.minimum(length, lowest + QUERIES), CUT):
             keys = at + tl.arange(0, CUT)
@@ -105,10 +105,10 @@ def _prompt_kernel(
             visible = keys[None, :] <= position[:, None]
             if window > 0:
                 visible = visible & (keys[None, :] > position[:, None] - window)
-            cut_top, weights = weigh(q, k, visible, scale, WIDEN)
+            cut_top, weights = attention_weights(q, k, visible, scale, WIDEN)
             if HAS_LSE:
                 mass = add_mass(mass, weights, top, cut_top)
-            cut_total, cut_out = weighted(weights, v, WIDEN)
+            cut_total, cut_out = sum_values(weights, v, WIDEN)
             top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
         y_at = y_ptr + (token[:, None] * HQ + head) * D + channels[None, :]
         y = tl.div_rn(out, tl.broadcast_to(total[:, None], out.shape))

@@ -6,7 +6,7 @@ paged caches, `codes.py` the format of 8-bit caches. The kernels are in the file
 
 A latent is the N channels that a token stores for all heads, DeepSeek's compressed KV. Queries are absorbed: multiplied
 by the weight that would expand latents to keys, so that they are compared with latents directly. R rotary channels, the
-part of the key that is rotated, follow the latent, or lie in a cache of their own, `turned_cache`, as Ascend needs.
+part of the key that is rotated, follow the latent, or lie in a cache of their own, `rotary_cache`, as Ascend needs.
 """
 
 from .attention import latent_attention

@@ -33,7 +33,7 @@ def _check(
     query_starts: Tensor,
     context_lens: Tensor,
     indices: Tensor | None,
-    turned_cache: Tensor | None,
+    rotary_cache: Tensor | None,
     scale: float,
     value_dim: int,
 ) -> None:
@@ -43,7 +43,7 @@ def _check(
     if not 1 <= value_dim <= q.shape[2]:
         raise ValueError(f"{name}: value_dim is {value_dim}, expected 1 to D, {q.shape[2]}")
     sizes = value_dim, q.shape[2] - value_dim
-    check_latents(name, cache, turned_cache, q.dtype, sizes, latent_bytes(*sizes))
+    check_latents(name, cache, rotary_cache, q.dtype, sizes, latent_bytes(*sizes))
     check_sequences(name, q.shape[0], cache, block_tables, query_starts, context_lens)
     if not scale > 0:
         raise ValueError(f"{name}: scale is {scale}, expected a positive number")
@@ -148,7 +148,7 @@ def latent_attention(
     query_starts: Tensor,
     context_lens: Tensor,
     indices: Tensor | None = None,
-    turned_cache: Tensor | None = None,
+    rotary_cache: Tensor | None = None,
     *,
     scale: float,
     value_dim: int,
@@ -167,7 +167,7 @@ def latent_attention(
     Scores, softmax and sums are in fp32, rounded once. So a token's bits depend on itself and the keys in its list
     alone: not on other sequences, on how a prompt is chunked, on prefill or decode, nor on whether the list was
     selected or contains every key. Tokens without keys, and rows of q after the last query_starts, are zero. A uint8
-    cache is read as `latent_write` writes it: code times scale, which is exact in bf16. With turned_cache
+    cache is read as `latent_write` writes it: code times scale, which is exact in bf16. With rotary_cache
     [blocks, block size, D - value_dim] the rotary channels are there, and cache is [blocks, block size, value_dim]. No
     gradient.
 
@@ -179,7 +179,7 @@ def latent_attention(
     for b, length in enumerate(lengths):
         rows = slice(starts[b], starts[b + 1])
         if rows.stop > rows.start:
-            cached = gather_latents(cache, turned_cache, block_tables[b], length)
+            cached = gather_latents(cache, rotary_cache, block_tables[b], length)
             is_coded = cache.dtype == torch.uint8
             keys = unpack_latents(cached, value_dim).to(wide.dtype) if is_coded else widen(cached)
             chosen = None if indices is None else indices[rows]
@@ -187,8 +187,8 @@ def latent_attention(
     return narrow(out, q.dtype)
 
 
-def _triton_reason(q: Tensor, cache: Tensor, turned_cache: Tensor | None, value_dim: int, **_: object) -> str | None:
-    if turned_cache is not None:
+def _triton_reason(q: Tensor, cache: Tensor, rotary_cache: Tensor | None, value_dim: int, **_: object) -> str | None:
+    if rotary_cache is not None:
         return ONE_CACHE
     if q.dtype == torch.float64:
         return "computes in fp32, got torch.float64"
@@ -254,7 +254,7 @@ def _make(
         "cache": latents,
         **lengths,
         "indices": indices.to(draw.device) if topk else None,
-        "turned_cache": rotary_channels,
+        "rotary_cache": rotary_channels,
         "scale": dim**-0.5,
         "value_dim": value_dim,
     }

@@ -26,15 +26,15 @@ def reason(
     cache: Tensor,
     block_tables: Tensor,
     indices: Tensor | None,
-    turned_cache: Tensor | None,
+    rotary_cache: Tensor | None,
     value_dim: int,
     **_: object,
 ) -> str | None:
     """Return None, or the reason that npu_sparse_flash_attention cannot take these arguments."""
     if cache.dtype == torch.uint8:
         return "takes no e4m3 codes: npu_kv_quant_sparse_flash_attention reads int8, and rows in another order"
-    if turned_cache is None:
-        return "takes latents and rotary channels as two caches, got one; pass turned_cache"
+    if rotary_cache is None:
+        return "takes latents and rotary channels as two caches, got one; pass rotary_cache"
     if not all(x.numel() for x in (q, cache, block_tables)):
         return "empty tensors are not taken"
     return sparse_flash_attention_limit(
@@ -45,7 +45,7 @@ def reason(
         topk=1 if indices is None else indices.shape[1],
         block_size=cache.shape[1],
         sparse_block_size=_run(cache.shape[1]) if indices is None else 1,
-        contiguous=cache.is_contiguous() and turned_cache.is_contiguous(),
+        contiguous=cache.is_contiguous() and rotary_cache.is_contiguous(),
     )
 
 
@@ -62,7 +62,7 @@ def attention(
     query_starts: Tensor,
     context_lens: Tensor,
     indices: Tensor | None,
-    turned_cache: Tensor,
+    rotary_cache: Tensor,
     scale: float,
     value_dim: int,
 ) -> Tensor:
@@ -84,7 +84,7 @@ def attention(
         actual_seq_lengths_query=query_starts[1:].contiguous(),
         actual_seq_lengths_kv=context_lens.contiguous(),
         query_rope=q[..., value_dim:].contiguous(),
-        key_rope=turned_cache.unsqueeze(2),
+        key_rope=rotary_cache.unsqueeze(2),
         sparse_block_size=size,
         layout_query="TND",
         layout_kv="PA_BSND",

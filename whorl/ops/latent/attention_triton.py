@@ -19,7 +19,7 @@ from whorl.device import is_interpreting
 
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
-from ..attention.cuts_triton import LOG2_E, added, cut_of, settled, shares, total_of, weights_of
+from ..attention.cuts_triton import LOG2_E, add_rescaled, cut_of, exp_scores, opaque, rescale_factors, total_of
 from ..attention.decode_triton import AHEAD, divided, fold_some, sequence_of
 from ..linear_triton import dot, unit_stride
 from .codes import GROUP
@@ -59,29 +59,29 @@ def _words_bf16(words, scales):
         "=h,=h,=h,=h,r,f",
         [words, scales],
         dtype=(tl.bfloat16,) * 4,
-        is_pure=False,  # as in `settled`
+        is_pure=False,  # as in `opaque`
         pack=1,
     )
 
 
 @triton.jit
 def _load_chunk(
-    cache_ptr, scales_ptr, at, is_real, FIRST: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr
+    cache_ptr, scales_ptr, at, is_real, FIRST: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr
 ):  # fmt: skip
-    """Load channels [keys, WIDTH] from FIRST on, of the first RANK, and the scales of codes [keys].
+    """Load channels [keys, WIDTH] from FIRST on, of the first LATENT, and the scales of codes [keys].
 
     Zeros are loaded where there is no key. A cache of int32 holds four codes in a word: registers hold single codes in
     32 bits each. Without codes there are no scales; the channels are returned twice.
     """
     LENGTH: tl.constexpr = WIDTH // 4 if cache_ptr.dtype.element_ty == tl.int32 else WIDTH
     offset = FIRST * LENGTH // WIDTH + tl.arange(0, LENGTH)[None, :]
-    mask = is_real[:, None] if FIRST + WIDTH <= RANK else is_real[:, None] & (offset < RANK * LENGTH // WIDTH)
+    mask = is_real[:, None] if FIRST + WIDTH <= LATENT else is_real[:, None] & (offset < LATENT * LENGTH // WIDTH)
     start = at // (WIDTH // LENGTH)
     numbers = tl.load(cache_ptr + start[:, None] + offset, mask=mask, other=0.0)
     if scales_ptr is None:
         return numbers, numbers
     else:  # WIDTH divides a group
-        return numbers, tl.load(scales_ptr + at // 4 + (RANK // 4 + FIRST // GROUP_SIZE), mask=is_real, other=0.0)
+        return numbers, tl.load(scales_ptr + at // 4 + (LATENT // 4 + FIRST // GROUP_SIZE), mask=is_real, other=0.0)
 
 
 @triton.jit
@@ -95,21 +95,21 @@ def _to_values(numbers, scale, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
         return tl.reshape(values, (numbers.shape[0], 4 * numbers.shape[1]))
     else:
         wide = numbers.to(tl.float32)
-        return settled((wide * tl.broadcast_to(scale[:, None], wide.shape)).to(DTYPE), WIDEN)
+        return opaque((wide * tl.broadcast_to(scale[:, None], wide.shape)).to(DTYPE), WIDEN)
 
 
 @triton.jit
-def _load_turned(
-    cache_ptr, turned_ptr, at, is_real, RANK: tl.constexpr, TURNED: tl.constexpr, GROUPS: tl.constexpr,
+def _load_rotary(
+    cache_ptr, rotary_ptr, at, is_real, LATENT: tl.constexpr, ROTARY: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_R: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Load the rotary channels, which follow the latent: [keys, BLOCK_R]."""
     channels = tl.arange(0, BLOCK_R)[None, :]
-    mask = is_real[:, None] & (channels < TURNED)
-    if turned_ptr is None:
-        values = tl.load(cache_ptr + at[:, None] + RANK + channels, mask=mask, other=0.0)
+    mask = is_real[:, None] & (channels < ROTARY)
+    if rotary_ptr is None:
+        values = tl.load(cache_ptr + at[:, None] + LATENT + channels, mask=mask, other=0.0)
     else:
-        values = tl.load(turned_ptr + (at // 2 + (RANK + 4 * GROUPS) // 2)[:, None] + channels, mask=mask, other=0.0)
+        values = tl.load(rotary_ptr + (at // 2 + (LATENT + 4 * GROUPS) // 2)[:, None] + channels, mask=mask, other=0.0)
     return values.to(DTYPE)
 
 
@@ -159,7 +159,7 @@ def _latent_kernel(
     q_ptr,
     cache_ptr,
     scales_ptr,
-    turned_ptr,
+    rotary_ptr,
     tables_ptr,
     starts_ptr,
     lengths_ptr,
@@ -179,8 +179,8 @@ def _latent_kernel(
     K,
     B,
     HQ: tl.constexpr,
-    RANK: tl.constexpr,
-    TURNED: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROTARY: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -195,7 +195,7 @@ def _latent_kernel(
 ):
     """Compute BLOCK_H heads of one token: all cuts of its list in order (WALKS), or every n-th cut separately.
 
-    indices_ptr: None if a token sees every key up to its own; scales_ptr and turned_ptr: given for 8-bit caches.
+    indices_ptr: None if a token sees every key up to its own; scales_ptr and rotary_ptr: given for 8-bit caches.
     """
     begin(OVERLAP)
     b, end = sequence_of(tl.program_id(1), starts_ptr, lengths_ptr, B, BLOCK_B)
@@ -212,11 +212,11 @@ def _latent_kernel(
     q, out = (), ()
     for c in tl.static_range(CHUNKS):
         channels = c * WIDTH + tl.arange(0, WIDTH)[None, :]
-        q = q + (tl.load(q_at + channels, mask=is_head & (channels < RANK), other=0.0),)  # type: ignore[assignment]
+        q = q + (tl.load(q_at + channels, mask=is_head & (channels < LATENT), other=0.0),)  # type: ignore[assignment]
         out = out + (tl.zeros((BLOCK_H, WIDTH), tl.float32),)  # type: ignore[assignment]
-    if TURNED > 0:
+    if ROTARY > 0:
         behind = tl.arange(0, BLOCK_R)[None, :]
-        q_turned = tl.load(q_at + RANK + behind, mask=is_head & (behind < TURNED), other=0.0)
+        q_rotary = tl.load(q_at + LATENT + behind, mask=is_head & (behind < ROTARY), other=0.0)
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     # The loads of a chunk are issued before the previous one is multiplied, and the next cut's keys looked up before
@@ -228,14 +228,14 @@ def _latent_kernel(
         scores = tl.zeros((BLOCK_H, CUT), tl.float32)
         once = tl.minimum(stop - i, 1)
         latents = ()
-        numbers, factor = _load_chunk(cache_ptr, scales_ptr, at, is_real, 0, WIDTH, RANK)
+        numbers, factor = _load_chunk(cache_ptr, scales_ptr, at, is_real, 0, WIDTH, LATENT)
         for c in tl.static_range(CHUNKS):
             chunk = _to_values(numbers, factor, q_ptr.dtype.element_ty, WIDEN)
             if c + 1 < CHUNKS:
-                numbers, factor = _load_chunk(cache_ptr, scales_ptr, at, is_real, (c + 1) * WIDTH, WIDTH, RANK)
-            elif TURNED > 0:
-                turned = _load_turned(
-                    cache_ptr, turned_ptr, at, is_real, RANK, TURNED, GROUPS, BLOCK_R, q_ptr.dtype.element_ty
+                numbers, factor = _load_chunk(cache_ptr, scales_ptr, at, is_real, (c + 1) * WIDTH, WIDTH, LATENT)
+            elif ROTARY > 0:
+                rotary = _load_rotary(
+                    cache_ptr, rotary_ptr, at, is_real, LATENT, ROTARY, GROUPS, BLOCK_R, q_ptr.dtype.element_ty
                 )  # fmt: skip
             latents = latents + (chunk,)  # type: ignore[assignment]
             scores = _dot_in_loop(q[c], tl.trans(chunk), scores, once, WIDEN)
@@ -243,13 +243,13 @@ def _latent_kernel(
         at, is_real = _find_cut(
             i + tl.num_programs(2), table, indices_ptr, end, K, stride_block, stride_offset, BLOCK_SIZE, CUT
         )  # fmt: skip
-        if TURNED > 0:
-            scores = _dot_in_loop(q_turned, tl.trans(turned), scores, once, WIDEN)
-        cut_top, weights = weights_of(scores, is_seen[None, :], scale)
+        if ROTARY > 0:
+            scores = _dot_in_loop(q_rotary, tl.trans(rotary), scores, once, WIDEN)
+        cut_top, weights = exp_scores(scores, is_seen[None, :], scale)
         weights = weights.to(q_ptr.dtype.element_ty)
         cut_total = total_of(weights, WIDEN)
         if WALKS:
-            top, keep, add = shares(top, cut_top)
+            top, keep, add = rescale_factors(top, cut_top)
             total = tl.fma(cut_total, add, total * keep)
         else:
             tl.store(top_ptr + row * cuts + i, cut_top, mask=heads < HQ)
@@ -258,18 +258,18 @@ def _latent_kernel(
         for c in tl.static_range(CHUNKS):
             cut_out = dot(weights, latents[c], tl.zeros((BLOCK_H, WIDTH), tl.float32), WIDEN)
             if WALKS:
-                sums = sums + (added(out[c], cut_out, keep, add),)  # type: ignore[assignment]
+                sums = sums + (add_rescaled(out[c], cut_out, keep, add),)  # type: ignore[assignment]
             else:
                 channels = c * WIDTH + tl.arange(0, WIDTH)[None, :]
-                to = out_ptr + (row * cuts + i)[:, None] * RANK + channels
-                tl.store(to, cut_out, mask=is_head & (channels < RANK))
+                to = out_ptr + (row * cuts + i)[:, None] * LATENT + channels
+                tl.store(to, cut_out, mask=is_head & (channels < LATENT))
         if WALKS:
             out = sums
     if WALKS:
         for c in tl.static_range(CHUNKS):
             channels = c * WIDTH + tl.arange(0, WIDTH)[None, :]
             y = divided(out[c], tl.broadcast_to(total[:, None], out[c].shape)).to(y_ptr.dtype.element_ty)
-            tl.store(y_ptr + row[:, None] * RANK + channels, y, mask=is_head & (channels < RANK))
+            tl.store(y_ptr + row[:, None] * LATENT + channels, y, mask=is_head & (channels < LATENT))
 
 
 @triton.jit
@@ -285,7 +285,7 @@ def _latent_fold_kernel(
     K,
     B,
     HQ: tl.constexpr,
-    RANK: tl.constexpr,
+    LATENT: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK: tl.constexpr,
     CUT: tl.constexpr,
@@ -304,10 +304,10 @@ def _latent_fold_kernel(
     follow(OVERLAP)
     for i in range(0, stop, MORE):
         top, total, out = fold_some(
-            top, total, out, out_ptr, top_ptr, total_ptr, row * cuts + i, channels, stop - i, RANK, MORE
+            top, total, out, out_ptr, top_ptr, total_ptr, row * cuts + i, channels, stop - i, LATENT, MORE
         )  # fmt: skip
     y = divided(out, tl.broadcast_to(total[:, None], out.shape)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * RANK + channels, y, mask=channels < RANK)
+    tl.store(y_ptr + row * LATENT + channels, y, mask=channels < LATENT)
 
 
 def forward(
@@ -317,7 +317,7 @@ def forward(
     query_starts: Tensor,
     context_lens: Tensor,
     indices: Tensor | None,
-    turned_cache: None,
+    rotary_cache: None,
     scale: float,
     value_dim: int,
 ) -> Tensor:
@@ -339,7 +339,7 @@ def forward(
     scratch = (0,) if programs == 1 else (tokens, heads, cuts)
     out = torch.empty(*scratch, value_dim, dtype=torch.float32, device=q.device)
     top, total = (torch.empty(scratch, dtype=torch.float32, device=q.device) for _ in range(2))
-    options = {"HQ": heads, "RANK": value_dim, "BLOCK_B": power_of_2(count), "CUT": size}
+    options = {"HQ": heads, "LATENT": value_dim, "BLOCK_B": power_of_2(count), "CUT": size}
     options |= {"enable_fp_fusion": False, **overlap(q)}
     width = max(16, min(CHANNELS, power_of_2(value_dim)))
     _latent_kernel[(ceil_div(heads, plan["BLOCK_H"]), tokens, programs)](
@@ -360,7 +360,7 @@ def forward(
         cuts,
         most,
         count,
-        TURNED=dim - value_dim,
+        ROTARY=dim - value_dim,
         GROUPS=ceil_div(value_dim, GROUP) if is_coded else 0,
         BLOCK_SIZE=cache.shape[1],
         BLOCK_R=max(16, power_of_2(dim - value_dim)),

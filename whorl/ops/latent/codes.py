@@ -17,9 +17,9 @@ SCALE_BYTES = 4
 CODES = torch.float8_e4m3fn
 
 
-def latent_bytes(rank: int, rotary: int) -> int:
+def latent_bytes(latent_dim: int, rotary: int) -> int:
     """Return the bytes of one cached latent: 656 for 512 latent and 64 rotary channels."""
-    return rank + SCALE_BYTES * -(-rank // GROUP) + 2 * rotary
+    return latent_dim + SCALE_BYTES * -(-latent_dim // GROUP) + 2 * rotary
 
 
 def index_bytes(dim: int) -> int:
@@ -72,13 +72,13 @@ def pack_latents(latent: Tensor, rotary_channels: Tensor) -> Tensor:
     )
 
 
-def unpack_latents(rows: Tensor, rank: int) -> Tensor:
-    """Unpack rows [n, bytes] of `pack_latents` into latents and rotary channels, [n, N + R] fp32. rank: N."""
-    groups = -(-rank // GROUP)
+def unpack_latents(rows: Tensor, latent_dim: int) -> Tensor:
+    """Unpack rows [n, bytes] of `pack_latents` into latents and rotary channels, [n, N + R] fp32. latent_dim: N."""
+    groups = -(-latent_dim // GROUP)
     codes, scales, rotary_channels = rows.split(
-        (rank, SCALE_BYTES * groups, rows.shape[1] - rank - SCALE_BYTES * groups), 1
+        (latent_dim, SCALE_BYTES * groups, rows.shape[1] - latent_dim - SCALE_BYTES * groups), 1
     )
-    factors = scales.contiguous().view(torch.float32).repeat_interleave(GROUP, 1)[:, :rank]
+    factors = scales.contiguous().view(torch.float32).repeat_interleave(GROUP, 1)[:, :latent_dim]
     latent = codes.contiguous().view(CODES).float() * factors
     return torch.cat((latent, rotary_channels.contiguous().view(torch.bfloat16).float()), 1)
 

@@ -10,7 +10,7 @@ from .._draw import Draw, Sizes
 from .._op import Values
 from .._tracing import is_readable
 
-ONE_CACHE = "takes latents and rotary channels in one cache, got turned_cache"
+ONE_CACHE = "takes latents and rotary channels in one cache, got rotary_cache"
 
 
 def check_pages(name: str, cache: Tensor, dtype: torch.dtype, width: int, num_bytes: int) -> None:
@@ -26,16 +26,16 @@ def check_pages(name: str, cache: Tensor, dtype: torch.dtype, width: int, num_by
 
 
 def check_latents(
-    name: str, cache: Tensor, turned_cache: Tensor | None, dtype: torch.dtype, sizes: tuple[int, int], num_bytes: int
+    name: str, cache: Tensor, rotary_cache: Tensor | None, dtype: torch.dtype, sizes: tuple[int, int], num_bytes: int
 ) -> None:
-    """Raise ValueError unless one cache has both parts of `sizes`, or cache has the first and turned_cache the second.
+    """Raise ValueError unless one cache has both parts of `sizes`, or cache has the first and rotary_cache the second.
 
     sizes: latent channels N and rotary channels R; num_bytes: those of a token in a cache of codes, which is one cache.
     """
-    if turned_cache is None:
+    if rotary_cache is None:
         check_pages(name, cache, dtype, sum(sizes), num_bytes)
         return
-    for argument, pages, width in zip(("cache", "turned_cache"), (cache, turned_cache), sizes, strict=True):
+    for argument, pages, width in zip(("cache", "rotary_cache"), (cache, rotary_cache), sizes, strict=True):
         if pages.shape != (*cache.shape[:2], width) or pages.dtype != dtype:
             raise ValueError(
                 f"{name}: {argument} is {list(pages.shape)} {pages.dtype}, "
@@ -74,10 +74,10 @@ def gather(cache: Tensor, table: Tensor, length: int) -> Tensor:
     return cache.index_select(0, blocks).flatten(0, 1)[:length]
 
 
-def gather_latents(cache: Tensor, turned_cache: Tensor | None, table: Tensor, length: int) -> Tensor:
+def gather_latents(cache: Tensor, rotary_cache: Tensor | None, table: Tensor, length: int) -> Tensor:
     """Return latents and rotary channels of one sequence, [length, N + R], from one cache or from two."""
     latents = gather(cache, table, length)
-    return latents if turned_cache is None else torch.cat((latents, gather(turned_cache, table, length)), 1)
+    return latents if rotary_cache is None else torch.cat((latents, gather(rotary_cache, table, length)), 1)
 
 
 def store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -99,9 +99,9 @@ def make_pages(draw: Draw, blocks: int, block: int, width: int, coded: bool = Fa
     return torch.randn(blocks, block + 2 * draw.sliced, width, **draw.kind)[:, :block]
 
 
-def split_pages(pages: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Split a cache into two contiguous ones: `rank` latent channels, and the rotary channels after them."""
-    latents, rotary_channels = pages.split((rank, pages.shape[2] - rank), -1)
+def split_pages(pages: Tensor, latent_dim: int) -> tuple[Tensor, Tensor]:
+    """Split a cache into two contiguous ones: `latent_dim` latent channels, and the rotary channels after them."""
+    latents, rotary_channels = pages.split((latent_dim, pages.shape[2] - latent_dim), -1)
     return latents.contiguous(), rotary_channels.contiguous()
 
 

@@ -16,7 +16,7 @@ from whorl.device import is_interpreting
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from .._sums_triton import halves
-from ..attention.cuts_triton import settled
+from ..attention.cuts_triton import opaque
 from ..linear_triton import dot
 
 PROGRAMS = 264  # two per multiprocessor of an H200: with fewer programs the blocks of keys are made smaller
@@ -56,7 +56,7 @@ def _load_keys(
         scale = tl.full(keys.shape, 1.0, tl.float32)
     else:
         codes = tl.load(cache_ptr + (block + offset * D)[:, None] + channels, mask=mask, other=0.0)
-        k = settled(codes.to(DTYPE), WIDEN)
+        k = opaque(codes.to(DTYPE), WIDEN)
         scale = tl.load(scales_ptr + (block + BLOCK_SIZE * D) // 4 + offset, mask=is_real, other=0.0)
     return k, scale
 

@@ -18,7 +18,7 @@ def _check(
     cos_sin: Tensor,
     cache: Tensor,
     slots: Tensor,
-    turned_cache: Tensor | None,
+    rotary_cache: Tensor | None,
     eps: float,
 ) -> None:
     name = "latent_write"
@@ -27,7 +27,7 @@ def _check(
             f"{name}: kv is {list(kv.shape)} {kv.dtype}, weight {list(weight.shape)}, expected [T, D], [N]"
         )
     sizes = weight.shape[0], kv.shape[1] - weight.shape[0]
-    check_latents(name, cache, turned_cache, kv.dtype, sizes, latent_bytes(*sizes))
+    check_latents(name, cache, rotary_cache, kv.dtype, sizes, latent_bytes(*sizes))
     check_rows(name, slots, cos_sin, kv.shape[0], cache)
     if weight.shape[0] + cos_sin.shape[1] != kv.shape[1]:
         raise ValueError(
@@ -40,14 +40,14 @@ def _check(
         raise ValueError(f"{name}: eps is {eps}, expected a positive number")
 
 
-@operator(check=_check, mutates=("cache", "turned_cache"))
+@operator(check=_check, mutates=("cache", "rotary_cache"))
 def latent_write(
     kv: Tensor,
     weight: Tensor,
     cos_sin: Tensor,
     cache: Tensor,
     slots: Tensor,
-    turned_cache: Tensor | None = None,
+    rotary_cache: Tensor | None = None,
     *,
     eps: float = 1e-6,
 ) -> None:
@@ -58,7 +58,7 @@ def latent_write(
     cos_sin [T, R] as in `rope` (style "pairs"); cache: [blocks, block size, N + R] in kv's dtype, written in place;
     slots: [T] as in `write_kv`. Both parts are rounded once. A uint8 cache, [blocks, block size, 656] for 512 and 64
     channels, stores e4m3 codes with a power-of-two scale for every 128 of them, and the rotary channels in bf16: see
-    `codes.py`. With turned_cache [blocks, block size, R] the rotary channels are stored there, and cache is
+    `codes.py`. With rotary_cache [blocks, block size, R] the rotary channels are stored there, and cache is
     [blocks, block size, N], as Ascend's attention reads them. Returns nothing. Raises ValueError when shapes, dtypes or
     slots do not fit.
 
@@ -67,9 +67,9 @@ def latent_write(
     split = weight.shape[0]
     latent = rms_norm.reference(kv[:, :split], weight, eps)
     rotated = rope.reference(kv[:, None, split:], None, cos_sin, style="pairs")[0][:, 0]
-    if turned_cache is not None:
+    if rotary_cache is not None:
         store(latent, cache, slots)
-        store(rotated, turned_cache, slots)
+        store(rotated, rotary_cache, slots)
         return
     is_coded = cache.dtype == torch.uint8
     store(pack_latents(latent, rotated) if is_coded else torch.cat((latent, rotated), -1), cache, slots)
@@ -82,8 +82,8 @@ def triton_reason(x: Tensor, cache: Tensor) -> str | None:
     return None if cache.stride(2) == 1 else "needs a cache with contiguous channels"
 
 
-def _triton_reason(kv: Tensor, weight: Tensor, cache: Tensor, turned_cache: Tensor | None, **_: object) -> str | None:
-    if turned_cache is not None:
+def _triton_reason(kv: Tensor, weight: Tensor, cache: Tensor, rotary_cache: Tensor | None, **_: object) -> str | None:
+    if rotary_cache is not None:
         return ONE_CACHE
     reason = triton_reason(kv, cache)
     return reason or (alignment_reason(cache, weight.shape[0]) if cache.dtype == torch.uint8 else None)
@@ -93,16 +93,16 @@ latent_write.impl("triton", "write_triton:latent_write", accepts=_triton_reason)
 latent_write.impl("torch_npu", "write_torch_npu:latent_write", accepts=write_torch_npu.latent_reason)
 
 _CASES: list[Values] = [
-    {"tokens": (1,), "rank": 8, "rotary": 4},
-    {"tokens": (7,), "rank": 32, "rotary": 16, "skipped": True},
-    {"tokens": (5,), "rank": 24, "rotary": 8, "scale": 0.01},
-    {"tokens": (0,), "rank": 16, "rotary": 8},
-    {"tokens": (6,), "rank": 40, "rotary": 12, "sliced": True, "eps": 1e-3},
-    {"tokens": (6,), "rank": 200, "rotary": 12, "skipped": True, "coded": True},
-    {"tokens": (5,), "rank": 24, "rotary": 8, "skipped": True, "split": True},
+    {"tokens": (1,), "latent_dim": 8, "rotary": 4},
+    {"tokens": (7,), "latent_dim": 32, "rotary": 16, "skipped": True},
+    {"tokens": (5,), "latent_dim": 24, "rotary": 8, "scale": 0.01},
+    {"tokens": (0,), "latent_dim": 16, "rotary": 8},
+    {"tokens": (6,), "latent_dim": 40, "rotary": 12, "sliced": True, "eps": 1e-3},
+    {"tokens": (6,), "latent_dim": 200, "rotary": 12, "skipped": True, "coded": True},
+    {"tokens": (5,), "latent_dim": 24, "rotary": 8, "skipped": True, "split": True},
 ]
 _BENCH: list[Values] = [
-    {"tokens": (tokens,), "rank": 512, "rotary": 64, "block": 64, "coded": coded}
+    {"tokens": (tokens,), "latent_dim": 512, "rotary": 64, "block": 64, "coded": coded}
     for coded in (False, True)
     for tokens in (1, 64, 8192)
 ]
@@ -111,7 +111,7 @@ _BENCH: list[Values] = [
 def _make(
     draw: Draw,
     tokens: Sizes,
-    rank: int,
+    latent_dim: int,
     rotary: int,
     block: int = 4,
     skipped: bool = False,
@@ -120,16 +120,16 @@ def _make(
     split: bool = False,
 ) -> Values:
     count, blocks = tokens[0], -(-tokens[0] // block) + 1
-    width = latent_bytes(rank, rotary) if coded else rank + rotary
+    width = latent_bytes(latent_dim, rotary) if coded else latent_dim + rotary
     pages = make_pages(draw, blocks, block, width, coded)
-    latents, rotary_pages = split_pages(pages, rank) if split else (pages, None)
+    latents, rotary_pages = split_pages(pages, latent_dim) if split else (pages, None)
     return {
-        "kv": draw.scaled(count, rank + rotary),
-        "weight": 1 + 0.1 * torch.randn(rank, **draw.kind),
+        "kv": draw.scaled(count, latent_dim + rotary),
+        "weight": 1 + 0.1 * torch.randn(latent_dim, **draw.kind),
         "cos_sin": make_angles(draw, count, rotary),
         "cache": latents,
         "slots": make_slots(draw, count, blocks * block, skipped),
-        "turned_cache": rotary_pages,
+        "rotary_cache": rotary_pages,
         "eps": eps,
     }
 

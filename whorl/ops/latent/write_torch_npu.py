@@ -41,11 +41,11 @@ def _rotate(x: Tensor, cos_sin: Tensor, style: str) -> Tensor:
 
 
 def latent_reason(
-    kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, turned_cache: Tensor | None, **_: object
+    kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, rotary_cache: Tensor | None, **_: object
 ) -> str | None:
     """Return None, or the reason that torch_npu's operators cannot compute `latent_write`."""
     split = weight.shape[0]
-    for pages in (cache,) if turned_cache is None else (cache, turned_cache):
+    for pages in (cache,) if rotary_cache is None else (cache, rotary_cache):
         if (limit := _store_reason(kv, pages)) is not None:
             return limit
     norm = rms_norm_limit(
@@ -60,17 +60,17 @@ def latent_write(
     cos_sin: Tensor,
     cache: Tensor,
     slots: Tensor,
-    turned_cache: Tensor | None,
+    rotary_cache: Tensor | None,
     eps: float,
 ) -> None:
     split = weight.shape[0]
     latent, _ = _torch_npu.call("npu_rms_norm", input=kv[:, :split].contiguous(), gamma=weight, epsilon=eps)
     rotated = _rotate(kv[:, split:], cos_sin, "pairs")
-    if turned_cache is None:
+    if rotary_cache is None:
         _store(torch.cat((latent, rotated), -1), cache, slots)
     else:
         _store(latent, cache, slots)
-        _store(rotated, turned_cache, slots)
+        _store(rotated, rotary_cache, slots)
 
 
 def index_reason(k: Tensor, cos_sin: Tensor, cache: Tensor, **_: object) -> str | None:

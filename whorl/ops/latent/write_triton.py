@@ -37,14 +37,14 @@ def _latent_write_kernel(
     angles_ptr,
     cache_ptr,
     scales_ptr,
-    turned_ptr,
+    rotary_ptr,
     slots_ptr,
     kv_stride,
     angles_stride,
     stride_block,
     stride_offset,
     eps,
-    RANK: tl.constexpr,
+    LATENT: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -55,7 +55,7 @@ def _latent_write_kernel(
     """Write the latent of one token. GROUPS: scale groups of an 8-bit cache; otherwise 0, and scales_ptr is None."""
     begin(OVERLAP)
     columns = tl.arange(0, BLOCK)[None, :]
-    weight = tl.load(weight_ptr + columns, mask=columns < RANK, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < LATENT, other=0.0).to(tl.float32)
     follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -63,36 +63,38 @@ def _latent_write_kernel(
         dtype = kv_ptr.dtype.element_ty
         at = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_offset
         x_ptr = kv_ptr + token * kv_stride
-        x = tl.load(x_ptr + columns, mask=columns < RANK, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + columns, mask=columns < LATENT, other=0.0).to(tl.float32)
         channels = tl.arange(0, BLOCK_R)
         is_real = channels < 2 * HALF
-        unrotated = tl.load(x_ptr + RANK + channels, mask=is_real, other=0.0).to(tl.float32)
-        partner = tl.load(x_ptr + RANK + (channels ^ 1), mask=is_real, other=0.0).to(tl.float32)
+        unrotated = tl.load(x_ptr + LATENT + channels, mask=is_real, other=0.0).to(tl.float32)
+        partner = tl.load(x_ptr + LATENT + (channels ^ 1), mask=is_real, other=0.0).to(tl.float32)
         angle = angles_ptr + token * angles_stride + channels // 2
         cos = tl.load(angle, mask=is_real, other=0.0).to(tl.float32)
         sin = tl.load(angle + HALF, mask=is_real, other=0.0).to(tl.float32)
-        inverse = _inverse_root(row_sum(x * x, 1, BLOCK) / RANK, eps)[:, None]
+        inverse = _inverse_root(row_sum(x * x, 1, BLOCK) / LATENT, eps)[:, None]
         latent = (x * inverse * weight).to(dtype)
         rotated = _rotate(unrotated, partner, cos, sin, channels % 2 == 0).to(dtype)
         if GROUPS == 0:
-            tl.store(cache_ptr + at + columns, latent, mask=columns < RANK)
-            tl.store(cache_ptr + at + RANK + channels, rotated, mask=is_real)
+            tl.store(cache_ptr + at + columns, latent, mask=columns < LATENT)
+            tl.store(cache_ptr + at + LATENT + channels, rotated, mask=is_real)
         else:
-            _store_latent(cache_ptr + at, scales_ptr + at // 4, latent, RANK, BLOCK, GROUPS)
-            tl.store(turned_ptr + at // 2 + (RANK + 4 * GROUPS) // 2 + channels, rotated.to(tl.bfloat16), mask=is_real)
+            _store_latent(cache_ptr + at, scales_ptr + at // 4, latent, LATENT, BLOCK, GROUPS)
+            tl.store(
+                rotary_ptr + at // 2 + (LATENT + 4 * GROUPS) // 2 + channels, rotated.to(tl.bfloat16), mask=is_real
+            )
 
 
 @triton.jit
-def _store_latent(codes_ptr, scales_ptr, latent, RANK: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+def _store_latent(codes_ptr, scales_ptr, latent, LATENT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
     """Store the codes of a latent, followed by one scale for every 128 of them."""
     parts: tl.constexpr = max(1, BLOCK // GROUP_SIZE)
     wide = tl.reshape(latent.to(tl.float32), (parts, BLOCK // parts))
     scale = scale_for(tl.max(tl.abs(wide), 1))
     codes = tl.reshape(codes_for(wide, tl.broadcast_to(scale[:, None], wide.shape)), (1, BLOCK))
     columns = tl.arange(0, BLOCK)[None, :]
-    tl.store(codes_ptr + columns, codes.to(codes_ptr.dtype.element_ty), mask=columns < RANK)
+    tl.store(codes_ptr + columns, codes.to(codes_ptr.dtype.element_ty), mask=columns < LATENT)
     group = tl.arange(0, parts)
-    tl.store(scales_ptr + RANK // 4 + group, scale, mask=group < GROUPS)
+    tl.store(scales_ptr + LATENT // 4 + group, scale, mask=group < GROUPS)
 
 
 @triton.jit
@@ -161,11 +163,11 @@ def _index_write_kernel(
 
 
 def latent_write(
-    kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, turned_cache: None, eps: float
+    kv: Tensor, weight: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, rotary_cache: None, eps: float
 ) -> None:
     if not kv.shape[0]:
         return
-    kv, angles, rank = unit_stride(kv), unit_stride(cos_sin), weight.shape[0]
+    kv, angles, latent_dim = unit_stride(kv), unit_stride(cos_sin), weight.shape[0]
     is_coded = cache.itemsize == 1
     codes, scales, rotated = byte_views(cache) if is_coded else (cache, None, None)
     _latent_write_kernel[(kv.shape[0],)](
@@ -180,12 +182,12 @@ def latent_write(
         angles.stride(0),
         *cache.stride()[:2],
         eps,
-        RANK=rank,
+        LATENT=latent_dim,
         HALF=angles.shape[1] // 2,
         BLOCK_SIZE=cache.shape[1],
-        BLOCK=power_of_2(rank),
+        BLOCK=power_of_2(latent_dim),
         BLOCK_R=power_of_2(angles.shape[1]),
-        GROUPS=ceil_div(rank, GROUP) if is_coded else 0,
+        GROUPS=ceil_div(latent_dim, GROUP) if is_coded else 0,
         num_warps=1,
         enable_fp_fusion=False,
         **overlap(kv),
