@@ -24,7 +24,7 @@ UNREAD = -1  # in `tokens`: the token is only on the device, as the last one sam
 # in the flattened block tables (table_at).
 # By sequence: its lane (entry_lanes), its first token (query_starts, and T at the end), and its length including this
 # call (context_lens).
-# By sample: the token whose logits are sampled (sample_rows), its lane, the index of the sampled token among its
+# By sample: the token whose logits are sampled (sample_indices), its lane, the index of the sampled token among its
 # sequence's outputs (places), and the sampling parameters.
 _FIELDS = (
     ("tokens", "i8", "T"),
@@ -33,7 +33,7 @@ _FIELDS = (
     ("slots", "i8", "T"),
     ("table_at", "i8", "T"),
     ("entry_lanes", "i8", "B"),
-    ("sample_rows", "i8", "S"),
+    ("sample_indices", "i8", "S"),
     ("sample_lanes", "i8", "S"),
     ("seeds", "i8", "S"),
     ("places", "i8", "S"),
@@ -79,23 +79,23 @@ class Score:
 
 
 class Insert(NamedTuple):
-    """`length` features of an image, from `offset` on, that replace the embeddings of tokens from `row` on in a call.
+    """`length` features of an image, from `offset` on, that replace embeddings of tokens in a call.
 
-    number: the encoder's number of the image.
+    first_token: index in the call of the first token; number: the encoder's number of the image.
     """
 
-    row: int
+    first_token: int
     number: int
     offset: int
     length: int
 
 
 class PlacedChunk(NamedTuple):
-    """A chunk in a call. row: index of its first token in the call. lane, block_table: those of its sequence when the
-    call was built: the sequence may be finished or preempted before the results are used."""
+    """A chunk in a call. first_token: index of its first token in the call. lane, block_table: those of its sequence
+    when the call was built: the sequence may be finished or preempted before the results are used."""
 
     chunk: Chunk
-    row: int
+    first_token: int
     lane: int
     block_table: list[int]
 
@@ -104,8 +104,9 @@ class PlacedChunk(NamedTuple):
 class Call:
     """One forward call, on the host. arrays: see `_FIELDS`. samples, scores: the positions whose outputs are used.
 
-    score_rows: the token of each score. axes: [A, T] rotary positions of a prompt call in which a sequence has images,
-    instead of the array `positions`; else None. inserts: image features that replace embeddings. placed: its chunks.
+    score_indices: the token of each score. axes: [A, T] rotary positions of a prompt call in which a sequence has
+    images, instead of the array `positions`; else None. inserts: image features that replace embeddings. placed: its
+    chunks.
     """
 
     is_decode: bool
@@ -114,7 +115,7 @@ class Call:
     tables: list[tuple[int, list[int]]]  # new lanes and their block tables
     samples: list[Sample] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
-    score_rows: list[int] = field(default_factory=list)
+    score_indices: list[int] = field(default_factory=list)
     axes: np.ndarray | None = None
     inserts: list[Insert] = field(default_factory=list)
     placed: list[PlacedChunk] = field(default_factory=list)
@@ -158,14 +159,14 @@ def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> C
     blocks: list[int] = []
     starts, contexts, entry_lanes = [0], [], []
     samples: list[Sample] = []
-    sample_rows: list[int] = []
+    sample_indices: list[int] = []
     scores: list[Score] = []
-    score_rows: list[int] = []
+    score_indices: list[int] = []
     tables = []
     with_images: list[tuple[int, Chunk]] = []
     placed = []
     for chunk in chunks:
-        seq, first_row, start = chunk.sequence, len(tokens), chunk.start
+        seq, first_token, start = chunk.sequence, len(tokens), chunk.start
         end = start + chunk.length + len(chunk.draft)
         tokens += _tokens(chunk)
         positions += range(start, end)
@@ -174,21 +175,21 @@ def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> C
         starts.append(len(tokens))
         contexts.append(end)
         entry_lanes.append(seq.lane)
-        placed.append(PlacedChunk(chunk, first_row, seq.lane, seq.block_table))
+        placed.append(PlacedChunk(chunk, first_token, seq.lane, seq.block_table))
         if seq.placement is not None:
-            with_images.append((first_row, chunk))
+            with_images.append((first_token, chunk))
         if chunk.is_new:
             tables.append((seq.lane, seq.block_table))
         if chunk.is_last:
             samples += [Sample(chunk, i, place) for i, place in enumerate(_places(chunk))]
-            sample_rows += range(first_row + chunk.length - 1, len(tokens))
+            sample_indices += range(first_token + chunk.length - 1, len(tokens))
         if seq.params.embed and not chunk.is_decode and end == seq.prompt_len:
             scores.append(Score(seq, end - 1))
-            score_rows.append(len(tokens) - 1)
+            score_indices.append(len(tokens) - 1)
         if seq.num_unscored:
             for position in _scored(chunk):
                 scores.append(Score(seq, position))
-                score_rows.append(first_row + position - start)
+                score_indices.append(first_token + position - start)
     index, block = np.array(positions), np.array(blocks)
     lane = np.array(lanes)
     arrays = {
@@ -201,14 +202,14 @@ def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> C
         "entry_lanes": entry_lanes,
         "query_starts": starts,
         "context_lens": contexts,
-        "sample_rows": sample_rows,
-        "sample_lanes": lane[sample_rows],
+        "sample_indices": sample_indices,
+        "sample_lanes": lane[sample_indices],
         **_sampling(samples),
     }
-    call = Call(chunks[0].is_decode, arrays, max(contexts), tables, samples, scores, score_rows, placed=placed)
+    call = Call(chunks[0].is_decode, arrays, max(contexts), tables, samples, scores, score_indices, placed=placed)
     if with_images and not call.is_decode:
         call.axes = _axes(index, with_images)
-        call.inserts = [insert for row, chunk in with_images for insert in _inserts(row, chunk)]
+        call.inserts = [insert for first_token, chunk in with_images for insert in _inserts(first_token, chunk)]
     return call
 
 
@@ -224,9 +225,9 @@ def _rotary_positions(index: np.ndarray, with_images: Sequence[tuple[int, Chunk]
     if not with_images:
         return index
     positions = index.copy()
-    for row, chunk in with_images:
+    for first_token, chunk in with_images:
         assert chunk.sequence.placement is not None
-        positions[row : row + chunk.length + len(chunk.draft)] += chunk.sequence.placement.delta
+        positions[first_token : first_token + chunk.length + len(chunk.draft)] += chunk.sequence.placement.delta
     return positions
 
 
@@ -234,18 +235,18 @@ def _axes(index: np.ndarray, with_images: Sequence[tuple[int, Chunk]]) -> np.nda
     """Return the rotary positions [A, T] of a prompt call with images; text has the same position on all A axes."""
     placements = [chunk.sequence.placement for _, chunk in with_images]
     axes: np.ndarray | None = None
-    for (row, chunk), placement in zip(with_images, placements, strict=True):
+    for (first_token, chunk), placement in zip(with_images, placements, strict=True):
         assert placement is not None
         if axes is None:
             axes = np.tile(index, (len(placement.axes), 1))
         stop = chunk.start + chunk.length
-        axes[:, row : row + chunk.length] = placement.positions(chunk.start, stop)
+        axes[:, first_token : first_token + chunk.length] = placement.positions(chunk.start, stop)
     assert axes is not None
     return axes
 
 
-def _inserts(row: int, chunk: Chunk) -> Iterator[Insert]:
-    """Yield the runs of image features that fall into a chunk. row: the chunk's first token in the call."""
+def _inserts(first_token: int, chunk: Chunk) -> Iterator[Insert]:
+    """Yield the runs of image features that fall into a chunk. first_token: the chunk's first token in the call."""
     seq, start, stop = chunk.sequence, chunk.start, chunk.start + chunk.length
     assert seq.placement is not None
     for index, placed in enumerate(seq.placement.items):
@@ -255,7 +256,7 @@ def _inserts(row: int, chunk: Chunk) -> Iterator[Insert]:
             first, end = max(span.start, start), min(span.stop, stop)
             if first < end:
                 offset = frame * len(span) + first - span.start
-                yield Insert(row + first - start, seq.features[index], offset, end - first)
+                yield Insert(first_token + first - start, seq.features[index], offset, end - first)
 
 
 def _tokens(chunk: Chunk) -> list[int]:

@@ -81,8 +81,8 @@ class Features:
         mask = torch.zeros(num_tokens, 1, dtype=torch.bool, device=self._device)
         # Separate tensors, because a captured graph treats inputs that are views of one tensor differently.
         features = tuple(like.new_zeros(num_tokens, like.shape[2]) for _ in like)
-        for row, number, offset, length in inserts:
-            mask[row : row + length] = True
+        for first_token, number, offset, length in inserts:
+            mask[first_token : first_token + length] = True
             for target, image in zip(features, self._done[number], strict=True):
-                target[row : row + length] = image[offset : offset + length]
+                target[first_token : first_token + length] = image[offset : offset + length]
         return Inserted(mask=mask, features=features)

@@ -169,7 +169,7 @@ class LLM:
         self.runner = (Runner if self._lead is None else self._lead.runner)(self.model, **options, sp=sp)
         if (draft_head := self._draft_head) is not None and self.proposer is not None:
             runner = Runner(draft_head, **options, share_tables_with=self.runner)
-            self.proposer.attach(self.pool, runner, max_rows=settings.step_tokens)
+            self.proposer.attach(self.pool, runner, max_tokens=settings.step_tokens)
 
     @property
     def _draft_head(self) -> Model | None:
@@ -304,11 +304,11 @@ class LLM:
         """How many prompt tokens a step may compute at present."""
         return self._budget.tokens
 
-    def measure_cost(self, max_rows: int = 16, *, seconds: float = math.inf) -> dict[int, float]:
-        """Return the seconds of a decode step by its number of tokens, for `DraftLength`. max_rows: the largest number
-        of tokens to time. seconds: stop after about this time, with a shorter table. The cache is not changed."""
-        counts = sorted({1, 2, 3, 4, 6, 8, 12, 16, *range(16, max_rows, 16), max_rows})
-        return measure_cost(self.runner, [count for count in counts if count <= max_rows], seconds)
+    def measure_cost(self, max_tokens: int = 16, *, seconds: float = math.inf) -> dict[int, float]:
+        """Return the seconds of a decode step by its number of tokens, for `DraftLength`. max_tokens: the largest
+        number to time. seconds: stop after about this time, with a shorter table. The cache is not changed."""
+        counts = sorted({1, 2, 3, 4, 6, 8, 12, 16, *range(16, max_tokens, 16), max_tokens})
+        return measure_cost(self.runner, [count for count in counts if count <= max_tokens], seconds)
 
     def stats(self) -> dict[str, int]:
         """Return counters since the start, and the present numbers of sequences and blocks."""

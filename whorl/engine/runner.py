@@ -150,7 +150,7 @@ class Runner:
             hidden, logits, token_ids = graph.outputs
             num_tokens, _, num_samples = call.size
             hidden, logits, token_ids = hidden[:num_tokens], logits[:num_samples], token_ids[:num_samples]
-        scored = hidden[call.score_rows] if call.scores else hidden
+        scored = hidden[call.score_indices] if call.scores else hidden
         return Result(call.samples, logits, token_ids, call.scores, scored, hidden, call.placed)
 
     def _image_inputs(self, call: Call) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Runner:
         if not len(inputs["seeds"]):  # no prompt ends in this call; not every backend takes empty tensors
             no_logits = hidden.new_empty(0, self.model.vocab_size)
             return hidden, no_logits, no_logits.new_empty(0, dtype=torch.int64)
-        logits = self.model.logits(hidden if is_dense else hidden[inputs["sample_rows"]])
+        logits = self.model.logits(hidden if is_dense else hidden[inputs["sample_indices"]])
         sampling = (inputs[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "places"))
         token_ids = ops.sample(logits[:, : self.vocab_size], *sampling)
         # A sequence with a draft has several samples in one lane, and any of them may be stored. That is harmless: the
@@ -313,7 +313,7 @@ class Runner:
         """Return a call with `count` sequences of one token in the spare lane, which write nothing."""
         ones = np.ones(count)
         arrays = {name: np.full(count, self._padding.get(name, 0)) for name, *_ in field_offsets((count,) * 3)[0]}
-        arrays |= {"context_lens": ones, "query_starts": np.arange(count + 1), "sample_rows": np.arange(count)}
+        arrays |= {"context_lens": ones, "query_starts": np.arange(count + 1), "sample_indices": np.arange(count)}
         # Different tokens, so that a mixture of experts reads different weights.
         tokens = np.arange(count) * _STRIDE % self.vocab_size
         return Call(True, arrays | {"tokens": tokens}, num_keys=1, tables=[])

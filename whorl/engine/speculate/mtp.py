@@ -102,10 +102,10 @@ class MTP(Proposer):
 
         self.draft_head = load_prediction(path if self.path is None else self.path, model)
 
-    def attach(self, pool: BlockPool, runner: Runner, *, max_rows: int) -> None:
+    def attach(self, pool: BlockPool, runner: Runner, *, max_tokens: int) -> None:
         if self._drafter is not None:
             raise ValueError("MTP: it already drafts for another engine; create one for each engine")
-        self._pool, self._drafter = pool, OneByOne(runner, max_tokens=max_rows)
+        self._pool, self._drafter = pool, OneByOne(runner, max_tokens=max_tokens)
 
     @property
     def drafter(self) -> OneByOne:
@@ -139,7 +139,7 @@ class MTP(Proposer):
             # Only accepted draft tokens are in the sequence; its last token is not computed yet.
             count = min(chunk.length + len(chunk.draft), len(seq.token_ids) - 1 - chunk.start)
             if count > 0:
-                self._pairs[seq.id].take(placed, result.hidden[placed.row : placed.row + count])
+                self._pairs[seq.id].take(placed, result.hidden[placed.first_token : placed.first_token + count])
                 yield self._pairs[seq.id]
 
     @torch.inference_mode()

@@ -164,7 +164,7 @@ def pending(seq: Seq) -> Chunk:
 def _ends(result: Result, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits, ids and hidden states of the samples in `rows`, which are the last of their chunks."""
     assert result.hidden is not None
-    ends = [placed.row + placed.chunk.length + len(placed.chunk.draft) - 1 for placed in result.placed]
+    ends = [placed.first_token + placed.chunk.length + len(placed.chunk.draft) - 1 for placed in result.placed]
     logits, ids, hidden = result.logits, result.token_ids, result.hidden
     if len(rows) < len(logits):
         index = _index(rows, logits.device)
