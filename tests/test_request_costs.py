@@ -161,7 +161,7 @@ def test_a_schema_whose_first_tokens_take_long_is_refused(monkeypatch: pytest.Mo
     text = grammar.Grammars(tokenizer, len(tokenizer)).json_schema(WIDE)
     jobs.prove(text.text, text.label)
     monkeypatch.setattr(worker, "_PROOF_SECONDS", 0.0)
-    with pytest.raises(worker.Refused, match="takes too long to follow"):
+    with pytest.raises(worker.RequestRefused, match="takes too long to follow"):
         jobs.prove(text.text, text.label)
 
 

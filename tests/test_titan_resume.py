@@ -163,12 +163,16 @@ def test_refusals(plain: Any, tmp_path: Path) -> None:
 
     said = titan_job.run(flags(tmp_path), function=titan_tasks.refusals)[0].answer
     expected = {
-        "cut": ("Refused", "step-4: __0_0.distcp has 10000 bytes, expected", "whorl.fall_back", "from step-2"),
-        "cut_metadata": ("Refused", "step-4: its .metadata cannot be read", "remove the folder to start from scratch"),
-        "lost": ("Refused", "step-4: __0_0.distcp is missing"),
-        "pickle": ("Refused", "its .metadata cannot be read"),
-        "foreign": ("Refused", "it is not a TorchTitan checkpoint: it has model.pt"),
-        "export": ("Refused", "Hugging Face export"),
+        "cut": ("BadCheckpoint", "step-4: __0_0.distcp has 10000 bytes, expected", "whorl.fall_back", "from step-2"),
+        "cut_metadata": (
+            "BadCheckpoint",
+            "step-4: its .metadata cannot be read",
+            "remove the folder to start from scratch",
+        ),
+        "lost": ("BadCheckpoint", "step-4: __0_0.distcp is missing"),
+        "pickle": ("BadCheckpoint", "its .metadata cannot be read"),
+        "foreign": ("BadCheckpoint", "it is not a TorchTitan checkpoint: it has model.pt"),
+        "export": ("BadCheckpoint", "Hugging Face export"),
         "unfinished": ("loaded step 2",),
         "only_unfinished": ("nothing to load",),
     }
@@ -295,14 +299,14 @@ def model_alone(folder: Path) -> Path:
 
 
 def test_a_file_with_more_than_was_written_is_refused(tmp_path: Path) -> None:
-    from whorl.titan.checkpoint_files import Refused, read_complete
+    from whorl.titan.checkpoint_files import BadCheckpoint, read_complete
 
     folder = model_alone(tmp_path / "step-2")
     assert read_complete(folder).state_dict_metadata.keys() == {"weight"}
     (file,) = folder.glob("*.distcp")
     with file.open("ab") as data:
         data.write(b"\0")
-    with pytest.raises(Refused, match=rf"{file.name} has \d+ bytes, expected \d+"):
+    with pytest.raises(BadCheckpoint, match=rf"{file.name} has \d+ bytes, expected \d+"):
         read_complete(folder)
 
 

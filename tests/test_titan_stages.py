@@ -173,7 +173,7 @@ def test_recall_and_ties_by_brute_force(path: str) -> None:
     attention = model.layers["1"].attention
     kept: list[Any] = []
     attention.core.register_forward_pre_hook(lambda _, args: kept.append([x.detach() for x in args if x is not None]))
-    eyes = health.watch([model])
+    eyes = health.measure_next_forward([model])
     gradients(model)
     found = eyes.close()
     assert sorted(found) == [0, 1, 2]
@@ -203,7 +203,7 @@ def test_compiled_attention_is_watched_too() -> None:
         for layer in model.layers.values():
             if compiled:
                 layer.attention.forward = torch.compile(layer.attention.forward, fullgraph=True, backend="eager")
-        eyes = health.watch([model])
+        eyes = health.measure_next_forward([model])
         gradients(model)
         found.append(eyes.close())
         assert not any(layer.attention.core._forward_pre_hooks for layer in model.layers.values())
@@ -220,7 +220,7 @@ def test_ties_are_found() -> None:
         for layer in model.layers.values():
             layer.attention.indexer.wk.weight.zero_()
             layer.attention.indexer.k_norm.bias.zero_()
-    eyes = health.watch([model])
+    eyes = health.measure_next_forward([model])
     gradients(model)
     assert all(choice.ties == choice.queries > 0 for choice in eyes.close().values())
 

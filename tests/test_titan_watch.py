@@ -105,15 +105,15 @@ def test_a_checkpoint_that_is_not_finite_is_not_gone_on_from(where: str, swap: t
 
 
 def small() -> Any:
-    from whorl.titan.watch import Watch
+    from whorl.titan.nan_watch import NaNWatch
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, bias=False))
     model.register_buffer("bias_of_experts", torch.zeros(3))
-    return model, Watch([model])
+    return model, NaNWatch([model])
 
 
 def test_buffers_are_looked_at_too() -> None:
-    from whorl.titan.watch import bad_weights
+    from whorl.titan.nan_watch import bad_weights
 
     model, _ = small()
     assert bad_weights([model]) == []
@@ -123,7 +123,7 @@ def test_buffers_are_looked_at_too() -> None:
 
 def test_a_gradient_is_looked_at_when_another_is_gone() -> None:
     """A parameter that was frozen has no gradient any more: another one stands for all."""
-    from whorl.titan.watch import NotFinite
+    from whorl.titan.nan_watch import NotFinite
 
     model, watch = small()
     for parameter in model.parameters():

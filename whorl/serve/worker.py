@@ -31,7 +31,7 @@ _PROOF_TOKENS, _PROOF_SECONDS = 16, 0.5  # CPU time that the first tokens of an 
 _SETUP_SECONDS = 60  # CPU time to load a tokenizer: the vocabulary of a large model takes one or two seconds
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A job cannot be done. The message is for the client; kind: invalid, length, template, schema or memory."""
 
     def __init__(self, message: str, kind: str = "invalid") -> None:
@@ -86,7 +86,7 @@ class Jobs:
         except MemoryError:
             raise
         except Exception as error:  # a template is a program whose variables come from the client
-            raise Refused(f"the chat template failed: {error}", "template") from error
+            raise RequestRefused(f"the chat template failed: {error}", "template") from error
         if places is not None:
             from whorl.media.places import Placeholder, expand
 
@@ -97,7 +97,7 @@ class Jobs:
     def encode(
         self, texts: Sequence[str], add_special: bool, max_bytes: int | None, max_tokens: int
     ) -> list[list[int]]:
-        """Tokenize texts; raise Refused when one has more than max_tokens tokens.
+        """Tokenize texts; raise RequestRefused when one has more than max_tokens tokens.
 
         max_bytes: a longer text certainly has more than max_tokens tokens; None: the tokenizer gives no such bound.
         """
@@ -105,10 +105,10 @@ class Jobs:
         for text in texts:
             size = len(text.encode())  # raises UnicodeError for half a surrogate pair
             if max_bytes is not None and size > max_bytes:
-                raise Refused(f"the text has {size} bytes; {max_tokens} tokens hold up to {max_bytes}", "length")
+                raise RequestRefused(f"the text has {size} bytes; {max_tokens} tokens hold up to {max_bytes}", "length")
             ids = self._tokenizer.encode(text, add_special=add_special)
             if len(ids) > max_tokens:
-                raise Refused(f"the text has {len(ids)} tokens; up to {max_tokens} are allowed", "length")
+                raise RequestRefused(f"the text has {len(ids)} tokens; up to {max_tokens} are allowed", "length")
             encoded.append(ids)
         return encoded
 
@@ -124,10 +124,10 @@ class Jobs:
         except MemoryError:
             raise
         except Exception as error:
-            raise Refused(f"the grammar cannot be read: {error}", "schema") from error
+            raise RequestRefused(f"the grammar cannot be read: {error}", "schema") from error
 
     def prove(self, grammar: str, label: str) -> None:
-        """Raise Refused unless the grammar compiles, accepts some text, and computes its first masks quickly.
+        """Raise RequestRefused unless the grammar compiles, accepts some text, and computes its first masks quickly.
 
         label: what the messages call the grammar.
         """
@@ -140,7 +140,7 @@ class Jobs:
             mask = matcher.compute_logit_bias()
             _check(matcher, label)
             if time.process_time() - began > _PROOF_SECONDS:
-                raise Refused(f"{label} takes too long to follow", "schema")
+                raise RequestRefused(f"{label} takes too long to follow", "schema")
             token = next((i for i, bias in enumerate(mask) if bias and i not in self._tokenizer.eos_ids), None)
             if token is None or not matcher.try_consume_tokens([token]):
                 return
@@ -160,7 +160,7 @@ def _check(matcher: "LLMatcher", label: str) -> None:
         reason = matcher.get_error().partition("\n")[0]
         if reason.startswith("NoExtension"):
             reason = "no text is valid"
-        raise Refused(f"{label} cannot be followed: {reason}", "schema")
+        raise RequestRefused(f"{label} cannot be followed: {reason}", "schema")
 
 
 class Limits:
@@ -201,7 +201,7 @@ def run_job(jobs: Jobs, limits: Limits, name: str, arguments: dict[str, Any]) ->
         limits.allow_memory()
         limits.allow_seconds()
         return {"value": getattr(jobs, name)(**arguments)}
-    except Refused as error:
+    except RequestRefused as error:
         return {"refused": str(error), "kind": error.kind}
     except UnicodeError:
         return {"refused": "the text is not valid Unicode", "kind": "invalid"}

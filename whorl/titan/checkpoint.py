@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
-from whorl.titan.checkpoint_files import METADATA, Refused, is_resumable, is_unfinished, read_complete, remove
+from whorl.titan.checkpoint_files import METADATA, BadCheckpoint, is_resumable, is_unfinished, read_complete, remove
 from whorl.titan.checkpoint_record import (
     RECORD,
     Record,
@@ -28,7 +28,7 @@ from whorl.titan.checkpoint_record import (
     read_record,
     tensor_shapes,
 )
-from whorl.titan.watch import NotFinite, bad_moments, bad_weights
+from whorl.titan.nan_watch import NotFinite, bad_moments, bad_weights
 
 T = TypeVar("T")
 
@@ -37,16 +37,16 @@ T = TypeVar("T")
 
 
 def agree(decide: Callable[[], T]) -> T:
-    """Call `decide` on rank 0 only; all ranks return its result or raise its `Refused`, so that none waits for ever."""
+    """Call `decide` on rank 0 only; all ranks return its result or raise its `BadCheckpoint`, so none waits."""
     message: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             message[0] = decide()
-        except Refused as e:
+        except BadCheckpoint as e:
             message[1] = str(e)
     dist.broadcast_object_list(message)
     if message[1] is not None:
-        raise Refused(message[1])
+        raise BadCheckpoint(message[1])
     return message[0]
 
 
@@ -125,7 +125,7 @@ class Checkpoints(CheckpointManager):
                 self._finite |= {loaded_step}
                 return True
             if loaded_step < 0:
-                raise Refused(f"checkpoint.initial_load_path {self.initial_load_path}: {problem} are not finite")
+                raise BadCheckpoint(f"checkpoint.initial_load_path {self.initial_load_path}: {problem} are not finite")
             self._not_finite_steps[loaded_step] = f"{problem} are not finite"
 
     def _load(self, step: int) -> bool:
@@ -167,18 +167,18 @@ class Checkpoints(CheckpointManager):
             return self._not_finite_steps[step]
         try:
             metadata = read_complete(Path(self._create_checkpoint_id(step)))
-        except Refused as e:
+        except BadCheckpoint as e:
             return str(e)
         if step > 0 and not is_resumable(metadata):
             return "it has only the model (checkpoint.last_save_model_only), no state of the optimizer and of the data"
         return None
 
     def _choose_step(self, step: int) -> int:
-        """Return the step to load, or -1 when there is none; raises `Refused` when it cannot be loaded."""
+        """Return the step to load, or -1 when there is none; raises `BadCheckpoint` when it cannot be loaded."""
         steps = self._steps()
         if step >= 0:
             if step in steps and (reason := self._problem(step)):
-                raise Refused(
+                raise BadCheckpoint(
                     f"checkpoint.load_step is {step}, and {self._create_checkpoint_id(step)} cannot be loaded: {reason}"
                 )
             newer = [f"step-{s}" for s in steps if s > step]
@@ -195,7 +195,7 @@ class Checkpoints(CheckpointManager):
                 return newest
             older = next((s for s in steps[position + 1 :] if self._problem(s) is None), None)
             if not self.fall_back or older is None:
-                raise Refused(f"checkpoint {folder}: {reason}. {_advice(older)}")
+                raise BadCheckpoint(f"checkpoint {folder}: {reason}. {_advice(older)}")
             logger.warning(f"Skipping {folder}: {reason}. Falling back to step {older}.")
             return older
         return -1
@@ -223,7 +223,7 @@ class Checkpoints(CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
 
     def _inspect(self, folder: Path, expected: ExpectedState, is_full: bool) -> dict[str, Any] | None:
-        """Return the record of a checkpoint, None when it has none; raises `Refused` when it does not fit this run."""
+        """Return the record of a checkpoint, None when it has none; raises `BadCheckpoint` if it does not fit."""
         try:
             metadata = read_complete(folder)
             check_model(metadata, expected.model)
@@ -232,8 +232,8 @@ class Checkpoints(CheckpointManager):
                 check_record(record, self.record, accept_changes=self.accept_changes)
             if is_full and (record is None or record["stage"] == self.record.stage):
                 check_optimizer(metadata, expected.optimizer)
-        except Refused as e:
-            raise Refused(f"checkpoint {folder}: {e}") from e
+        except BadCheckpoint as e:
+            raise BadCheckpoint(f"checkpoint {folder}: {e}") from e
         return record
 
     def _switch_stage(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:

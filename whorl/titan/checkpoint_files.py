@@ -12,23 +12,23 @@ from whorl.titan.served_files import NAMES
 METADATA = ".metadata"
 
 
-class Refused(ValueError):
+class BadCheckpoint(ValueError):
     """The error for a checkpoint that a run cannot continue from; the message says why and what to do."""
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the metadata of a checkpoint; raises `Refused` when it cannot be read."""
+    """Return the metadata of a checkpoint; raises `BadCheckpoint` when it cannot be read."""
     try:
         metadata = dcp.FileSystemReader(folder).read_metadata()
     except Exception as e:  # a truncated pickle can raise any exception
-        raise Refused(f"its {METADATA} cannot be read ({type(e).__name__}: {e})") from e
+        raise BadCheckpoint(f"its {METADATA} cannot be read ({type(e).__name__}: {e})") from e
     if not isinstance(metadata, Metadata) or not metadata.storage_data:
-        raise Refused(f"its {METADATA} was not written by torch.distributed.checkpoint")
+        raise BadCheckpoint(f"its {METADATA} was not written by torch.distributed.checkpoint")
     return metadata
 
 
 def check_files(folder: Path, metadata: Metadata) -> None:
-    """Raise `Refused` unless every file that the metadata names exists with the length it was written with."""
+    """Raise `BadCheckpoint` unless every file that the metadata names exists with the length it was written with."""
     lengths: dict[str, int] = {}
     for entry in metadata.storage_data.values():
         end = entry.offset + entry.length
@@ -36,22 +36,22 @@ def check_files(folder: Path, metadata: Metadata) -> None:
     for name, length in sorted(lengths.items()):
         path = folder / name
         if not path.is_file():
-            raise Refused(f"{name} is missing")
+            raise BadCheckpoint(f"{name} is missing")
         if path.stat().st_size != length:
-            raise Refused(f"{name} has {path.stat().st_size} bytes, expected {length}")
+            raise BadCheckpoint(f"{name} has {path.stat().st_size} bytes, expected {length}")
 
 
 def read_complete(folder: Path) -> Metadata:
-    """Return the metadata of a complete checkpoint; raises `Refused` with the reason when it is not complete."""
+    """Return the metadata of a complete checkpoint; raises `BadCheckpoint` with the reason when it is not complete."""
     if not (folder / METADATA).is_file():
         names = sorted(p.name for p in folder.iterdir() if p.name not in NAMES) if folder.is_dir() else []
         if any(name.endswith(".safetensors") or name.endswith(".safetensors.index.json") for name in names):
-            raise Refused(
+            raise BadCheckpoint(
                 "it is a Hugging Face export; load it with checkpoint.initial_load_path and initial_load_in_hf"
             )
         if any(name.endswith(".distcp") for name in names) or not names:
-            raise Refused(f"it is incomplete: it has no {METADATA}, which is written last")
-        raise Refused(f"it is not a TorchTitan checkpoint: it has {', '.join(names[:4])} and no {METADATA}")
+            raise BadCheckpoint(f"it is incomplete: it has no {METADATA}, which is written last")
+        raise BadCheckpoint(f"it is not a TorchTitan checkpoint: it has {', '.join(names[:4])} and no {METADATA}")
     metadata = read_metadata(folder)
     check_files(folder, metadata)
     return metadata

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE
 from torchtitan.tools.logging import logger
 
-from whorl.titan.checkpoint_files import Refused
+from whorl.titan.checkpoint_files import BadCheckpoint
 
 RECORD = "whorl"  # the key of our record among the states of a checkpoint
 # The states of a checkpoint besides the model, whose tensors have no such prefix.
@@ -66,7 +66,7 @@ def tensor_shapes(states: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def check_model(metadata: Metadata, expected: dict[str, list[int]]) -> None:
-    """Raise `Refused` unless the checkpoint has exactly the expected model tensors with the expected shapes."""
+    """Raise `BadCheckpoint` unless the checkpoint has exactly the expected model tensors with the expected shapes."""
     saved = {
         name: list(entry.size)
         for name, entry in metadata.state_dict_metadata.items()
@@ -86,7 +86,7 @@ def check_model(metadata: Metadata, expected: dict[str, list[int]]) -> None:
     if differing:
         problems.append(f"shapes differ: {join_names(differing)}")
     if problems:
-        raise Refused(f"it belongs to another model: {'; '.join(problems)}")
+        raise BadCheckpoint(f"it belongs to another model: {'; '.join(problems)}")
 
 
 def flat_settings(record: dict[str, Any]) -> dict[str, Any]:
@@ -98,12 +98,12 @@ def flat_settings(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_record(saved: dict[str, Any], current: Record, *, accept_changes: bool) -> None:
-    """Raise `Refused` when a run with the record `current` may not continue from a checkpoint with the record `saved`.
+    """Raise `BadCheckpoint` when a run with the record `current` may not continue from one with the record `saved`.
 
     accept_changes: only warn about settings of the model that differ.
     """
     if (saved["stage"], current.stage) == ("sparse", "warmup"):
-        raise Refused(
+        raise BadCheckpoint(
             "its stage is sparse and whorl.stage is warmup, which would lose the state of the optimizer; "
             "start from its weights with checkpoint.initial_load_path and a new checkpoint.folder"
         )
@@ -115,7 +115,7 @@ def check_record(saved: dict[str, Any], current: Record, *, accept_changes: bool
         if before[name] != after[name]
     ]
     if changed and not accept_changes:
-        raise Refused(
+        raise BadCheckpoint(
             f"settings of the model differ: {join_names(changed)}. Set whorl.accept_changes to continue anyway"
         )
     for change in changed:
@@ -123,10 +123,10 @@ def check_record(saved: dict[str, Any], current: Record, *, accept_changes: bool
 
 
 def check_optimizer(metadata: Metadata, names: list[str]) -> None:
-    """Raise `Refused` unless the checkpoint has all these optimizer states, such as `state.NAME.exp_avg`."""
+    """Raise `BadCheckpoint` unless the checkpoint has all these optimizer states, such as `state.NAME.exp_avg`."""
     missing = sorted(name for name in names if f"{OPTIMIZER}.{name}" not in metadata.state_dict_metadata)
     if missing:
-        raise Refused(
+        raise BadCheckpoint(
             f"it has no {join_names(missing)}: these weights were frozen when it was written, or another optimizer "
             f"wrote it. Set checkpoint.exclude_from_loading to {OPTIMIZER} to start with a new one"
         )

@@ -15,8 +15,8 @@ from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import MoE
 
+from whorl.titan.nan_watch import NaNWatch
 from whorl.titan.swap_optimizer import SwapAdamW
-from whorl.titan.watch import Watch
 
 
 def build_optimizers(
@@ -41,7 +41,7 @@ def build_optimizers(
     if swap:
         optimizers.optimizers = [_swap_optimizer(o, optimizer_config) for o in optimizers.optimizers]
     if getattr(optimizer_config, "watch", True) and dist.get_backend() != "fake":  # a dry run computes no real values
-        Watch.attach(optimizers, can_replay=not parallel_dims.pp_enabled)
+        NaNWatch.attach(optimizers, can_replay=not parallel_dims.pp_enabled)
     return optimizers
 
 

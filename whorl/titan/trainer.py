@@ -21,9 +21,9 @@ from whorl.titan.checkpoint import Checkpoints
 from whorl.titan.checkpoint_record import Record
 from whorl.titan.data import ByteTokenizer
 from whorl.titan.folder_lock import FolderLock
+from whorl.titan.nan_watch import NaNWatch
 from whorl.titan.pipeline import set_num_tokens
 from whorl.titan.served_files import describer
-from whorl.titan.watch import Watch
 
 
 class WhorlTrainer(Trainer):
@@ -37,8 +37,8 @@ class WhorlTrainer(Trainer):
         self._locks = [FolderLock(f) for f in job_options.locked_folders(job_config) if job_options.is_first_rank()]
         super().__init__(job_config)
         self._batches: list[dict[str, Any]] = []  # the arguments of every forward and backward of the current step
-        # `Watch.attach` has added the attribute to the optimizers, unless optimizer.watch is off.
-        self.watch: Watch | None = getattr(self.optimizers, "watch", None)
+        # `NaNWatch.attach` has added the attribute to the optimizers, unless optimizer.watch is off.
+        self.watch: NaNWatch | None = getattr(self.optimizers, "watch", None)
         if self.watch is not None:
             self.watch.replay, self.watch.replays_backward = self._replay, True
         if job_config.checkpoint.enable:

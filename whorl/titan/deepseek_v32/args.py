@@ -14,7 +14,7 @@ from torchtitan.tools.utils import has_cuda_capability
 from whorl.models.deepseek_v32 import DeepSeekV32Config
 
 Stage = Literal["sparse", "warmup"]  # see `stages.py`
-Path = Literal["auto", "masked", "absorbed"]  # of the attention, see `fused.py`
+AttentionPath = Literal["auto", "masked", "absorbed"]  # of the attention, see `fused.py`
 FULL = DeepSeekV32Config()  # the published model of 671 B parameters
 # Sizes and rotary options: the names here, which are TorchTitan's where it has them, and the names in a config.json.
 NAMES = {
@@ -94,7 +94,7 @@ class DeepSeekV32Args(BaseModelArgs):
     n_mtp_layers: int = FULL.num_nextn_predict_layers
 
     stage: Stage = "sparse"
-    attention: Path = "auto"
+    attention: AttentionPath = "auto"
     indexer_loss_coeff: float = 1.0
     mtp_loss_coeff: float = 0.3
     # Number of tokens that indexer and multi-token prediction losses are averaged over; 0: the tokens of a call.

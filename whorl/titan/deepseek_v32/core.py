@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .args import DeepSeekV32Args, Path, Stage
+from .args import AttentionPath, DeepSeekV32Args, Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class AttentionSettings:
     coefficient: float  # factor of the indexer loss; 0: no loss
     global_tokens: int  # tokens that the loss is averaged over; 0: the tokens of a call
     stage: Stage
-    path: Path = "auto"  # how `FusedDSA` computes the attention
+    path: AttentionPath = "auto"  # how `FusedDSA` computes the attention
 
     @staticmethod
     def from_args(args: DeepSeekV32Args) -> "AttentionSettings":

@@ -2,8 +2,8 @@
 
 Recall is the share of dense attention that falls on selected keys. A query has a tie if a key that it did not select
 scores exactly like the last selected one. The loss is accumulated during training at no cost. Recall and ties are
-measured only after a call of `watch`: in the next forward, on some queries of the first sequence, in plain torch and
-without gradients.
+measured only after a call of `measure_next_forward`: on some queries of the first sequence, in plain torch and without
+gradients.
 """
 
 import weakref
@@ -95,7 +95,7 @@ def _attention_on_selected(core: Core, q: Tensor, keys: Tensor, visible: Tensor,
     return sums[0] / sums[1]
 
 
-class SelectionWatch:
+class SelectionMeasurement:
     """Measures the next forward of every layer; with activation checkpointing, the first of the two."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -132,12 +132,12 @@ class SelectionWatch:
         return self.stats
 
 
-def watch(models: Sequence[nn.Module]) -> SelectionWatch:
+def measure_next_forward(models: Sequence[nn.Module]) -> SelectionMeasurement:
     """Start to measure the next forward of model parts; `close` of the result returns what was measured.
 
     All ranks of a tensor- or context-parallel group must call this together, because the measurement communicates.
     """
-    return SelectionWatch(models)
+    return SelectionMeasurement(models)
 
 
 # ---- for the log
@@ -148,7 +148,7 @@ class _LogState:
     """The last logged step of a model, the measurement under way, and whether a warning was logged."""
 
     step: int = 0
-    watch: SelectionWatch | None = None
+    measurement: SelectionMeasurement | None = None
     warned: bool = False
 
 
@@ -168,15 +168,15 @@ def collect(
         return {}
     state = _log_states.setdefault(models[0], _LogState())
     steps, state.step = steps or max(1, step - state.step), step
-    stats = state.watch.close() if state.watch is not None else {}
-    if state.watch is not None and layers and not stats and not state.warned:
+    stats = state.measurement.close() if state.measurement is not None else {}
+    if state.measurement is not None and layers and not stats and not state.warned:
         logger.warning("whorl.health_every: no attention layer ran, so that recall and ties are missing")
         state.warned = True
     settings = getattr(job_config, "whorl", None)
     every, log_every = getattr(settings, "health_every", 0), job_config.metrics.log_freq
     # Start a measurement if a multiple of `every` comes up to the next logged step, which then reports it.
     is_due = every > 0 and (step + log_every) // every > step // every
-    state.watch = watch(models) if is_due else None
+    state.measurement = measure_next_forward(models) if is_due else None
     table = _sum_over_ranks(models, layers, stats, parallel_dims)
     return _figures(table, steps, _coefficients(models))
 

@@ -157,7 +157,7 @@ def _first_gradient(parts: list[nn.Module], order: list[str]) -> str | None:
     )
 
 
-class Watch:
+class NaNWatch:
     """Checks before each update that the losses and the clipped gradients are finite.
 
     A trainer sets the public attributes. Without one, as in TorchTitan's own trainer, only gradients are checked, and
@@ -175,7 +175,7 @@ class Watch:
         self._probe: Tensor | None = None  # the parameter whose gradient is checked
 
     @classmethod
-    def attach(cls, optimizers: OptimizersContainer, *, can_replay: bool) -> "Watch":
+    def attach(cls, optimizers: OptimizersContainer, *, can_replay: bool) -> "NaNWatch":
         """Create a watch that checks before every step of the optimizers, as their attribute `watch`, and return it.
 
         can_replay: the model can be run again with recorded inputs, which is not possible with pipeline stages.
