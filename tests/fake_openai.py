@@ -56,7 +56,7 @@ class Fake:
         if path == "/metrics" and self.metrics:
             return await _whole(writer, 200, self.metrics.pop(0))
         if not path.endswith("/completions"):
-            return await _whole(writer, 404, {"error": {"message": "no such address"}})
+            return await _whole(writer, 404, {"error": {"message": "no such endpoint"}})
         for name in self.refuses:
             if name in body or name in body["stream_options"]:
                 return await _whole(writer, 400, {"error": {"message": f"what is {name}?"}})

@@ -245,8 +245,8 @@ def _recomputed(forward):
 def test_cos_and_sin_are_taken_once_a_step(monkeypatch):
     model, arguments = make_model(), inputs("mrope")
     taken = []
-    original = adapter._Branch._cos_sin
-    monkeypatch.setattr(adapter._Branch, "_cos_sin", lambda *a: taken.append(1) or original(*a))
+    original = adapter._RotaryEmbedding._cos_sin
+    monkeypatch.setattr(adapter._RotaryEmbedding, "_cos_sin", lambda *a: taken.append(1) or original(*a))
     with adapter.install(model):
         first = model(*arguments)
         assert len(taken) == 1

@@ -62,8 +62,8 @@ def test_a_static_inference_context_is_served(kind, options, monkeypatch):
     """Prompt, one token, two tokens: equal to Megatron, which rotates all cached keys again in every step."""
     model, arguments = make_model(kind).eval(), inputs(kind)
     expected = generate(model, arguments, static_context())
-    lengths, original = [], adapter._Branch.rotate
-    monkeypatch.setattr(adapter._Branch, "rotate", lambda *a: lengths.append(a[2].shape[0]) or original(*a))
+    lengths, original = [], adapter._RotaryEmbedding.rotate
+    monkeypatch.setattr(adapter._RotaryEmbedding, "rotate", lambda *a: lengths.append(a[2].shape[0]) or original(*a))
     with adapter.install(model, **options) as installation:
         found = generate(model, arguments, static_context())
         assert installation.calls == {options.get("operator", "rope"): 6}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from whorl import contracts
-from whorl.contracts import CONTRACTS, call_arguments, probe
+from whorl.contracts import CONTRACTS, call_arguments, check_installed
 from whorl.contracts.contract import from_schema
 
 
@@ -74,7 +74,7 @@ def test_an_unknown_argument_is_an_error() -> None:
 
 @pytest.mark.parametrize("version", ["2.9.0", "2.10.0.post7", "2.13.0+git1a2b"])
 def test_probe_takes_supported_versions(version: str) -> None:
-    installed = probe(version, {"npu_swiglu": ["input", "dim"]})
+    installed = check_installed(version, {"npu_swiglu": ["input", "dim"]})
     assert installed.call_arguments("npu_swiglu", dim=-1) == {"dim": -1}
     with pytest.raises(RuntimeError, match=f"torch_npu {version.split('+')[0]}.* has no npu_mrope"):
         installed.call_arguments("npu_mrope")
@@ -83,7 +83,7 @@ def test_probe_takes_supported_versions(version: str) -> None:
 @pytest.mark.parametrize("version", ["2.8.0", "2.14.0", "3.0.0"])
 def test_probe_refuses_other_versions(version: str) -> None:
     with pytest.raises(RuntimeError, match=rf"torch_npu {version} is not supported\. Supported: 2\.9, "):
-        probe(version, {})
+        check_installed(version, {})
 
 
 def test_release_refuses_nonsense() -> None:

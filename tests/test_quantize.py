@@ -19,6 +19,7 @@ from whorl.cli import app
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.weights import rewrite
+from whorl.nn.weights import SCHEME_NAMES
 from whorl.nn.weights.dense import DENSE
 from whorl.nn.weights.rounding import SCHEMES, Rounding
 
@@ -115,6 +116,11 @@ def test_less_error_than_without_a_search() -> None:
     codes = library.unpack_from_int32(ends["weight_packed"], 4, torch.Size([33, 256]))
     assert not codes[3, :128].any()
     assert ends["weight_scale"][3, 0] == 1
+
+
+def test_names_of_schemes_are_those_of_their_table() -> None:
+    """The names are listed where torch is not imported."""
+    assert list(SCHEME_NAMES) == list(SCHEMES)
 
 
 @pytest.mark.parametrize(("columns", "group"), [(256, 128), (192, 64), (96, 32), (40, 8)])

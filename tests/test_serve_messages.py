@@ -221,11 +221,11 @@ def test_errors_of_every_kind_have_anthropics_shape(served: Served) -> None:
     refused(httpx.post(url, json=body("hi")), 401, "authentication_error", "is missing")
     refused(httpx.post(url, json=body("hi"), headers={"x-api-key": "no"}), 401, "authentication_error", "is wrong")
     refused(served.http.post(MESSAGES, json=body("hi", model="claude")), 404, "not_found_error", "is not served here")
-    refused(served.http.get(MESSAGES), 405, "invalid_request_error", "this address takes POST")
+    refused(served.http.get(MESSAGES), 405, "invalid_request_error", "this endpoint takes POST")
     refused(served.http.post(MESSAGES, content=b"{"), 415, "invalid_request_error", "Content-Type")
     large = body("x" * (5 << 20))
     refused(served.http.post(MESSAGES, json=large), 413, "request_too_large", "up to 4194304 are allowed")
-    refused(served.http.post(f"{MESSAGES}/batches", json={}), 404, "not_found_error", "no such address")
+    refused(served.http.post(f"{MESSAGES}/batches", json={}), 404, "not_found_error", "no such endpoint")
     assert "error" in served.http.post("/v1/completions", json={}).json()  # the others keep theirs
     assert "type" not in served.http.post("/v1/completions", json={}).json()
 

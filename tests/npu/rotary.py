@@ -98,9 +98,9 @@ def _generated(dtype: torch.dtype, given: list[Any]) -> Values:
     frequencies = 10000.0 ** -(torch.arange(64) / 64)
     rotary = SimpleNamespace(inv_freq=frequencies, rotary_interleaved=False, seq_len_interpolation_factor=None)
     owner = SimpleNamespace(rotary_pos_emb=rotary, mrope_section=sections)
-    branch = megatron._Branch(megatron.MegatronInstallation(True), owner, True, "mrope", "chunked", ROWS)
+    embedding = megatron._RotaryEmbedding(megatron.MegatronInstallation(True), owner, True, "mrope", "chunked", ROWS)
     site = object.__new__(megatron._Site)
-    site._branch, site._packed, site._rotated, site._mscale = branch, None, [], 1.0
+    site._embedding, site._packed, site._rotated, site._mscale = embedding, None, [], 1.0
     site._attention = SimpleNamespace(pg_collection=SimpleNamespace(cp=SimpleNamespace(rank=lambda: 0, size=lambda: 1)))
     site._adjust = lambda context, q, k, v, carried: (q, k, v, carried, None, None)
     context = _Context()
@@ -109,14 +109,14 @@ def _generated(dtype: torch.dtype, given: list[Any]) -> Values:
     found = []
     for start, count in ((0, TOKENS), (TOKENS, 1)):
         context.sequence_len_offset = start
-        carried = branch.rotary_forward(positions[..., start : start + count])
+        carried = embedding.rotary_forward(positions[..., start : start + count])
         q, k = torch.randn(count, 1, 4, HEAD).to(dtype), torch.randn(count, 1, 2, HEAD).to(dtype)
         found.append(site.adjust(context, q, k, k, (carried, carried))[3])
     return {
         "called": [name for name, _, _ in given],
         "given": [_described(call) for call in given],
         "handed_on": found,
-        "calls": dict(branch.installation.calls),
+        "calls": dict(embedding.installation.calls),
     }
 
 

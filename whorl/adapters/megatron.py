@@ -105,14 +105,16 @@ def _install_one(
         raise ValueError(
             f"megatron.install: {type(rotary).__name__} is not Megatron's; give its layout for operator 'mrope'."
         )
-    branch = _Branch(installation, owner, is_multimodal, operator, layout, max_position)
+    embedding = _RotaryEmbedding(installation, owner, is_multimodal, operator, layout, max_position)
     if layout is not None:
-        installation.replace(rotary, "forward", branch.rotary_forward, f"{layout} MRoPE for packed and parallel slices")
+        installation.replace(
+            rotary, "forward", embedding.rotary_forward, f"{layout} MRoPE for packed and parallel slices"
+        )
     attention_class: Any = _megatron_class("attention")
     for attention in owner.modules():
         if isinstance(attention, attention_class) and attention.attention_type == "self":
             _check_attention(attention)
-            site = _Site(attention, branch)
+            site = _Site(attention, embedding)
             installation.replace(attention, "forward", site.forward, "to know the packed sequences of the call")
             installation.replace(attention, _SITE, site.adjust, f"q and k through whorl.ops.{operator}")
 
@@ -206,7 +208,7 @@ class _TensorVersion:
         return isinstance(other, _TensorVersion) and self.tensor is other.tensor and self.version == other.version
 
 
-class _Branch:
+class _RotaryEmbedding:
     """One rotary embedding of the model: its options, and the operator's arguments that its attention layers share."""
 
     def __init__(
@@ -347,9 +349,9 @@ class _Branch:
 class _Site:
     """The two methods of one self-attention that are replaced: its forward, and `_SITE`, where q and k are rotated."""
 
-    def __init__(self, attention: Any, branch: _Branch) -> None:
+    def __init__(self, attention: Any, embedding: _RotaryEmbedding) -> None:
         self._attention = attention
-        self._branch = branch
+        self._embedding = embedding
         self._forward = attention.forward
         self._adjust = getattr(attention, _SITE)
         self._packed_index = list(inspect.signature(attention.forward).parameters).index("packed_seq_params")
@@ -373,30 +375,30 @@ class _Site:
         """
         if carried is None:
             return self._adjust(inference_context, query, key, value, None, *args, **kwargs)
-        calls = self._branch.installation.calls
+        calls = self._embedding.installation.calls
         context = inference_context if inference_context is not None else kwargs.get("inference_params")
         reason = self._reason(context, query, carried)
         if reason is None:
-            query, key = self._branch.rotate(query, key, carried[0], self._call(query, context))
-            calls[self._branch.operator] += 1
+            query, key = self._embedding.rotate(query, key, carried[0], self._call(query, context))
+            calls[self._embedding.operator] += 1
             return self._adjust(inference_context, query, key, value, None, *args, **kwargs)
         query, key, value, carried, *other_results = self._adjust(
             inference_context, query, key, value, carried, *args, **kwargs
         )
         # q and k differ in length when a cache is filled, so `carried` is converted for each of them.
         pairs = zip(carried, (query, key), strict=True)
-        carried = tuple(None if c is None else self._branch.unfused(c, self._call(t)) for c, t in pairs)
+        carried = tuple(None if c is None else self._embedding.unfused(c, self._call(t)) for c, t in pairs)
         calls[f"megatron: {reason}"] += 1
         return query, key, value, carried, *other_results
 
     def _reason(self, context: Any, query: Tensor, carried: tuple[Tensor | None, Tensor | None]) -> str | None:
         """Return why Megatron's own code rotates, or None."""
         reason = None
-        if not self._branch.installation.enabled:
+        if not self._embedding.installation.enabled:
             reason = "switched off"
         elif carried[0] is None or carried[0] is not carried[1]:
             reason = "q and k have different embeddings"
-        elif self._branch.operator == "mrope" and self._mscale != 1.0:
+        elif self._embedding.operator == "mrope" and self._mscale != 1.0:
             reason = "attention factor with operator 'mrope'"
         if context is None:
             return reason
@@ -422,7 +424,7 @@ class _Site:
         return None if is_rotated else reason or "the cached keys are not rotated"
 
     def _dynamic_reason(self, context: Any, query: Tensor, reason: str | None) -> str | None:
-        if self._branch.is_multimodal:
+        if self._embedding.is_multimodal:
             return reason or "a dynamic inference context has no positions of images"
         if context.use_flashinfer_fused_rope:
             return reason or "flashinfer rotates"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.engine.weights.quantize import KEPT
-from whorl.nn.weights import SCHEMES, rounding_to
+from whorl.nn.weights import SCHEME_NAMES, rounding_to
 
 PRESETS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": {
@@ -178,7 +178,7 @@ def read_config(name: str) -> dict[str, Any]:
     Raises ValueError when the name is neither.
     """
     plain, _, scheme = name.rpartition(":")
-    if plain and scheme in SCHEMES:
+    if plain and scheme in SCHEME_NAMES:
         return _quantised(read_config(plain), scheme)
     if name in PRESETS:
         return PRESETS[name]

@@ -2,9 +2,9 @@
 
 `CONTRACTS` holds the signatures of torch_npu 2.13 (and one of MindSpeed). `<operator>_limit` takes the shapes, dtypes
 and options of a call and returns the documented device limit that the call breaks, in words, or None.
-`schema_arguments` reads the signatures of an installed torch_npu, and `probe` checks its version. The limits are those
-documented for Atlas A2 and A3; the date in each docstring is that of the vendor's page (docs/zh/custom_APIs of
-op-plugin, read in November 2026). `whorl.ops`, `whorl.ascend` and the doctor all use this package.
+`schema_arguments` reads the signatures of an installed torch_npu, and `check_installed` checks its version. The limits
+are those documented for Atlas A2 and A3; the date in each docstring is that of the vendor's page (docs/zh/custom_APIs
+of op-plugin, read in November 2026). `whorl.ops`, `whorl.ascend` and the doctor all use this package.
 """
 
 from .attention import (
@@ -57,7 +57,7 @@ from .sections import (
 )
 from .sparse import indexer_kl_loss_limit, lightning_indexer_limit, sparse_flash_attention_limit
 from .table import CONTRACTS
-from .versions import SUPPORTED_TORCH_NPU, Installed, call_arguments, probe, release, schema_arguments
+from .versions import SUPPORTED_TORCH_NPU, Installed, call_arguments, check_installed, release, schema_arguments
 
 __all__ = [
     "CONTRACTS",
@@ -75,6 +75,7 @@ __all__ = [
     "antiquant_limit",
     "apply_rotary_pos_emb_limit",
     "call_arguments",
+    "check_installed",
     "dynamic_quant_limit",
     "fused_infer_attention_limit",
     "fusion_attention_limit",
@@ -96,7 +97,6 @@ __all__ = [
     "moe_token_permute_limit",
     "mrope_limit",
     "parse_schema",
-    "probe",
     "quant_grouped_matmul_limit",
     "quant_matmul_limit",
     "release",

@@ -66,7 +66,7 @@ class Installed:
         return call_arguments(op, self.arguments[op], **requested)
 
 
-def probe(version: str, schema_arguments: Mapping[str, Sequence[str]]) -> Installed:
+def check_installed(version: str, schema_arguments: Mapping[str, Sequence[str]]) -> Installed:
     """Return the Installed of a torch_npu version and its schemas' arguments, which `schema_arguments` reads.
 
     Raises RuntimeError for an unsupported version.

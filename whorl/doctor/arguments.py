@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Final
 
-from whorl.doctor.settings import Flag, Setting, make_setting, parse_value
+from whorl.doctor.settings import FlagWords, Setting, make_setting, parse_value
 
 COMMANDS: Final = r"vllm(\.entrypoints.*)?|verl\.trainer\S*|torchtitan\S*|(\S*/)?mindspeed_mm/\S+\.py"
 # A shell variable with such a name holds flags, so it is not the value of the flag before it.
@@ -20,7 +20,7 @@ def read_arguments(text: str, where: str, *, values_may_wrap: bool = False) -> l
     """
     settings: list[Setting] = []
     variables: dict[str, str] = {}
-    flag: Flag | None = None
+    flag: FlagWords | None = None
     continued = False
     for number, line in enumerate(text.splitlines(), 1):
         place = f"{where}:{number}"
@@ -58,7 +58,7 @@ def _assignment_settings(name: str, value: str, place: str, variables: dict[str,
     return [make_setting(name, value, "environment", place)] if value and name.isupper() else []
 
 
-def _flag_settings(flag: Flag | None) -> list[Setting]:
+def _flag_settings(flag: FlagWords | None) -> list[Setting]:
     """Return the setting of a flag whose words have all been read, in a list; an empty list if there is no flag.
 
     A flag without words is a switch: True, or False for --no-..., whose prefix `make_setting` removes from the key.

@@ -29,7 +29,7 @@ KEY_ALIASES: Final = {
 }
 
 
-Flag = tuple[str, list[str], str]  # name, words after it, file:line
+FlagWords = tuple[str, list[str], str]  # name, words after it, file:line
 # Where a setting comes from: a configuration file or Hydra override, a flag, an environment variable, a requirements
 # file, or --set.
 Kind = Literal["config", "argument", "environment", "version", "set"]

@@ -29,9 +29,11 @@ from .geglu import geglu as geglu
 from .indexer import causal_bounds as causal_bounds
 from .indexer import dense_indexer_kl_loss as dense_indexer_kl_loss
 from .indexer import hadamard as hadamard
+from .indexer import index_scores as index_scores
 from .indexer import indexer_kl_loss as indexer_kl_loss
 from .indexer import indexer_rope as indexer_rope
 from .indexer import lightning_indexer as lightning_indexer
+from .indexer import top_k as top_k
 from .latent import head_linear as head_linear
 from .latent import index_write as index_write
 from .latent import latent_attention as latent_attention

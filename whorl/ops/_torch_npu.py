@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.contracts import Installed, probe, schema_arguments
+from whorl.contracts import Installed, check_installed, schema_arguments
 
 
 @functools.cache
 def installed() -> Installed:
     """Return the operators of the installed torch_npu and the names of their arguments."""
     torch_npu = importlib.import_module("torch_npu")
-    return probe(torch_npu.__version__, schema_arguments(torch.ops))
+    return check_installed(torch_npu.__version__, schema_arguments(torch.ops))
 
 
 def call(op: str, **arguments: Any) -> Any:

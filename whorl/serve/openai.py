@@ -89,8 +89,8 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         reason = {
-            404: "no such address; GET /openapi.json lists those there are",
-            405: f"this address takes {(error.headers or {}).get('Allow', 'another method')}",
+            404: "no such endpoint; GET /openapi.json lists all of them",
+            405: f"this endpoint takes {(error.headers or {}).get('Allow', 'another method')}",
         }.get(error.status_code, error.detail)
         message = f"{request.method} {request.url.path}: {reason}"
         return error_response(ApiError(error.status_code, message, headers=error.headers), request.scope)

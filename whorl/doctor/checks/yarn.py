@@ -12,7 +12,7 @@ from whorl.rope_config import RopeConfig
 YARN: Final = ("yarn", "deepseek_yarn")
 
 
-class Flag(NamedTuple):
+class YarnFlag(NamedTuple):
     """A flag of MindSpeed-LLM.
 
     expected: the value that reproduces config.json; default: MindSpeed-LLM's, None where the flag has none.
@@ -60,7 +60,7 @@ def _settings(launch: Launch, rope: RopeConfig) -> tuple[str, ...]:
     return ("position_embedding_type=yarn", f"yarn_rotary_scaling_factor={rope.factor:g}")
 
 
-def _flags(launch: Launch, rope: RopeConfig) -> list[Flag]:
+def _flags(launch: Launch, rope: RopeConfig) -> list[YarnFlag]:
     """Return the flags that MindSpeed-LLM computes YaRN from."""
     entries = rope_entries(launch.text)
 
@@ -69,14 +69,14 @@ def _flags(launch: Launch, rope: RopeConfig) -> list[Flag]:
         return default if value is None else float(value)
 
     flags = [
-        Flag("rope_scaling_original_max_position_embeddings", float(rope.original_max_position or 0), None),
-        Flag("beta_fast", config_value("beta_fast", 32.0), 32.0),
-        Flag("beta_slow", config_value("beta_slow", 1.0), 1.0),
-        Flag("rope_scaling_mscale", config_value("mscale", 1.0), 1.0),
-        Flag("rope_scaling_mscale_all_dim", config_value("mscale_all_dim", 0.0), 0.0),
+        YarnFlag("rope_scaling_original_max_position_embeddings", float(rope.original_max_position or 0), None),
+        YarnFlag("beta_fast", config_value("beta_fast", 32.0), 32.0),
+        YarnFlag("beta_slow", config_value("beta_slow", 1.0), 1.0),
+        YarnFlag("rope_scaling_mscale", config_value("mscale", 1.0), 1.0),
+        YarnFlag("rope_scaling_mscale_all_dim", config_value("mscale_all_dim", 0.0), 0.0),
     ]
     # Outside multi-latent attention the factor is max_position_embeddings over the original length.
-    return [Flag("rope_scaling_factor", float(rope.factor), 8.0), *flags] if launch.is_mla else flags
+    return [YarnFlag("rope_scaling_factor", float(rope.factor), 8.0), *flags] if launch.is_mla else flags
 
 
 @rule("yarn-flags-differ")
@@ -89,7 +89,7 @@ def mindspeed_yarn_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem
         return
     wrong = [(flag, text) for flag in _flags(launch, rope) if (text := _difference(launch, flag)) is not None]
     if not launch.is_mla and (text := _difference_of_lengths(launch, rope)) is not None:
-        wrong.append((Flag("max_position_embeddings", rope.factor * (rope.original_max_position or 0), None), text))
+        wrong.append((YarnFlag("max_position_embeddings", rope.factor * (rope.original_max_position or 0), None), text))
     if not wrong:
         return
     yield Problem(
@@ -102,7 +102,7 @@ def mindspeed_yarn_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem
     )
 
 
-def _difference(launch: Launch, flag: Flag) -> str | None:
+def _difference(launch: Launch, flag: YarnFlag) -> str | None:
     """Say how the flag differs from config.json; None where it agrees or holds an unresolved shell variable."""
     is_set = launch.find(flag.key) is not None
     actual = launch.real(flag.key) if is_set else flag.default

@@ -125,8 +125,8 @@ def rounded(checkpoint: Checkpoint, quantize: str | None) -> Checkpoint:
     """Return the checkpoint, with weights that are quantised as they are read if `quantize` is set."""
     if quantize is None:
         return checkpoint
-    if quantize not in formats.SCHEMES:
-        raise ValueError(f"load_model: quantize is {quantize!r}, expected one of {', '.join(formats.SCHEMES)}")
+    if quantize not in formats.SCHEME_NAMES:
+        raise ValueError(f"load_model: quantize is {quantize!r}, expected one of {', '.join(formats.SCHEME_NAMES)}")
     skeleton = build(checkpoint.config, device="meta", dtype=torch.float32)
     check_fit(skeleton, checkpoint)
     return quantized(checkpoint, skeleton, quantize).checkpoint

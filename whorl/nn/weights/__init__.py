@@ -61,7 +61,7 @@ def find(config: Mapping[str, Any]) -> Formats:
     return getattr(import_module(module), name)(settings)  # type: ignore[no-any-return]
 
 
-SCHEMES = ("w4a16", "w8a8", "fp8")  # schemes that `rounding_to` can round weights to
+SCHEME_NAMES = ("w4a16", "w8a8", "fp8")  # schemes that `rounding_to` can round weights to
 
 
 def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | None = None) -> "Rounding | BlockRounding":
@@ -80,4 +80,4 @@ def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | Non
     return Rounding(layout, group_size(columns) if layout.has_groups else None)
 
 
-__all__ = ["ALL_DENSE", "DENSE", "FORMATS", "REFUSED", "SCHEMES", "find", "rounding_to"]
+__all__ = ["ALL_DENSE", "DENSE", "FORMATS", "REFUSED", "SCHEME_NAMES", "find", "rounding_to"]

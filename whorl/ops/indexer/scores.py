@@ -75,7 +75,9 @@ def index_scores(
     ones with the last query at the last key. Products and sums are in fp32, those of fp8 in the device's accumulator
     (14 bits on Hopper). A constant factor (HI^-0.5 * D^-0.5) belongs in the weights. For fp8 scores quantise q and k
     with `dynamic_quant`, multiply the weights by q's scales and pass k's scales as k_scale. No gradient:
-    `indexer_kl_loss` trains the indexer.
+    `indexer_kl_loss` trains the indexer. Raises ValueError when shapes, dtypes or bounds do not fit.
+
+        scores = ops.index_scores(q, k, weights)
     """
     wide, keys, factors = (x.to(wide_dtype(q)) for x in (q, k, weights))
     scores = torch.empty(q.shape[0], k.shape[0], dtype=wide.dtype, device=q.device)

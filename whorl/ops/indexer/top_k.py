@@ -44,7 +44,9 @@ def top_k(
     scores: [T, S] fp32; starts, ends and key_positions are those of `index_scores`. Returns indices [T, topk] int32,
     ascending, and the scores at them, [T, topk] fp32. Ties go to the lowest index (0.0 and -0.0 are equal, NaN counts
     as minus infinity), so that every backend selects the same keys. A query that sees fewer than topk keys gets all of
-    them, followed by index -1 with score 0. No gradient.
+    them, followed by index -1 with score 0. No gradient. Raises ValueError when shapes, dtypes or bounds do not fit.
+
+        indices, values = ops.top_k(scores, 2048)
     """
     num_queries, num_keys = scores.shape
     visible = visible_keys(num_queries, num_keys, starts, ends, key_positions, scores.device)
