@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -361,3 +362,10 @@ def test_a_copy_without_history_knows_its_commit(tmp_path, monkeypatch):
     assert provenance.commit() == "abc1234 with changes"
     monkeypatch.setenv("WHORL_COMMIT", "f00")
     assert provenance.commit() == "f00"
+
+
+def test_the_page_of_results_lists_the_commits_that_no_command_wrote():
+    folder = Path(__file__).parents[1] / "bench" / "results"
+    filled_in = {path.name for path in folder.glob("*.json") if '"commit_origin"' in path.read_text()}
+    assert filled_in
+    assert set(re.findall(r"`(\w+\.json)`", (folder / "README.md").read_text())) == filled_in
