@@ -53,8 +53,8 @@ def window(opened: Any, *, refusing: str | None = None, **options: Any) -> Itera
         yield page
     finally:
         context.close()
-    found = [text for text in complaints if not text.startswith(_OF_THE_NETWORK)]
-    assert len(found) == 0 if refusing is None else refusing in "".join(found), found
+    errors = [text for text in complaints if not text.startswith(_OF_THE_NETWORK)]
+    assert len(errors) == 0 if refusing is None else refusing in "".join(errors), errors
 
 
 def until(page: Any, expression: str, seconds: float = SECONDS) -> None:

@@ -42,12 +42,12 @@ def environment(name: str) -> Path:
     the test is skipped where nothing can be downloaded."""
     folder = FOLDER / name
     stamp = folder / "requirements.json"
-    wanted = json.dumps([sys.version.split()[0], *REQUIREMENTS[name]])
+    requirements = json.dumps([sys.version.split()[0], *REQUIREMENTS[name]])
     with _locked(FOLDER / f"{name}.lock"):
-        if not stamp.exists() or stamp.read_text() != wanted:
+        if not stamp.exists() or stamp.read_text() != requirements:
             shutil.rmtree(folder, ignore_errors=True)
             _make(folder, REQUIREMENTS[name])
-            stamp.write_text(wanted)
+            stamp.write_text(requirements)
     return folder / "bin"
 
 
@@ -82,8 +82,8 @@ def run(name: str, *command: str, seconds: float = 900, **more: Any) -> "subproc
     )
 
 
-def found(name: str, url: str, **more: Any) -> dict[str, Any]:
-    """What the program's script in `clients` found at a server: the JSON in the last line that it prints."""
+def use_program(name: str, url: str, **more: Any) -> dict[str, Any]:
+    """Run a program's script in `clients` against a server; return the JSON in the last line that it prints."""
     done = run(name, "python", str(PROGRAMS / f"use_{name.replace('-', '_')}.py"), url, **more)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -50,7 +50,7 @@ class Scripted:
     def __init__(self, *answers: str, words: Tokenizer | None = None) -> None:
         self.tokenizer = words or tokenizer()
         self.answers = list(answers)
-        self.asked: list[Seq] = []
+        self.added: list[Seq] = []
         self.on_step = lambda: None
         self.settings = EngineSettings()
         self._left: list[int] = []
@@ -63,12 +63,12 @@ class Scripted:
         self._left = [*self.tokenizer.encode(self.answers.pop(0), add_special=False), self.tokenizer.eos_ids[0]]
         ends, detokenizer = self.tokenizer.eos_ids, self.tokenizer.detokenizer()
         seq = Seq(prompt, params, max_len=self.max_model_len, eos_ids=ends, detokenizer=detokenizer)
-        self.asked.append(seq)
+        self.added.append(seq)
         return [seq]
 
     def step(self) -> list[Delta]:
         self.on_step()
-        seq = self.asked[-1]
+        seq = self.added[-1]
         seq.append(token_id := self._left.pop(0))
         return [Delta(seq, [token_id], seq.text.take(is_finished=seq.is_finished), seq.finish_reason)]
 

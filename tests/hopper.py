@@ -97,8 +97,8 @@ def main() -> None:
     record(launches)
     rows, seen = [], set()
     is_once = "--once" in sys.argv
-    wanted = [OPS[name] for name in sys.argv[1:] if name != "--once"] or list(OPS.values())
-    for op, chip in itertools.product(wanted, ((0, 0), _hopper.HOPPER)):  # plain kernels, and those of one chip
+    operators = [OPS[name] for name in sys.argv[1:] if name != "--once"] or list(OPS.values())
+    for op, chip in itertools.product(operators, ((0, 0), _hopper.HOPPER)):  # plain kernels, and those of one chip
         _hopper.compute_capability = lambda device, chip=chip: chip
         dtypes = (torch.bfloat16, torch.float32) if op.name in WIDE else (torch.bfloat16,)
         for case, dtype in itertools.product(op.bench_cases if "triton" in op.impls else (), dtypes):

@@ -89,10 +89,10 @@ def write_model_files(folder: Path) -> None:
         return {"size": size, "resample": 3, **colours, **patches, **more}
 
     tower = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
-    found = {
+    files = {
         "config.json": {"model_type": "qwen3_vl", "vision_config": tower},
         "preprocessor_config.json": file(IMAGE),
         "video_preprocessor_config.json": file(VIDEO.frames, fps=2, min_frames=4, max_frames=768),
     }
-    for name, content in found.items():
+    for name, content in files.items():
         (folder / name).write_text(json.dumps(content))

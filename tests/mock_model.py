@@ -149,18 +149,18 @@ class Oracle(Proposer):
 
 def record(llm: LLM) -> dict[int, Logits]:
     """By sequence id: the logits that each output token was sampled from, before anything is done to them."""
-    found: dict[int, Logits] = {}
+    recorded: dict[int, Logits] = {}
     run_call = llm.runner.run_call
 
     def recording(call: Call) -> Result:
         result = run_call(call)
         for row, each in zip(result.logits, result.samples, strict=True):
             seq = each.chunk.sequence
-            found.setdefault(seq.id, {})[seq.num_outputs + seq.num_unread + each.num_drafted] = row.clone()
+            recorded.setdefault(seq.id, {})[seq.num_outputs + seq.num_unread + each.num_drafted] = row.clone()
         return result
 
     llm.runner.run_call = recording  # type: ignore[method-assign]
-    return found
+    return recorded
 
 
 def alone(model: object, tokenizer: object, prompt: list[int], params: SamplingParams) -> tuple[Seq, Logits]:

@@ -37,19 +37,19 @@ CONFIG = DeepSeek.tiny(
 
 def answers(count: int) -> list[str]:
     """Paragraphs of words, one from each page that has a long one."""
-    found = []
+    excerpts = []
     for page in sorted(DOCS.glob("*.md")):
         paragraphs = [" ".join(each.split()) for each in page.read_text().split("\n\n")]
-        found += [each[:120] for each in paragraphs if re.match(r"[A-Za-z ,.;:()'-]{120}", each)][:1]
-    assert len(found) >= count, f"{len(found)} pages with a paragraph of words"
-    return found[:count]
+        excerpts += [each[:120] for each in paragraphs if re.match(r"[A-Za-z ,.;:()'-]{120}", each)][:1]
+    assert len(excerpts) >= count, f"{len(excerpts)} pages with a paragraph of words"
+    return excerpts[:count]
 
 
 def lessons() -> Tensor:
     """[lessons, LENGTH] bytes."""
-    asked = [text for texts in PROMPTS.values() for text in texts]
+    questions = [text for texts in PROMPTS.values() for text in texts]
     rows = []
-    for prompt, answer in zip(asked, answers(len(asked)), strict=True):
+    for prompt, answer in zip(questions, answers(len(questions)), strict=True):
         row = [*f"{prompt} {answer}".encode()][: LENGTH - 1]
         rows.append(row + [END] * (LENGTH - len(row)))
     return torch.tensor(rows)
@@ -71,8 +71,8 @@ class Further(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         names = {"norm.weight": "shared_head.norm.weight"}
-        found = {names.get(name, name.removeprefix("block.")): x for name, x in self.state_dict().items()}
-        return {f"model.layers.{NUM_LAYERS}.{name}": x for name, x in found.items()}
+        tensors = {names.get(name, name.removeprefix("block.")): x for name, x in self.state_dict().items()}
+        return {f"model.layers.{NUM_LAYERS}.{name}": x for name, x in tensors.items()}
 
 
 def cross_entropy(logits: Tensor, tokens: Tensor, ahead: int) -> Tensor:

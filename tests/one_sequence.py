@@ -49,6 +49,6 @@ class Runner:
         return torch.cat(logits), tokens
 
 
-def close(found: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
-    error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+def close(actual: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
+    error = float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
     assert error < bound, error

@@ -33,17 +33,17 @@ def both(
 
 def kinds(gm: GraphModule) -> dict[str, int]:
     """How many of each operator, the shape ones left out."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function":
             name = str(node.target).removesuffix(".default").split(".", 1)[-1]
-            found[name] = found.get(name, 0) + 1
-    return found
+            counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
-def summary(found: dict[str, Any]) -> dict[str, Any]:
+def summary(runs: dict[str, Any]) -> dict[str, Any]:
     """What a test asks about, small enough to send home."""
-    plain, short, report = found["plain"], found["short"], found["report"]
+    plain, short, report = runs["plain"], runs["short"], runs["report"]
     pairs = list(zip(plain, short, strict=True)) if isinstance(plain, tuple) else [(plain, short)]
     return {
         "equal": all(torch.equal(a, b) for a, b in pairs),
@@ -56,7 +56,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
         "gemms": report.gemms,
         "exactness": report.exactness,
         "ratio": report.bytes_after(1024) / max(1, report.bytes_before(1024)),
-        "kinds": kinds(found["gm"]),
+        "kinds": kinds(runs["gm"]),
         "hash": report.graph_hash,
     }
 
@@ -75,16 +75,16 @@ def run_model(shape: Shape, tokens: tuple[int, ...], dynamic: bool, options: dic
         results = []
         for count in tokens:
             arguments = inputs(shape, count)
-            found = {
+            runs = {
                 "plain": plain(*arguments),
                 "short": short(*arguments),
                 "gm": short,
                 "report": short.meta["report"],
             }
-            results.append(summary(found))
+            results.append(summary(runs))
         eager = network(*inputs(shape, tokens[-1]))
     worst = max(results, key=lambda r: r["error"])
-    return worst | {"equal": all(r["equal"] for r in results), "eager": close(eager, found["plain"])}
+    return worst | {"equal": all(r["equal"] for r in results), "eager": close(eager, runs["plain"])}
 
 
 def close(a: Tensor, b: Tensor) -> float:
@@ -122,14 +122,14 @@ class Cells(torch.nn.Module):
             self.blocks.append((MoE if experts else MLP)(shape, parts))
 
     def forward(self, x: Tensor, residual: Tensor, deepstack: Tensor) -> tuple[Tensor, ...]:
-        found, mine = [], x.chunk(dist.get_world_size(), -1)[dist.get_rank()]
+        outputs, mine = [], x.chunk(dist.get_world_size(), -1)[dist.get_rank()]
         for (_, vl, _), first, block in zip(self.names, self.first, self.blocks, strict=True):
             h = all_reduce(mine @ first.t())
             if vl:
                 h = h + deepstack
             kept = h + residual
-            found.append(norm(block(norm(kept, self.norm, 1e-6)) + kept, self.norm, 1e-6))
-        return tuple(found)
+            outputs.append(norm(block(norm(kept, self.norm, 1e-6)) + kept, self.norm, 1e-6))
+        return tuple(outputs)
 
 
 def all_cells(backend: str, counts: tuple[int, ...]) -> dict[str, Any]:
@@ -157,11 +157,11 @@ def all_cells(backend: str, counts: tuple[int, ...]) -> dict[str, Any]:
 
 def _counted(short: Any, calls: list[tuple[Any, ...]]) -> dict[str, Any]:
     with torch.no_grad():
-        found = [compared(short, arguments) for arguments in calls]
+        comparisons = [compared(short, arguments) for arguments in calls]
     return {
-        "equal": all(error == 0 for _, error in found),
-        "error": max(error for _, error in found),
-        "runs": [name for name, _ in found],
+        "equal": all(error == 0 for _, error in comparisons),
+        "error": max(error for _, error in comparisons),
+        "runs": [name for name, _ in comparisons],
         "captures": len(short.reports),
         "rewrites": short.report.rewrites,
         "gathers": [(g.dtype, g.row_bytes) for g in short.report.gathers],
@@ -193,16 +193,16 @@ def guarded_toy() -> dict[str, Any]:
         torch._dynamo.reset()
         kept: list[str] = []
 
-        def keep(given: Any) -> None:
-            kept.extend(sorted(str(g.code_list) for g in given if "SHAPE_ENV" in str(g.guard_types)))
+        def keep(all_guards: Any) -> None:
+            kept.extend(sorted(str(g.code_list) for g in all_guards if "SHAPE_ENV" in str(g.guard_types)))
 
         with torch.no_grad():
             torch._dynamo.optimize(backend, nopython=True, dynamic=True, guard_export_fn=keep)(Toy())(x)
         return kept
 
     short = passes.compile(Toy(), SequenceParallel(min_tokens=3), backend="eager", dynamic=True)
-    found = guards(short._capture)
-    return {"with": found, "without": guards(aot_autograd(fw_compiler=lambda gm, _: gm.forward))}
+    captured = guards(short._capture)
+    return {"with": captured, "without": guards(aot_autograd(fw_compiler=lambda gm, _: gm.forward))}
 
 
 class Block(torch.nn.Module):
@@ -281,15 +281,15 @@ class Gated(torch.nn.Module):
 def gated_in_bf16(tokens: int) -> dict[str, Any]:
     """Compiled to machine code both ways, and run operator by operator."""
     x = torch.randn(tokens, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = {}
+    runs = {}
     for name, backend, minimum in (("short", "inductor", 1), ("plain", "inductor", 99), ("eager", "eager", 1)):
         torch._dynamo.reset()
         model = passes.compile(Gated(), SequenceParallel(min_tokens=minimum), backend=backend, dynamic=False)
         with torch.no_grad():
-            found[name] = (model(x), model.last_run)
+            runs[name] = (model(x), model.last_run)
     return {
-        "runs": [run for _, run in found.values()],
-        "equal": [torch.equal(found["short"][0], found[name][0]) for name in ("plain", "eager")],
+        "runs": [run for _, run in runs.values()],
+        "equal": [torch.equal(runs["short"][0], runs[name][0]) for name in ("plain", "eager")],
     }
 
 
@@ -299,7 +299,7 @@ def socket_bytes() -> int | None:
     import socket
     import struct
 
-    total, found = 0, False
+    total, has_any = 0, False
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -310,34 +310,34 @@ def socket_bytes() -> int | None:
             continue
         if len(info) >= 216:
             sent, again = struct.unpack_from("QQ", info, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
-            total, found = total + sent - again, True
-    return total if found else None
+            total, has_any = total + sent - again, True
+    return total if has_any else None
 
 
 def wire_against_report(tokens: int) -> dict[str, tuple[int | None, int]]:
     from passes_rows import ROWS, Weights, arguments
 
-    found = {}
+    results = {}
     weights = Weights()
     for name, options in (
         ("MiddleAllReduceRMSNorm", {}),
         ("MiddleAllReduceRMSNorm", {"quantize": "int8"}),
         ("FlashCommMLA", {}),
     ):
-        given, config = arguments(tokens), SequenceParallel(**options)
+        inputs, config = arguments(tokens), SequenceParallel(**options)
         with torch.no_grad():
-            gm = captured(lambda *a, name=name: ROWS[name](weights, *a), given, False)
+            gm = captured(lambda *a, name=name: ROWS[name](weights, *a), inputs, False)
             plain, short = passes.order_sums(gm, config), passes.rewrite(gm, config)
         report = short.meta["report"]
         for graph, said in ((plain, report.bytes_before()), (short, report.bytes_after())):
             dist.barrier()
             before = socket_bytes()
-            graph(*given)
+            graph(*inputs)
             dist.barrier()  # what the kernel had only taken has left by now
             after = socket_bytes()
             sent = None if before is None or after is None else after - before
-            found[f"{name} {options} {'plain' if graph is plain else 'short'}"] = (sent, said)
-    return found
+            results[f"{name} {options} {'plain' if graph is plain else 'short'}"] = (sent, said)
+    return results
 
 
 def _sum_of(x: Tensor) -> Tensor:
@@ -389,7 +389,7 @@ def probed_inputs() -> dict[str, Any]:
         "empty": torch.zeros(4, 4),
         "norm": torch.ones(4),
     }
-    found = {name: layout.value for name, layout in agree.probe(tensors, collectives.group_name(None)).items()}
+    probed = {name: layout.value for name, layout in agree.probe(tensors, collectives.group_name(None)).items()}
     torch._dynamo.reset()
     layouts: dict[str, str] = {}
 
@@ -402,4 +402,4 @@ def probed_inputs() -> dict[str, Any]:
     with torch.no_grad(), mock.patch.object(capture, "rewrite", seen):
         x = torch.randn(4, 8, generator=generator)
         passes.compile(Cached(), SequenceParallel(min_tokens=1), backend="eager")(x)
-    return {"probe": found, "written": layouts["cache"], "ids": layouts["x"]}
+    return {"probe": probed, "written": layouts["cache"], "ids": layouts["x"]}

@@ -104,8 +104,8 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = parts.norm(shape.head_dim), parts.norm(shape.head_dim)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        shape, given = self.shape, quantized(x, self.shape)
-        q, k, v = (project(given, w).unflatten(-1, (-1, shape.head_dim)) for w in (self.q, self.k, self.v))
+        shape, quantised = self.shape, quantized(x, self.shape)
+        q, k, v = (project(quantised, w).unflatten(-1, (-1, shape.head_dim)) for w in (self.q, self.k, self.v))
         if shape.kind == "qwen3":
             q, k = norm(q, self.q_norm, shape.eps), norm(k, self.k_norm, shape.eps)
         out = attend(rotate(q, positions), rotate(k, positions), v)
@@ -146,8 +146,8 @@ class MLP(nn.Module):
         self.down = parts.shard(1, shape.hidden, shape.inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        given = quantized(x, self.shape)
-        return all_reduce(F.linear(F.silu(project(given, self.gate)) * project(given, self.up), self.down))
+        quantised = quantized(x, self.shape)
+        return all_reduce(F.linear(F.silu(project(quantised, self.gate)) * project(quantised, self.up), self.down))
 
 
 class MoE(nn.Module):

@@ -110,11 +110,11 @@ def first_ranks_graph(baked: bool) -> bool:
     """Equality when every rank runs what rank 0 has compiled, as from a shared cache."""
     weights = Weights()
     pipeline = (*PIPELINE, ("mutation", bake_the_rank)) if baked else PIPELINE
-    given = arguments(8)
-    found = both(lambda *a: ROWS["MiddleAllReduceRMSNorm"](weights, *a), given, SequenceParallel(), pipeline=pipeline)
-    code = found["gm"].graph.python_code("self")
+    inputs = arguments(8)
+    graphs = both(lambda *a: ROWS["MiddleAllReduceRMSNorm"](weights, *a), inputs, SequenceParallel(), pipeline=pipeline)
+    code = graphs["gm"].graph.python_code("self")
     (source, *_) = agree.exchange(collectives.group_name(None), "code", code.src)
-    return torch.equal(_forward_from_src(source, code.globals)(found["gm"], *given), found["plain"])
+    return torch.equal(_forward_from_src(source, code.globals)(graphs["gm"], *inputs), graphs["plain"])
 
 
 def stale_cache(folder: str, baked: bool) -> list[bool]:

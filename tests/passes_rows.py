@@ -130,8 +130,8 @@ def run_masked(name: str, shape: tuple[int, ...], chosen: int) -> dict[str, Any]
     """On a sum of [*shape, C], of whose rows so many are chosen."""
     w, change, tokens = Weights(), MASKED[name], math.prod(shape)
 
-    def function(*given: Tensor) -> Tensor:
-        x, residual, rows, mask = given
+    def function(*inputs: Tensor) -> Tensor:
+        x, residual, rows, mask = inputs
         h = all_reduce(w.layer(x.flatten(0, -2), 0)).view_as(x)
         y, _ = ops.add_rms_norm(change(h, mask, rows), residual, w.norms[0])
         return w.layer(y.flatten(0, -2), 1)
@@ -139,8 +139,8 @@ def run_masked(name: str, shape: tuple[int, ...], chosen: int) -> dict[str, Any]
     x, residual, rows = arguments(tokens)
     places = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens))[:chosen]
     mask = torch.zeros(tokens, dtype=torch.bool).index_fill(0, places, True).view(shape)
-    given = (x.view(*shape, C), residual.view(*shape, C), rows[:chosen], mask)
-    return summary(both(function, given, SequenceParallel(), dynamic=True))
+    inputs = (x.view(*shape, C), residual.view(*shape, C), rows[:chosen], mask)
+    return summary(both(function, inputs, SequenceParallel(), dynamic=True))
 
 
 ROWS: dict[str, Callable[..., Tensor]] = {
@@ -164,7 +164,7 @@ def arguments(tokens: int) -> tuple[Tensor, ...]:
 def run_row(name: str, tokens: int, options: dict[str, Any], pipeline: Any = None) -> dict[str, Any]:
     weights = Weights()
 
-    def function(*given: Tensor) -> Tensor:
-        return ROWS[name](weights, *given)
+    def function(*inputs: Tensor) -> Tensor:
+        return ROWS[name](weights, *inputs)
 
     return summary(both(function, arguments(tokens), SequenceParallel(**options), pipeline=pipeline))

@@ -62,9 +62,11 @@ def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch
 
 def forget_users(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that hold functions of the real one are imported anew when they are next called."""
-    kernels = {name: found for name, found in sys.modules.items() if name.startswith("whorl.ops") and "triton" in name}
-    for name, found in kernels.items():
-        is_user = any(getattr(value, "__module__", None) == module for value in vars(found).values())
+    kernels = {
+        name: loaded for name, loaded in sys.modules.items() if name.startswith("whorl.ops") and "triton" in name
+    }
+    for name, loaded in kernels.items():
+        is_user = any(getattr(value, "__module__", None) == module for value in vars(loaded).values())
         if is_user and name != module and name in sys.modules:
             forget(name, monkeypatch)
             forget_users(name, monkeypatch)

@@ -55,8 +55,8 @@ def fp8(block: tuple[int, int], end: str, scale_dtype: torch.dtype = torch.float
 def fp8_whole(name: str, rows: int, columns: int, generator: torch.Generator) -> Made:
     weight = torch.randn(rows, columns, generator=generator).mul(20).to(torch.float8_e4m3fn)
     scale = torch.rand((), generator=generator) * 1e-2
-    found = {"weight": weight, "weight_scale": scale, "input_scale": torch.tensor(0.1)}
-    return found, weight.float() * scale
+    tensors = {"weight": weight, "weight_scale": scale, "input_scale": torch.tensor(0.1)}
+    return tensors, weight.float() * scale
 
 
 # ---- compressed-tensors
@@ -71,16 +71,16 @@ def compressed(stored: str, dtype: torch.dtype = torch.bfloat16, **weights: Any)
     """Random numbers in the layout that `stored` names, and what the library makes of them."""
 
     def make(name: str, rows: int, columns: int, generator: torch.Generator) -> Made:
-        found = _numbers(weights, rows, columns, generator)
+        tensors = _numbers(weights, rows, columns, generator)
         scale = torch.rand(_scale_shape(weights, rows, columns), generator=generator) * 0.05 + 0.01
-        found["weight_scale"] = scale.to(dtype)
+        tensors["weight_scale"] = scale.to(dtype)
         base = pytest.importorskip("compressed_tensors.compressors")
         compressor = base.BaseCompressor.get_value_from_registry(stored)
-        exact = {**found, "weight_scale": found["weight_scale"].float()}
+        exact = {**tensors, "weight_scale": tensors["weight_scale"].float()}
         values = compressor.decompress(exact, scheme(**weights))["weight"]
-        narrow = compressor.decompress(found, scheme(**weights))["weight"]  # in the dtype of scales
+        narrow = compressor.decompress(tensors, scheme(**weights))["weight"]  # in the dtype of scales
         assert torch.equal(values.to(dtype), narrow)
-        return found, values
+        return tensors, values
 
     return make
 
@@ -103,23 +103,23 @@ def _numbers(weights: dict[str, Any], rows: int, columns: int, generator: torch.
     if "pack" not in weights.get("observer", "pack"):
         return {"weight": numbers}
     library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    found = {"weight_packed": library.pack_to_int32(numbers, bits), "weight_shape": torch.tensor([rows, columns])}
+    tensors = {"weight_packed": library.pack_to_int32(numbers, bits), "weight_shape": torch.tensor([rows, columns])}
     if not weights["symmetric"]:
         shape = _scale_shape(weights, rows, columns)
         zeros = torch.randint(low, high, shape, generator=generator, dtype=torch.int8)
-        found["weight_zero_point"] = library.pack_to_int32(zeros, bits, packed_dim=0).contiguous()
-    return found
+        tensors["weight_zero_point"] = library.pack_to_int32(zeros, bits, packed_dim=0).contiguous()
+    return tensors
 
 
 def ordered(name: str, rows: int, columns: int, generator: torch.Generator) -> Made:
     """With the group of each column; the same for what reads the same activations."""
-    found, _ = compressed("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=16)(
+    tensors, _ = compressed("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=16)(
         name, rows, columns, generator
     )
     groups = shuffled(name, columns, 16)
-    numbers = by_hand(found["weight_packed"], 4, columns)
-    values = (numbers - 8).float() * found["weight_scale"].float()[:, groups.long()]
-    return {**found, "weight_g_idx": groups}, values
+    numbers = by_hand(tensors["weight_packed"], 4, columns)
+    values = (numbers - 8).float() * tensors["weight_scale"].float()[:, groups.long()]
+    return {**tensors, "weight_g_idx": groups}, values
 
 
 def shuffled(name: str, columns: int, group: int) -> Tensor:
@@ -144,41 +144,41 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns each nibble of a 
 def awq(group: int) -> Any:
     def make(name: str, rows: int, columns: int, generator: torch.Generator) -> Made:
         count = columns // group
-        found = {
+        tensors = {
             "qweight": words(columns, rows // 8, generator),
             "qzeros": words(count, rows // 8, generator),
             "scales": (torch.rand(count, rows, generator=generator) * 0.05 + 0.01).half(),
         }
-        numbers, zeros = _awq_numbers(found["qweight"], rows), _awq_numbers(found["qzeros"], rows)
+        numbers, zeros = _awq_numbers(tensors["qweight"], rows), _awq_numbers(tensors["qzeros"], rows)
         at = torch.arange(columns) // group
-        return found, ((numbers - zeros[at]).float() * found["scales"].float()[at]).T.contiguous()
+        return tensors, ((numbers - zeros[at]).float() * tensors["scales"].float()[at]).T.contiguous()
 
     return make
 
 
 def _awq_numbers(packed: Tensor, rows: int) -> Tensor:
-    stored, found = by_hand(packed, 4, rows), torch.empty(packed.shape[0], rows, dtype=torch.int64)
+    stored, numbers = by_hand(packed, 4, rows), torch.empty(packed.shape[0], rows, dtype=torch.int64)
     for place, column in enumerate(AWQ_ORDER):
-        found[:, column::8] = stored[:, place::8]
-    return found
+        numbers[:, column::8] = stored[:, place::8]
+    return numbers
 
 
 def gptq(group: int, *, bits: int = 4, adds: int = 1, is_ordered: bool = False, dtype: torch.dtype = torch.half) -> Any:
     def make(name: str, rows: int, columns: int, generator: torch.Generator) -> Made:
         per_word, width = 32 // bits, columns if group == -1 else group
         count = columns // width
-        found = {
+        tensors = {
             "qweight": words(columns // per_word, rows, generator),
             "qzeros": words(count, rows // per_word, generator),
             "scales": (torch.rand(count, rows, generator=generator) * 0.05 + 0.01).to(dtype),
             "g_idx": shuffled(name, columns, width) if is_ordered else (torch.arange(columns) // width).int(),
         }
-        numbers = by_hand(found["qweight"].T, bits, columns).T
-        found["qzeros"][0, 0] = -1  # all ones: with the one that version 1 adds, a zero point of 16
-        zeros = by_hand(found["qzeros"], bits, rows) + adds
+        numbers = by_hand(tensors["qweight"].T, bits, columns).T
+        tensors["qzeros"][0, 0] = -1  # all ones: with the one that version 1 adds, a zero point of 16
+        zeros = by_hand(tensors["qzeros"], bits, rows) + adds
         assert zeros.max() == (1 << bits) - 1 + adds
-        at = found["g_idx"].long()
-        return found, ((numbers - zeros[at]).float() * found["scales"].float()[at]).T.contiguous()
+        at = tensors["g_idx"].long()
+        return tensors, ((numbers - zeros[at]).float() * tensors["scales"].float()[at]).T.contiguous()
 
     return make
 
@@ -281,8 +281,8 @@ def write(folder: Path, case: Case, kind: str | type[Llama], seed: int = 0) -> t
         if slot.into.ndim == 1 or is_kept:
             packed[name] = dense[name] = slot.into.clone()
             continue
-        found, dense[name] = case.make(module, *slot.into.shape, generator)
-        packed |= {f"{module}.{end}": tensor.contiguous() for end, tensor in found.items()}
+        stored, dense[name] = case.make(module, *slot.into.shape, generator)
+        packed |= {f"{module}.{end}": tensor.contiguous() for end, tensor in stored.items()}
     both = folder / "packed", folder / "dense"
     for path, tensors, more in zip(both, (packed, dense), ({"quantization_config": case.settings}, {}), strict=True):
         path.mkdir(parents=True)

@@ -37,8 +37,8 @@ def record(junit: str) -> str:
 
 
 def _git(*arguments: str) -> str:
-    found = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-    return found.stdout.strip() if found.returncode == 0 else "unknown"
+    completed = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    return completed.stdout.strip() if completed.returncode == 0 else "unknown"
 
 
 if __name__ == "__main__":

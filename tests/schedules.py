@@ -67,14 +67,14 @@ def random_settings(rng: random.Random, *, seqs: int, block_size: int) -> Engine
     )
 
 
-def run_at_random(rng: random.Random, llm: LLM, given: list[Request]) -> list[tuple[int, Seq]]:
+def run_at_random(rng: random.Random, llm: LLM, requests: list[Request]) -> list[tuple[int, Seq]]:
     """Requests arrive over time, some twice; some neighbours are aborted. Which of those given, and what it became."""
-    chosen = [rng.randrange(len(given)) for _ in range(rng.randint(3, 8))]
+    chosen = [rng.randrange(len(requests)) for _ in range(rng.randint(3, 8))]
     added: list[tuple[int, Seq]] = []
     while chosen or llm.has_work:
         while chosen and rng.random() < 0.8:
             index = chosen.pop()
-            added.append((index, llm.add(*given[index])[0]))
+            added.append((index, llm.add(*requests[index])[0]))
         llm.step()
         for seq in llm.scheduler.running:
             assert len(seq.block_table) <= llm.pool.blocks_for(seq.length), "a rejected draft keeps its blocks"
@@ -83,10 +83,10 @@ def run_at_random(rng: random.Random, llm: LLM, given: list[Request]) -> list[tu
     return added
 
 
-def compare(plain: Seq, expected: Logits, seq: Seq, found: Logits) -> None:
+def compare(plain: Seq, expected: Logits, seq: Seq, actual: Logits) -> None:
     assert seq.output_ids == plain.output_ids[: seq.num_outputs]
     assert seq.finish_reason in (plain.finish_reason, "abort")
     if seq.finish_reason != "abort":
         assert seq.text.value == plain.text.value
     for place in range(seq.num_outputs):
-        assert torch.equal(found[place], expected[place]), f"{seq!r}: logits of output {place} differ"
+        assert torch.equal(actual[place], expected[place]), f"{seq!r}: logits of output {place} differ"

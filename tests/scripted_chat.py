@@ -34,7 +34,7 @@ def talk(llm: Any, *lines: str, out: io.StringIO | None = None, params: Sampling
 
 def prompts(llm: Any) -> list[str]:
     """What the model was asked, each time."""
-    return [llm.tokenizer.decode(seq.token_ids[: seq.prompt_len], skip_special=False) for seq in llm.asked]
+    return [llm.tokenizer.decode(seq.token_ids[: seq.prompt_len], skip_special=False) for seq in llm.added]
 
 
 def turn(role: str, text: str) -> str:

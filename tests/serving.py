@@ -241,20 +241,20 @@ def stopped_in_a_stream(
     """The lines of a streamed completion, after the first of which the server gets the signal."""
     with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=30) as response:
         lines = (line for line in response.iter_lines() if line)
-        found = [next(lines)]
+        received = [next(lines)]
         process.send_signal(number)
-        return found + list(lines)
+        return received + list(lines)
 
 
 def in_background(
     served: Served, body: dict[str, Any], path: str = "/v1/completions"
 ) -> tuple[threading.Thread, list[httpx.Response]]:
     """A completion that a thread asks for, and where its answer will be."""
-    found: list[httpx.Response] = []
+    responses: list[httpx.Response] = []
     url = f"{served.url}{path}"
-    thread = threading.Thread(target=lambda: found.append(httpx.post(url, json=body, timeout=30)))
+    thread = threading.Thread(target=lambda: responses.append(httpx.post(url, json=body, timeout=30)))
     thread.start()
-    return thread, found
+    return thread, responses
 
 
 def answers(url: str) -> bool:

@@ -39,9 +39,9 @@ def test_mrope_model_equals_megatron(options):
     model, arguments = make_model(), inputs("mrope")
     expected = logits_and_gradients(model, arguments)
     with adapter.install(model, **options) as installation:
-        found = logits_and_gradients(model, arguments)
+        actual = logits_and_gradients(model, arguments)
         assert installation.calls == {options.get("operator", "rope"): 2}
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
     assert not torch.equal(expected[0], model(arguments[0], arguments[1].roll(1, 0), arguments[2]))
 
 
@@ -54,9 +54,9 @@ def test_plain_model_equals_megatron(kind, percent, interleaved):
     arguments = inputs("rope")
     expected = logits_and_gradients(model, arguments)
     with adapter.install(model) as installation:
-        found = logits_and_gradients(model, arguments)
+        actual = logits_and_gradients(model, arguments)
         assert installation.calls == {"rope": 2}
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_bfloat16_is_at_most_as_far_from_fp32_as_megatron():
@@ -174,8 +174,8 @@ def test_interleaved_equals_transformers_qwen3_vl(options, enabled):
     q, k, _ = (x.permute(1, 2, 0, 3) if x.dim() == 4 else x for x in rotated(model, hidden, zero))  # unrotated, BHSD
     expected = [x.permute(2, 0, 1, 3) for x in apply_rotary_pos_emb(q, k, cos, sin)]
     with adapter.install(model, enabled=enabled, **options):
-        found = rotated(model, hidden, model.rotary_pos_emb(positions, sections))
-    torch.testing.assert_close(list(found[:2]), expected, **CLOSE)
+        actual = rotated(model, hidden, model.rotary_pos_emb(positions, sections))
+    torch.testing.assert_close(list(actual[:2]), expected, **CLOSE)
 
 
 @pytest.mark.skipif(not is_interpreting(), reason="Triton runs on the CPU only in its interpreter")
@@ -210,8 +210,8 @@ def test_pairs_style_mrope_works_where_megatron_raises():
     angles = make_model().rotary_pos_emb(positions, model.mrope_section)
     expected = megatron_rotation(q[..., half.argsort()], angles)[..., half]
     with adapter.install(model):
-        found, _, _ = rotated(model, hidden, model.rotary_pos_emb(positions, model.mrope_section))
-    torch.testing.assert_close(found, expected, **CLOSE)
+        actual, _, _ = rotated(model, hidden, model.rotary_pos_emb(positions, model.mrope_section))
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_gradients_survive_recomputation_and_mixed_microbatches():
@@ -228,8 +228,8 @@ def test_gradients_survive_recomputation_and_mixed_microbatches():
             losses = [(o * torch.linspace(-1, 1, o.shape[-1])).sum() for o in (model(*a) for a in batches)]
             for loss in losses:
                 loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-5)
+        actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        torch.testing.assert_close(actual, total, rtol=1e-4, atol=1e-5)
 
 
 def _recomputed(forward):

@@ -33,7 +33,7 @@ def _rank():
 def generate(model, arguments, context, steps=(5, 1, 2), before_step=lambda _: None):
     """Logits of a prompt and of the tokens after it, a step at a time, the keys in a context."""
     ids, positions, mask = arguments
-    found, first = [], 0
+    outputs, first = [], 0
     with torch.no_grad():
         for step in steps:
             before_step(context)
@@ -41,9 +41,9 @@ def generate(model, arguments, context, steps=(5, 1, 2), before_step=lambda _: N
             # An MRoPE model slices what its rotary class gives for the whole sequence, so it is given all positions.
             own = positions if positions.dim() == 3 else positions[:, first:last]
             rows = mask[..., first:last, :last]
-            found.append(model(ids[:, first:last], own, rows, inference_context=context, runtime_gather_output=True))
+            outputs.append(model(ids[:, first:last], own, rows, inference_context=context, runtime_gather_output=True))
             context.sequence_len_offset = first = last
-    return found
+    return outputs
 
 
 def static_context():
@@ -65,10 +65,10 @@ def test_a_static_inference_context_is_served(kind, options, monkeypatch):
     lengths, original = [], adapter._RotaryEmbedding.rotate
     monkeypatch.setattr(adapter._RotaryEmbedding, "rotate", lambda *a: lengths.append(a[2].shape[0]) or original(*a))
     with adapter.install(model, **options) as installation:
-        found = generate(model, arguments, static_context())
+        actual = generate(model, arguments, static_context())
         assert installation.calls == {options.get("operator", "rope"): 6}
     assert lengths == [5, 5, 1, 1, 2, 2]  # of keys, in two layers
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_a_step_may_bring_the_positions_of_its_own_tokens_only():
@@ -81,8 +81,8 @@ def test_a_step_may_bring_the_positions_of_its_own_tokens_only():
             for step, right in zip((5, 1, 2), expected, strict=True):
                 last = first + step
                 own = (ids[:, first:last], positions[..., first:last], mask[..., first:last, :last])
-                found = model(*own, inference_context=context, runtime_gather_output=True)
-                torch.testing.assert_close(found, right, **CLOSE)
+                actual = model(*own, inference_context=context, runtime_gather_output=True)
+                torch.testing.assert_close(actual, right, **CLOSE)
                 context.sequence_len_offset = first = last
 
 
@@ -117,8 +117,8 @@ def test_a_context_that_began_before_installation_is_left_to_megatron():
         if context.sequence_len_offset and not installed:
             installed.append(adapter.install(model))
 
-    found = generate(model, arguments, context, before_step=install_late)
-    torch.testing.assert_close(found, expected, **CLOSE)
+    actual = generate(model, arguments, context, before_step=install_late)
+    torch.testing.assert_close(actual, expected, **CLOSE)
     assert installed[0].calls == {"megatron: the cached keys are not rotated": 4}
     installed[0].uninstall()
 
@@ -216,8 +216,8 @@ def test_shared_and_text_positions_and_interpolation(options):
     text = torch.arange(SEQ).expand(BATCH, -1)
     expected = [model(ids, p, mask) for p in (positions[:, :1].expand(-1, BATCH, -1), text.expand(3, -1, -1))]
     with adapter.install([model], **options):
-        found = [model(ids, p, mask) for p in (positions[:, :1], text)]
-    torch.testing.assert_close(found, expected, **CLOSE)
+        actual = [model(ids, p, mask) for p in (positions[:, :1], text)]
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_a_failed_installation_leaves_nothing(monkeypatch):

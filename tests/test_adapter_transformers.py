@@ -31,10 +31,10 @@ def run(model: Any, inputs: dict[str, Tensor], **more: Any) -> dict[str, Tensor]
     return {"logits": logits.detach().clone(), **gradients}
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
     for name, want in expected.items():
-        error = (found[name] - want).abs().max() / want.abs().max()
+        error = (actual[name] - want).abs().max() / want.abs().max()
         assert error <= tolerance, f"{name}: relative error {error:.2e}, allowed {tolerance:.0e}"
 
 
@@ -101,10 +101,10 @@ def test_half_precision_is_at_most_twice_as_far_from_fp64(family: str, fused: bo
         assert 0 < error <= 2 * allowed, f"{group}: {error:.2e} from fp64, transformers {allowed:.2e}"
 
 
-def distance(found: dict[str, Tensor], gold: dict[str, Tensor], group: str) -> float:
+def distance(actual: dict[str, Tensor], gold: dict[str, Tensor], group: str) -> float:
     """Relative to gold, over all tensors of a kind: one small tensor alone is a matter of luck."""
     names = [n for n in gold if group in n and "visual" not in n]
-    parts = [((found[n].double() - gold[n]).norm() / gold[n].norm()) ** 2 for n in names]
+    parts = [((actual[n].double() - gold[n]).norm() / gold[n].norm()) ** 2 for n in names]
     return float(torch.stack(parts).mean().sqrt())
 
 
@@ -180,8 +180,8 @@ def test_scaled_frequencies_come_from_the_models_own_rotary_module(rope: dict[st
     short, long = torch.randint(1, 80, (2, 5)), torch.randint(1, 80, (2, 20))
     expected = [model(ids).logits for ids in (short, long, short)]
     with install(model):
-        found = [model(ids).logits for ids in (short, long, short)]
-    for ours, theirs in zip(found, expected, strict=True):
+        actual = [model(ids).logits for ids in (short, long, short)]
+    for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -202,19 +202,19 @@ def test_attention_is_asked_as_before(fused: bool, monkeypatch: pytest.MonkeyPat
 
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "attention_dropout": 0.25}
     model, inputs = build("qwen3", **window).train(), make_inputs("qwen3")
-    sdpa, asked = FUNCTIONS["sdpa"], []
+    sdpa, calls = FUNCTIONS["sdpa"], []
 
     def recording(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **kwargs: Any) -> Any:
         plain = {n: x.tolist() if isinstance(x, Tensor) else x for n, x in kwargs.items()}
-        asked.append((module.layer_idx, q.shape, q.stride(), k.shape, v.shape, mask is None, plain))
+        calls.append((module.layer_idx, q.shape, q.stride(), k.shape, v.shape, mask is None, plain))
         return sdpa(module, q, k, v, mask, **kwargs)
 
     monkeypatch.setitem(FUNCTIONS, "sdpa", recording)
     model(**inputs, use_cache=False, is_causal=True)
     with install(model, qk_norm_rope=fused):
         model(**inputs, use_cache=False, is_causal=True)
-    assert [call[-1]["sliding_window"] for call in asked] == [None, 4, None, 4]
-    assert asked[2:] == asked[:2]
+    assert [call[-1]["sliding_window"] for call in calls] == [None, 4, None, 4]
+    assert calls[2:] == calls[:2]
 
 
 def test_autocast_keeps_dtypes() -> None:
@@ -238,10 +238,10 @@ def test_outputs_are_recorded_as_before() -> None:
     model, inputs = build("qwen3", attn_implementation="eager"), make_inputs("qwen3")
     expected = model(**inputs, output_attentions=True, output_hidden_states=True)
     with install(model):
-        found = model(**inputs, output_attentions=True, output_hidden_states=True)
+        actual = model(**inputs, output_attentions=True, output_hidden_states=True)
     for name in ("attentions", "hidden_states"):
-        assert len(found[name]) == len(expected[name]) > 0
-        for ours, theirs in zip(found[name], expected[name], strict=True):
+        assert len(actual[name]) == len(expected[name]) > 0
+        for ours, theirs in zip(actual[name], expected[name], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -356,8 +356,8 @@ def test_interpreted_triton_runs() -> None:
             patched = type(impl)(impl.backend, counted(name, impl.function), impl.accepts)
             patch.setitem(ops.OPS[name].impls, "triton", patched)
         with ops.rope.using("triton"), ops.rms_norm.using("triton"), ops.swiglu.using("triton"):
-            found = run(model, inputs)
-    assert_close(found, expected, 1e-5)
+            actual = run(model, inputs)
+    assert_close(actual, expected, 1e-5)
     assert ran == {
         "rope": 1,
         "rope_backward": 1,

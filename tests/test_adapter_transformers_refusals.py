@@ -29,16 +29,16 @@ def test_a_subclass_with_its_own_forward_is_not_ours_to_replace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "asked", "message"),
+    ("family", "options", "message"),
     [
         ("qwen3", {"rope": False, "norm": False, "swiglu": False}, "all options are False"),
         ("llama", {"qk_norm_rope": True}, r"LlamaAttention.forward differs in \['k_norm', 'q_norm'\]"),
     ],
 )
-def test_what_cannot_be_given_is_refused(family: str, asked: dict[str, bool], message: str) -> None:
+def test_what_cannot_be_given_is_refused(family: str, options: dict[str, bool], message: str) -> None:
     model = build(family)
     with pytest.raises(ValueError, match=message):
-        install(model, **asked)
+        install(model, **options)
     assert not any("forward" in vars(module) for module in model.modules())
 
 

@@ -75,8 +75,8 @@ def test_every_address_says_what_it_answers(served: Served) -> None:
     assert said.keys() == CASES.keys() | {"/v1/embeddings"}
     assert all("$ref" in content["application/json"]["schema"] for content in said.values())
     streams = {path for path, content in said.items() if "text/event-stream" in content}
-    asked = {path for path in CASES if "stream" in _fields(served, path)}
-    assert streams == asked, "what can stream says so"
+    streamable = {path for path in CASES if "stream" in _fields(served, path)}
+    assert streams == streamable, "what can stream says so"
     for path, kind in (("/v1/models", answers.ModelList), ("/v1/models/told", answers.ModelCard)):
         kind.model_validate_json(served.http.get(path).text, strict=True)
 

@@ -265,9 +265,9 @@ NO_GRADIENT: dict[str, tuple[Callable[[], list[Any]], int, str]] = {
 
 @pytest.mark.parametrize("name", NO_GRADIENT)
 def test_a_gradient_that_torch_npu_lacks_is_an_error(name: str) -> None:
-    make, wanted, says = NO_GRADIENT[name]
+    make, position, says = NO_GRADIENT[name]
     args = make()
-    args[wanted] = args[wanted].clone().requires_grad_()
+    args[position] = args[position].clone().requires_grad_()
     with pytest.raises(RuntimeError, match=f"{name}: a gradient is needed and torch_npu {says}"):
         getattr(ascend, name)(*args)
     with torch.no_grad():

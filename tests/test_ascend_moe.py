@@ -255,9 +255,9 @@ def test_the_chain_is_our_experts(mode: int) -> None:
     )
     more = {"group_list": counts, "group_list_type": 1, "split_item": 2, "group_type": 0}
     (both,) = ascend.npu_grouped_matmul([rows], [gate_up.transpose(1, 2)], **more)
-    (found,) = ascend.npu_grouped_matmul([ascend.npu_swiglu(both)], [down.transpose(1, 2)], **more)
+    (out_rows,) = ascend.npu_grouped_matmul([ascend.npu_swiglu(both)], [down.transpose(1, 2)], **more)
     index = where.view(9, 2).t().reshape(-1) if mode == 0 else where
-    y = ascend.npu_moe_finalize_routing(found, None, None, None, weights, index, None, mode)
+    y = ascend.npu_moe_finalize_routing(out_rows, None, None, None, weights, index, None, mode)
     expected = ops.experts(x, gate_up, down, *ops.route(logits, 2, renormalize=False))
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
 

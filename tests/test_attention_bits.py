@@ -41,9 +41,9 @@ def test_the_kernel_for_hopper_gives_the_bits_of_the_plain_one(
     if (reason := gluon_reason(values["q"].device)) is not None:
         pytest.skip(reason)  # another chip: there is nothing to compare with
     assert prompt_triton.hopper_reason(tensors, strides) is None
-    found = attend(values)
+    actual = attend(values)
     monkeypatch.setattr(prompt_triton, "hopper_reason", lambda *_: "to compare")
-    assert torch.equal(found, attend(values))
+    assert torch.equal(actual, attend(values))
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])

@@ -30,11 +30,11 @@ def _no_calls_yet() -> None:
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
     thread.join(60)
-    return found[0]
+    return results[0]
 
 
 def test_a_block_forces_its_own_thread_alone(device: str) -> None:
@@ -63,17 +63,17 @@ def test_a_block_forces_its_own_thread_alone(device: str) -> None:
 
 
 def test_a_block_forces_its_own_task_alone() -> None:
-    found: dict[str, str] = {}
+    seen: dict[str, str] = {}
 
     async def forced(entered: asyncio.Event, looked: asyncio.Event) -> None:
         with twice.using("triton"):
             entered.set()
             await looked.wait()
-            found["forced"] = twice._forced.get()
+            seen["forced"] = twice._forced.get()
 
     async def free(entered: asyncio.Event, looked: asyncio.Event) -> None:
         await entered.wait()
-        found["free"] = twice._forced.get()
+        seen["free"] = twice._forced.get()
         looked.set()
 
     async def both() -> None:
@@ -81,7 +81,7 @@ def test_a_block_forces_its_own_task_alone() -> None:
         await asyncio.gather(forced(entered, looked), free(entered, looked))
 
     asyncio.run(both())
-    assert found == {"free": "", "forced": "triton"}
+    assert seen == {"free": "", "forced": "triton"}
 
 
 def test_compiled_code_is_forced_in_its_own_thread_alone() -> None:
@@ -235,8 +235,8 @@ def registry() -> Iterator[None]:
     yield
     BACKENDS.clear()
     BACKENDS.update(backends)
-    for op, (found, is_plain) in impls.items():
-        op.impls, op._is_plain_on_host = found, is_plain
+    for op, (implementations, is_plain) in impls.items():
+        op.impls, op._is_plain_on_host = implementations, is_plain
     devices.default_device.cache_clear()
 
 
@@ -292,9 +292,9 @@ def test_it_is_listed(ember: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         {"rms_norm", "rms_norm_backward"} if is_here else set()
     )
     monkeypatch.delenv("EMBER_CHIP")
-    found = {row["name"]: row["backends"] for row in json.loads(availability.as_json())["operators"]}
-    assert found["rms_norm"]["ember"] == {"available": False, "reason": "no Ember chip in this machine"}
-    assert "ember" not in found["swiglu"]
+    backends = {row["name"]: row["backends"] for row in json.loads(availability.as_json())["operators"]}
+    assert backends["rms_norm"]["ember"] == {"available": False, "reason": "no Ember chip in this machine"}
+    assert "ember" not in backends["swiglu"]
 
 
 def test_a_lower_priority_comes_after_whorls_own(registry: None) -> None:
@@ -352,9 +352,9 @@ def test_an_installed_package_is_found_when_a_backend_is_chosen(register: str, t
     environment = os.environ | {"PYTHONPATH": path, "EMBER_CHIP": "1"}
     done = subprocess.run([sys.executable, "-c", FOUND], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    answers = json.loads(done.stdout)
     if register.endswith(":register"):
-        assert found == [True, "ember", True]
+        assert answers == [True, "ember", True]
     else:
-        assert found[0] is True
-        assert "the backend 'ember' (ember_platform:no_such_function) cannot be registered: " in found[1]
+        assert answers[0] is True
+        assert "the backend 'ember' (ember_platform:no_such_function) cannot be registered: " in answers[1]

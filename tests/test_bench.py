@@ -229,34 +229,34 @@ class TestBench:
 
     @pytest.mark.parametrize("name", ["causal_attention", "causal_attention_backward"])
     def test_the_peer_of_causal_attention_answers_the_same(self, name):
-        def found(*lengths):
+        def case_of(*lengths):
             values = OPS[name].make(lengths=lengths, heads=4, kv_heads=2, dim=16, dtype=torch.float32, device="cpu")
             values = OPS[name]._bind((), values)
             return values, [p for p in peers.peers_of(OPS[name], values, compiled=False) if "scaled_dot" in p.label]
 
-        values, (peer,) = found(9)
+        values, (peer,) = case_of(9)
         gold = peer.select_expected(judge.answers(OPS[name], OPS[name].reference, judge.widened(values)))
         assert bench._peer_problem(peer.bind(values), gold) is None
-        assert not found(9, 3)[1], "it would let one sequence see the other"
+        assert not case_of(9, 3)[1], "it would let one sequence see the other"
 
     @pytest.mark.parametrize("causal", [False, True])
     def test_the_eager_peer_of_sparse_attention_and_its_gradients(self, causal):
         case = {"tokens": (6,), "keys": 40, "topk": 20, "heads": 3, "dim": 24, "value_dim": 16, "causal": causal}
         for name, count in (("sparse_attention", 1), ("sparse_attention_backward", 2)):
             values = OPS[name].make(**case, dtype=torch.float32, device="cpu")
-            found = [peer for peer in peers.peers_of(OPS[name], values, compiled=False) if "gather" in peer.label]
-            assert len(found) == 1
-            bound = found[0].bind(values)
-            gold = found[0].select_expected(judge.answers(OPS[name], OPS[name].reference, judge.widened(values)))
+            gathering = [peer for peer in peers.peers_of(OPS[name], values, compiled=False) if "gather" in peer.label]
+            assert len(gathering) == 1
+            bound = gathering[0].bind(values)
+            gold = gathering[0].select_expected(judge.answers(OPS[name], OPS[name].reference, judge.widened(values)))
             assert len(gold) == count
             assert bench._peer_problem(bound, gold) is None
 
     def test_a_peer_that_answers_something_else_has_no_speed(self, monkeypatch):
         monkeypatch.setattr(peers, "_torch_rms_norm", lambda x, weight, eps: 1.1 * x)
         document = bench.run(bench.OpsSettings.resolve(names=["rms_norm"], device="cpu"))
-        found = [p for row in document["rows"] for p in row["peers"] if p["label"] == "torch.nn.functional.rms_norm"]
-        assert found
-        assert all("wrong output" in p["note"] for p in found)
+        wrong = [p for row in document["rows"] for p in row["peers"] if p["label"] == "torch.nn.functional.rms_norm"]
+        assert wrong
+        assert all("wrong output" in p["note"] for p in wrong)
 
     def test_plot(self, tmp_path):
         pytest.importorskip("matplotlib")
@@ -339,9 +339,9 @@ def test_timing_counts_every_launch_of_a_graph(monkeypatch):
     monkeypatch.setattr(devices, "synchronize", lambda device: None)
     monkeypatch.setattr(devices, "timing_event", lambda device: Event())
     monkeypatch.setattr(devices, "record_graph", record_graph)
-    found = timing.measure([launch] * 16, "paper", short=True)
-    assert (found.us, found.hot_us) == (pytest.approx(3.0), pytest.approx(3.0))
-    assert found.how == "graph of 128 launches over 16 buffers"
+    measured = timing.measure([launch] * 16, "paper", short=True)
+    assert (measured.us, measured.hot_us) == (pytest.approx(3.0), pytest.approx(3.0))
+    assert measured.how == "graph of 128 launches over 16 buffers"
 
 
 def test_buffers_together_never_fit_the_cache(monkeypatch):

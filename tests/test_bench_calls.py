@@ -28,9 +28,9 @@ def test_every_operator_in_every_mode() -> None:
     assert done.exit_code == 0, done.output
     document = json.loads(done.output)
     assert {"command", "device", "versions", "commit", "dtype", "repeats", "rows"} <= set(document)
-    found = {(row["op"], row["mode"]): row for row in document["rows"]}
-    assert set(found) == {(name, mode) for name in WITH_GRADIENT for mode in calls.MODES} | {("rope_", "inference")}
-    for (_, mode), row in found.items():
+    rows = {(row["op"], row["mode"]): row for row in document["rows"]}
+    assert set(rows) == {(name, mode) for name in WITH_GRADIENT for mode in calls.MODES} | {("rope_", "inference")}
+    for (_, mode), row in rows.items():
         assert row["is_right"]
         assert row["backend"] == "torch"
         assert row["whorl_us"] > 0
@@ -44,7 +44,7 @@ def test_every_operator_in_every_mode() -> None:
 def test_a_wrong_answer_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = OPS["swiglu"].reference
     monkeypatch.setitem(
-        OPS["swiglu"].impls, "triton", Impl("triton", lambda **given: 2 * reference(**given), lambda **_: None)
+        OPS["swiglu"].impls, "triton", Impl("triton", lambda **arguments: 2 * reference(**arguments), lambda **_: None)
     )
     case = next(case for case in calls._cases() if case.op.name == "swiglu")
     with OPS["swiglu"].using("triton"):

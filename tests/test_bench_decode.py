@@ -299,10 +299,10 @@ def test_classify_finds_an_output_that_differs(speaking: Any, monkeypatch: pytes
     real = sampler._accept
 
     def swallow(samples: Any, ids: Any, logprobs: Any) -> Any:
-        found = real(samples, ids, logprobs)
+        accepted = real(samples, ids, logprobs)
         return {
             chunk: [sampler.Token(i) for i in chunk.draft] + tokens[len(chunk.draft) :]
-            for chunk, tokens in found.items()
+            for chunk, tokens in accepted.items()
         }
 
     monkeypatch.setattr(sampler, "_accept", swallow)

@@ -63,11 +63,11 @@ def test_known_delays(tmp_path: Path) -> None:
     acts = [Act(0.08, 1), *[Act(0.06, 2)] * 3]
     with faking(lambda body: acts, num_cached=4) as fake:
         options = "--requests 8 --concurrency 4 --input 20 --output 7 --warmup-requests 2 --slo ttft=5000,e2e=60"
-        found = document("--url", fake.url + "/v1", options, "--records", str(tmp_path / "all.jsonl"))
+        report = document("--url", fake.url + "/v1", options, "--records", str(tmp_path / "all.jsonl"))
     assert fake.most_open == 4
     assert len(fake.bodies) == 1 + 2 + 8, "one to see whether it works, two to warm up"
     assert all(body["max_tokens"] == 7 and body["ignore_eos"] and len(body["prompt"]) == 20 for body in fake.bodies[1:])
-    (row,) = found["rows"]
+    (row,) = report["rows"]
     assert (row["num_good"], row["failures"], row["counted"]) == (8, {}, {RUNNING: 8})
     assert row["output_tokens"] == 56
     assert 80 <= row["ttft_ms"]["p50"] < 800
@@ -88,10 +88,10 @@ def test_known_delays(tmp_path: Path) -> None:
 
 def test_an_open_loop_does_not_wait_for_answers() -> None:
     with faking(lambda body: [Act(0.6, 1)]) as fake:
-        found = document("--url", fake.url, "--requests 12 --rate 200 --output 1 --warmup-requests 0")
+        report = document("--url", fake.url, "--requests 12 --rate 200 --output 1 --warmup-requests 0")
     assert fake.most_open > 4
-    assert found["rows"][0]["num_good"] == 12
-    assert found["rows"][0]["load"] == {"kind": "rate", "value": 200.0}
+    assert report["rows"][0]["num_good"] == 12
+    assert report["rows"][0]["load"] == {"kind": "rate", "value": 200.0}
 
 
 def test_every_kind_of_failure_is_counted() -> None:
@@ -108,26 +108,26 @@ def test_every_kind_of_failure_is_counted() -> None:
 
     with faking(script) as fake:
         options = "--requests 20 --concurrency 20 --input 10:14 --output 1 --timeout 4 --warmup-requests 0"
-        found = document("--url", fake.url, options, exit_code=1)
-    (row,) = found["rows"]
+        report = document("--url", fake.url, options, exit_code=1)
+    (row,) = report["rows"]
     lengths = [len(body["prompt"]) for body in fake.bodies[1:]]
     expected = {"http 429": 11, "dropped": 12, "timeout": 13, "http 503": 14}
     assert row["failures"] == {kind: lengths.count(length) for kind, length in expected.items()}
     assert row["num_good"] == lengths.count(10)
     assert row["failure_messages"]["http 429"] == "go away"
     warning = f"{lengths.count(13)} of 20 requests failed: timeout: no data for 4 s"
-    assert warning in serve_report.render(found)
+    assert warning in serve_report.render(report)
 
 
 def test_servers_that_say_less() -> None:
     acts = [Act(0.0, 1), Act(0.01, 2, text="xx"), Act(0.0, 1)]
     options = "--requests 3 --concurrency 1 --output 4 --warmup-requests 0"
     with faking(lambda body: acts, usage="final", refuses=("continuous_usage_stats",), has_tokenizer=False) as fake:
-        found = document("--url", fake.url, options)
-        assert found["rows"][0]["counted"] == {SPREAD: 3}
-        assert found["rows"][0]["output_tokens"] == 12
-        assert any("reports no running usage" in text for text in found["rows"][0]["warnings"])
-        assert found["header"]["prompts"].startswith("words")
+        report = document("--url", fake.url, options)
+        assert report["rows"][0]["counted"] == {SPREAD: 3}
+        assert report["rows"][0]["output_tokens"] == 12
+        assert any("reports no running usage" in text for text in report["rows"][0]["warnings"])
+        assert report["header"]["prompts"].startswith("words")
         assert all(isinstance(body["prompt"], str) for body in fake.bodies)
         chat = document("--url", fake.url, options, "--chat", """--body '{"cache_salt": "7", "temperature": 1}'""")
         assert chat["rows"][0]["output_tokens"] == 12
@@ -145,20 +145,20 @@ def test_servers_that_say_less() -> None:
 def test_the_key_is_sent_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["whorl", "bench", "serve", "--api-key", "very-secret"])
     with faking(lambda body: [Act(0.0, 1)]) as fake:
-        found = run("--url", fake.url, "--api-key", "very-secret", "--requests 2 --output 1 --json")
-    assert found.exit_code == 0
+        done = run("--url", fake.url, "--api-key", "very-secret", "--requests 2 --output 1 --json")
+    assert done.exit_code == 0
     assert all("very-secret" in head for head in fake.headers)
-    assert "very-secret" not in found.stdout
-    assert "--api-key ***" in json.loads(found.stdout)["header"]["command"]
+    assert "very-secret" not in done.stdout
+    assert "--api-key ***" in json.loads(done.stdout)["header"]["command"]
 
 
 def test_nobody_is_there() -> None:
     with faking(lambda body: [Act()]) as fake:
         url = fake.url
-    found = run("--url", url)
-    assert found.exit_code == 2
-    assert f"--url {url}" in found.stderr
-    assert "is the server running?" in found.stderr
+    done = run("--url", url)
+    assert done.exit_code == 2
+    assert f"--url {url}" in done.stderr
+    assert "is the server running?" in done.stderr
 
 
 def test_httpx_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,11 +211,11 @@ def test_the_real_server() -> None:
 def test_an_engine_in_process(shape: str, tmp_path: Path) -> None:
     path = tmp_path / "load.png"
     options = "--device cpu --requests 6 --input 8:24 --output 3:6 --sweep 1,3 --slo ttft=60000 --block-size 8"
-    found = document("--random-config", shape, options, "--plot", str(path))
+    report = document("--random-config", shape, options, "--plot", str(path))
     assert path.stat().st_size > 10_000
-    assert found["header"]["weights"] == "random"
-    assert found["header"]["workload"]["input"] == "8:24"
-    first, second = found["rows"]
+    assert report["header"]["weights"] == "random"
+    assert report["header"]["workload"]["input"] == "8:24"
+    first, second = report["rows"]
     assert [row["load"]["value"] for row in (first, second)] == [1, 3]
     for row in (first, second):
         assert (row["num_good"], row["counted"]) == (6, {"steps": 6})
@@ -224,7 +224,7 @@ def test_an_engine_in_process(shape: str, tmp_path: Path) -> None:
         assert row["goodput"]["share"] == 1.0
         assert row["queue_ms"]["p50"] <= row["ttft_ms"]["p50"] <= row["e2e_ms"]["p50"]
     assert first["num_steps"] > second["num_steps"], "three at once share steps"
-    text = serve_report.render(found)
+    text = serve_report.render(report)
     for words in ("3 at once", "first token", "between tokens", "in the queue", "output tok/s", "100.0%"):
         assert words in text
 
@@ -240,11 +240,11 @@ def mock_engine(**settings: Any) -> LLM:
 def test_waiting_for_a_place_is_time_in_the_queue() -> None:
     """Three at once, and two places: the third begins when another has ended."""
     requests = workload(count=3).requests(Load(kind="rate"), 200)
-    found = sorted(engine_load(mock_engine(), requests, Load(kind="rate")), key=lambda each: each.queue or 0.0)
-    assert all(each.failure is None and each.num_output == 3 for each in found)
-    assert found[2].queue is not None
-    assert found[2].queue >= min(each.end for each in found[:2]) - 1e-3
-    assert found[2].ttft >= found[2].queue
+    records = sorted(engine_load(mock_engine(), requests, Load(kind="rate")), key=lambda each: each.queue or 0.0)
+    assert all(each.failure is None and each.num_output == 3 for each in records)
+    assert records[2].queue is not None
+    assert records[2].queue >= min(each.end for each in records[:2]) - 1e-3
+    assert records[2].ttft >= records[2].queue
 
 
 def test_a_closed_loop_in_process_and_its_end() -> None:
@@ -258,8 +258,8 @@ def test_a_closed_loop_in_process_and_its_end() -> None:
             super()._step()
 
     requests = workload(count=9).requests(AT_ONCE, 200)
-    found = Watched(llm, vocabulary(llm), AT_ONCE, requests).run()
-    assert (len(found), most) == (9, 2)
+    records = Watched(llm, vocabulary(llm), AT_ONCE, requests).run()
+    assert (len(records), most) == (9, 2)
     none = EngineLoad(llm, vocabulary(llm), AT_ONCE, requests, seconds=1e-9).run()
     assert none == [], "no request begins later"
     assert llm.pool.num_used == 0
@@ -267,8 +267,8 @@ def test_a_closed_loop_in_process_and_its_end() -> None:
 
 def test_prefixes_come_from_the_cache_in_process() -> None:
     requests = workload(count=6, shared_prefix=16).requests(AT_ONCE, 200)
-    found = engine_load(mock_engine(), requests, Load(kind="concurrency", value=1))
-    assert [each.num_cached for each in found] == [0, *[16] * 5]
+    records = engine_load(mock_engine(), requests, Load(kind="concurrency", value=1))
+    assert [each.num_cached for each in records] == [0, *[16] * 5]
 
 
 def test_what_an_engine_refuses_is_counted() -> None:
@@ -276,9 +276,9 @@ def test_what_an_engine_refuses_is_counted() -> None:
         Request(index=0, prompt=np.arange(600, dtype=np.int32) % 50, num_output=3),
         *workload(count=2).requests(AT_ONCE, 200),
     ]
-    found = engine_load(mock_engine(), [replace(each, index=i) for i, each in enumerate(requests)], AT_ONCE)
-    assert [each.failure for each in found] == ["refused", None, None]
-    assert "tokens" in found[0].message
+    records = engine_load(mock_engine(), [replace(each, index=i) for i, each in enumerate(requests)], AT_ONCE)
+    assert [each.failure for each in records] == ["refused", None, None]
+    assert "tokens" in records[0].message
 
 
 # ---- what is asked
@@ -305,16 +305,16 @@ def test_what_an_engine_refuses_is_counted() -> None:
     ],
 )
 def test_what_does_not_go_together(options: str, said: str) -> None:
-    found = run(options)
-    assert found.exit_code == 2
-    assert said in found.stderr
+    done = run(options)
+    assert done.exit_code == 2
+    assert said in done.stderr
 
 
 def test_requests_that_never_fit(shape: str) -> None:
-    found = run("--random-config", shape, "--device", "cpu", "--input", "512")
-    assert found.exit_code == 2
-    assert "up to 576 tokens" in found.stderr
-    assert "have up to 256" in found.stderr
+    done = run("--random-config", shape, "--device", "cpu", "--input", "512")
+    assert done.exit_code == 2
+    assert "up to 576 tokens" in done.stderr
+    assert "have up to 256" in done.stderr
 
 
 def test_a_generator_that_is_late_says_so() -> None:
@@ -329,15 +329,15 @@ def test_the_mixed_load_is_one_command_line(monkeypatch: pytest.MonkeyPatch) -> 
     """As docs/bench_serve.md has it."""
     page = (Path(__file__).parents[1] / "docs" / "bench_serve.md").read_text().replace("\\\n", " ")
     (line,) = [line for line in page.splitlines() if "--random-config Qwen3-30B-A3B" in line]
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def build_benchmark(model: str | None, load: LoadOptions, engine: EngineSettings) -> Any:
-        asked.extend((load, engine))
+        calls.extend((load, engine))
         return lambda: ({}, "", True)
 
     monkeypatch.setattr(serve_command, "build_benchmark", build_benchmark)
     assert run(line.partition("bench serve")[2]).exit_code == 0
-    load, engine = asked
+    load, engine = calls
     made = serve_command._workload(load).requests(serve_command._loads(load)[0], VOCABULARY)
     assert load.random_config in PRESETS
     assert (len(made), engine.max_num_seqs, engine.max_num_batched_tokens) == (256, 128, 8192)

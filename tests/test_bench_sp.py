@@ -24,15 +24,15 @@ from whorl.passes.cost import TABLE, Traffic
 def test_the_table_is_the_cost_models() -> None:
     done = CliRunner().invoke(app, ["bench", "sp", "--simulate", "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.output)
-    assert [(row["link"], row["ranks"]) for row in found["rows"]] == [(n, p) for n in TABLE for p in (2, 4, 8, 16)]
-    for row in found["rows"]:
+    report = json.loads(done.output)
+    assert [(row["link"], row["ranks"]) for row in report["rows"]] == [(n, p) for n in TABLE for p in (2, 4, 8, 16)]
+    for row in report["rows"]:
         traffic = Traffic.of_norm(8192, torch.bfloat16)
         assert row["min_tokens"] == TABLE[row["link"]].threshold(row["ranks"], traffic)
         for way in ("sp", "sp_int8", "sp, MLA"):
-            assert len(row["speedup"][way]) == len(found["tokens"])
+            assert len(row["speedup"][way]) == len(report["tokens"])
         assert max(row["speedup"]["sp"]) <= 1, "plain sequence parallelism sends as much as an all-reduce"
-    ethernet = next(row for row in found["rows"] if (row["link"], row["ranks"]) == ("ethernet", 4))
+    ethernet = next(row for row in report["rows"] if (row["link"], row["ranks"]) == ("ethernet", 4))
     assert ethernet["speedup"]["sp_int8"][-1] == pytest.approx(1 / 0.75, rel=0.02)  # bytes are all that counts there
     assert ethernet["speedup"]["sp, MLA"][-1] == pytest.approx(1 / 0.647, rel=0.02)
 
@@ -123,7 +123,7 @@ def bytes_on_the_wire() -> dict[str, list[int]]:
             256 + 4,
         ),
     }
-    found = {}
+    sizes = {}
     for name, (call, row_bytes) in calls.items():
         call()
         dist.barrier()
@@ -132,19 +132,19 @@ def bytes_on_the_wire() -> dict[str, list[int]]:
         dist.barrier()  # what waits in the kernel is counted when it leaves
         sent = sp_rank.payload_sent() - before
         what = "all_gather" if name == "quantized" else name
-        found[name] = [sent, collectives.wire_bytes(what, row_bytes, 301, world)]
-    return found
+        sizes[name] = [sent, collectives.wire_bytes(what, row_bytes, 301, world)]
+    return sizes
 
 
 @pytest.mark.slow
 def test_collectives_send_what_the_report_counts() -> None:
     ranks = Ranks(3)
-    found = ranks.run(bytes_on_the_wire)
+    by_rank = ranks.run(bytes_on_the_wire)
     ranks.stop()
-    for answers in found:
+    for answers in by_rank:
         for name, (sent, said) in answers.items():
             assert said <= sent < said * 1.02 + 1000, f"{name}: {sent} bytes, the report says {said}"
-    total = {name: sum(a[name][0] for a in found) for name in found[0]}
+    total = {name: sum(a[name][0] for a in by_rank) for name in by_rank[0]}
     assert total["reduce_scatter"] < 0.52 * total["all_reduce"], "a true reduce-scatter is half an all-reduce"
 
 
@@ -192,9 +192,9 @@ def test_shown(tmp_path: Path) -> None:
 
 
 def check_run(settings: sp.SpSettings) -> dict[str, Any]:
-    found = sp.run(settings)
-    assert sp.is_good(found), found
-    rows = {row["name"]: row for row in found["rows"]}
+    report = sp.run(settings)
+    assert sp.is_good(report), report
+    rows = {row["name"]: row for row in report["rows"]}
     ratio = {name: row["bytes_ratio"] for name, row in rows.items()}
     assert ratio["SP"] == pytest.approx(1, abs=0.01)
     assert ratio["SP + int8"] == pytest.approx(0.75, abs=0.02)

@@ -48,14 +48,14 @@ def test_rows_of_every_context(shape: str) -> None:
 
 
 def settings(shape: str, **changes: Any) -> DecodeSettings:
-    given = {"num_tokens": 4, "batch": "2", "engine": EngineSettings(device="cpu")}
-    return DecodeSettings.resolve(random_config=shape, **(given | changes))
+    options = {"num_tokens": 4, "batch": "2", "engine": EngineSettings(device="cpu")}
+    return DecodeSettings.resolve(random_config=shape, **(options | changes))
 
 
 def test_a_filled_cache_computes_no_prompt(shape: str) -> None:
-    asked = settings(shape, context="100")
-    model: Any = decode.load(asked)[0]
-    llm = decode.engine(model, 2, 100, asked)
+    resolved = settings(shape, context="100")
+    model: Any = decode.load(resolved)[0]
+    llm = decode.engine(model, 2, 100, resolved)
     lengths: list[int] = []
     real = llm.runner.run_call
     llm.runner.run_call = lambda call: (lengths.append(call.size[0]), real(call))[1]  # type: ignore[method-assign]
@@ -69,11 +69,11 @@ def test_a_filled_cache_computes_no_prompt(shape: str) -> None:
 
 
 def test_without_a_context_prompts_are_computed(shape: str) -> None:
-    asked = settings(shape)
-    model: Any = decode.load(asked)[0]
-    llm = decode.engine(model, 2, decode.CONTEXT, asked)
+    resolved = settings(shape)
+    model: Any = decode.load(resolved)[0]
+    llm = decode.engine(model, 2, decode.CONTEXT, resolved)
     assert type(llm.pool).__name__ == "BlockPool"
-    assert asked.rows == [(decode.CONTEXT, 2)]
+    assert resolved.rows == [(decode.CONTEXT, 2)]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ STEP = [
 
 
 def test_time_belongs_to_the_innermost_mark() -> None:
-    found = [(piece.start, piece.end, piece.part) for piece in segments(STEP)]
-    assert found == [
+    spans = [(piece.start, piece.end, piece.part) for piece in segments(STEP)]
+    assert spans == [
         (0, 10, "inputs"),
         (10, 12, "attention"),
         (12, 20, "qkv product"),
@@ -138,7 +138,7 @@ def test_time_belongs_to_the_innermost_mark() -> None:
         (85, 100, "sampling"),
     ]
     second = [event | {"ts": event["ts"] + 100} for event in STEP]  # without a gap between the steps
-    assert [piece.part for piece in segments(STEP + second)] == [part for _, _, part in found] * 2
+    assert [piece.part for piece in segments(STEP + second)] == [part for _, _, part in spans] * 2
     assert sum(each.us for each in step_trace.host_parts(STEP + second)) == 200
 
 
@@ -179,9 +179,9 @@ def test_kernels_belong_to_the_part_that_launched_them() -> None:
 def test_a_replay_takes_the_parts_of_the_launches() -> None:
     eager = [Kernel(name, part, 9.0) for name, part in zip("abacd", ("q", "att", "o", "x", "head"), strict=True)]
     replayed = [Kernel(name, "other", i) for i, name in enumerate("abzacd")]  # one more than was launched
-    found = with_eager_parts(replayed, eager)
-    assert [each.part for each in found] == ["q", "att", "other", "o", "x", "head"]
-    assert [each.us for each in found] == list(range(6)), "times are the replay's own"
+    kernels = with_eager_parts(replayed, eager)
+    assert [each.part for each in kernels] == ["q", "att", "other", "o", "x", "head"]
+    assert [each.us for each in kernels] == list(range(6)), "times are the replay's own"
 
 
 def test_replays_are_aligned_step_by_step() -> None:
@@ -198,12 +198,12 @@ def test_bytes_of_the_parts_are_those_of_the_step(tied: bool, kind: str) -> None
     changes = {"num_experts": 8} if kind == "experts" else {}
     model = build(make.tiny(tie_word_embeddings=tied, **changes), device="meta", dtype=torch.float32)
     for seen in (set(), {"experts down"}):
-        found = part_bytes(model, 3, 50, seen)
-        assert sum(found.values()) == pytest.approx(step_bytes(model, batch=3, context=50))
-        assert found["attention"] == 3 * 2 * 51 * (2 * 2 * (16 if kind == "experts" else 8) * 4)
+        sizes = part_bytes(model, 3, 50, seen)
+        assert sum(sizes.values()) == pytest.approx(step_bytes(model, batch=3, context=50))
+        assert sizes["attention"] == 3 * 2 * 51 * (2 * 2 * (16 if kind == "experts" else 8) * 4)
         if kind == "experts":
-            assert ("experts down" in found) == bool(seen)
-            assert not seen or found["experts gate/up"] == pytest.approx(2 * found["experts down"])
+            assert ("experts down" in sizes) == bool(seen)
+            assert not seen or sizes["experts gate/up"] == pytest.approx(2 * sizes["experts down"])
 
 
 def test_marks_are_gone_afterwards() -> None:
@@ -218,12 +218,12 @@ def test_marks_are_gone_afterwards() -> None:
 def test_a_profile_on_the_host(shape: str) -> None:
     arguments = ["--random-config", shape, "--profile", "--batch", "2", "--context", "40", "--tokens", "16"]
     document = json.loads(run(*arguments, "--json").stdout)
-    (found,) = document["profiles"]
-    parts = {row["part"]: row for row in found["parts"]}
+    (profile,) = document["profiles"]
+    parts = {row["part"]: row for row in profile["parts"]}
     needed = {"norms", "qkv product", "attention", "output product", "router", "experts", "head", "sampling"}
     assert needed <= set(parts)
-    assert found["how"] == "host"
-    assert sum(row["us"] for row in found["parts"]) == pytest.approx(found["step_us"])
+    assert profile["how"] == "host"
+    assert sum(row["us"] for row in profile["parts"]) == pytest.approx(profile["step_us"])
     layers = {part: row["us_per_layer"] for part, row in parts.items()}
     assert layers["head"] is None
     assert layers["qkv product"] == pytest.approx(parts["qkv product"]["us"] / 2)
@@ -261,13 +261,13 @@ def test_what_is_done_late_is_seen(shape: str, monkeypatch: pytest.MonkeyPatch) 
     from whorl.engine import runner
 
     monkeypatch.setattr(runner, "record_graph", lambda device, function, pool=None: function)
-    monkeypatch.setattr(runner, "wants_graphs", lambda device, asked: True)
-    asked = settings(shape, batch="3", context="30", num_tokens=5, prompt_tokens=16)
-    off = first_steps.run(asked)
+    monkeypatch.setattr(runner, "wants_graphs", lambda device, requested: True)
+    resolved = settings(shape, batch="3", context="30", num_tokens=5, prompt_tokens=16)
+    off = first_steps.run(resolved)
     assert off["warmup"] == "off"
     assert off["load"]["late_steps"] > 0
     assert any("graphs" in what for step in off["load"]["slow"] for what in step["late"])
-    engine = asked.engine.changed(warmup="full")
+    engine = resolved.engine.changed(warmup="full")
     warm = first_steps.run(settings(shape, batch="3", context="30", num_tokens=5, prompt_tokens=16, engine=engine))
     assert warm["load"]["late_steps"] == 0
 

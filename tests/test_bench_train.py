@@ -75,10 +75,10 @@ def test_text_names_rows_and_ratios(document: Any) -> None:
 
 
 def test_out_of_memory_is_a_row_and_is_tried_with_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(asked: Shape, switches: frozenset[str]) -> train_model.Trainee:
+    def build(requested: Shape, switches: frozenset[str]) -> train_model.Trainee:
         if "checkpoint" not in switches:
             raise torch.OutOfMemoryError
-        return ours(asked, switches)
+        return ours(requested, switches)
 
     monkeypatch.setattr(train, "ours", build)
     settings = train.TrainSettings.resolve(device="cpu", rows="fused", layers="2", seq="16", steps=1, warmup=1)
@@ -89,10 +89,10 @@ def test_out_of_memory_is_a_row_and_is_tried_with_checkpointing(monkeypatch: pyt
 
 
 def test_a_row_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(asked: Shape, switches: frozenset[str]) -> train_model.Trainee:
+    def build(requested: Shape, switches: frozenset[str]) -> train_model.Trainee:
         if "gmm" in switches:
             raise RuntimeError("no such kernel\nmore")
-        return ours(asked, switches)
+        return ours(requested, switches)
 
     monkeypatch.setattr(train, "ours", build)
     settings = train.TrainSettings.resolve(device="cpu", rows="kernels,fused", layers="2", seq="16", steps=1, warmup=1)
@@ -107,8 +107,8 @@ def test_what_a_converter_finds_wrong_is_marked(monkeypatch: pytest.MonkeyPatch)
         raise ValueError("whorl_gmm: 24 times")
 
     monkeypatch.setattr(CONVERTERS["whorl_gmm"], "_compare", refuse)
-    monkeypatch.setattr(train_model, "verdicts", found := dict[str, str]())
-    monkeypatch.setattr(train, "verdicts", found)
+    monkeypatch.setattr(train_model, "verdicts", verdicts := dict[str, str]())
+    monkeypatch.setattr(train, "verdicts", verdicts)
     settings = train.TrainSettings.resolve(device="cpu", rows="gmm,dsa", layers="2", seq="16", steps=1, warmup=1)
     document = train.run(settings)
     assert [row["wrong"] for row in document["rows"]] == [["whorl_gmm: 24 times"], []]
@@ -156,8 +156,8 @@ def test_balance_raises_the_bias_of_idle_experts() -> None:
 def test_indexer_losses_are_taken_once() -> None:
     trainee = ours(shape(), frozenset({"dsa"}))
     trainee.step()
-    assert len(found := [float(x) for x in indexer_losses(trainee.model)]) == 2
-    assert min(found) > 0
+    assert len(losses := [float(x) for x in indexer_losses(trainee.model)]) == 2
+    assert min(losses) > 0
     assert [float(x) for x in indexer_losses(trainee.model)] == [0, 0]
 
 
@@ -170,10 +170,10 @@ def test_prediction_is_the_planners() -> None:
     trim = dataclasses.replace(DEEPSEEK_V32, layers=8, experts=8, chosen=2, dense=frozenset({0}))
     settings = PlanSettings(seq=32768, batch=1, weight=2, gradient=2, moment=2, chunk=512)
     planned = memory_of(trim, Parallelism(pp=1, tp=1, cp=1, dp=1, ep=1, swap=True), settings)
-    found = train.predict(args, 32768, train.switches_of("dsa+checkpoint+swap"), 2)
-    assert found == pytest.approx(planned.allocated * GB)
+    predicted = train.predict(args, 32768, train.switches_of("dsa+checkpoint+swap"), 2)
+    assert predicted == pytest.approx(planned.allocated * GB)
     for row in ("dsa+checkpoint", "dsa+swap", "checkpoint+swap"):  # each of them less by one
-        assert train.predict(args, 32768, train.switches_of(row), 2) > found
+        assert train.predict(args, 32768, train.switches_of(row), 2) > predicted
 
 
 def test_shapes_are_the_planners() -> None:

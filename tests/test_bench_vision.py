@@ -32,9 +32,9 @@ def test_products_of_the_tower_are_those_that_torch_counts() -> None:
     model: Any = random_model(config, device="cpu", dtype=torch.float32)
     peer = vision_tower.Peer(model, config, "cpu")
     for grids in ([(1, 4, 6)], [(2, 4, 4), (1, 8, 2)]):
-        given = torch.cat([vision_tower.patches(model.tower.config, grid, "cpu") for grid in grids])
+        patches = torch.cat([vision_tower.patches(model.tower.config, grid, "cpu") for grid in grids])
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:  # others are not counted
-            peer.features(given, grids)
+            peer.features(patches, grids)
         assert vision_tower.flops(model.tower.config, grids) == counted.get_total_flops()
 
 
@@ -68,13 +68,13 @@ def test_a_small_one_runs_whole(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document == json.loads((tmp_path / "found.json").read_text())
-    (found,) = document["models"]
-    assert found["model"] == "tiny"
-    assert all(found["tower"][part]["seconds"] > 0 for part in ("pictures", "video"))
-    assert all(found["preprocessing"][part] > 0 for part in ("preprocessing_s", "tower_s", "both_s"))
-    assert [row["pictures"] for row in found["engine"]["first_token"]] == [1, 2]
-    assert [row["prompt_tokens"] for row in found["engine"]["first_token"]] == [32 + 5, 32 + 10]
-    assert [row["batch"] for row in found["text_model"]["decode"]] == [1, 2]
+    (entry,) = document["models"]
+    assert entry["model"] == "tiny"
+    assert all(entry["tower"][part]["seconds"] > 0 for part in ("pictures", "video"))
+    assert all(entry["preprocessing"][part] > 0 for part in ("preprocessing_s", "tower_s", "both_s"))
+    assert [row["pictures"] for row in entry["engine"]["first_token"]] == [1, 2]
+    assert [row["prompt_tokens"] for row in entry["engine"]["first_token"]] == [32 + 5, 32 + 10]
+    assert [row["batch"] for row in entry["text_model"]["decode"]] == [1, 2]
     text = vision_report.render(document)
     assert "2 of 16x16" in text
     assert "FLOPs count 16 channels" in text
@@ -83,9 +83,9 @@ def test_a_small_one_runs_whole(tmp_path: Path) -> None:
 def test_what_comes_after_the_limit_of_time_is_not_begun() -> None:
     result = run(*SMALL, "--json", "--time-limit", "0")
     assert result.exit_code == 1, "a part is missing"
-    (found,) = json.loads(result.stdout)["models"]
-    assert "--time-limit" in found["weights"]["note"]
-    assert set(found) == {"model", "weights"}
+    (entry,) = json.loads(result.stdout)["models"]
+    assert "--time-limit" in entry["weights"]["note"]
+    assert set(entry) == {"model", "weights"}
 
 
 REFUSED = {

@@ -41,9 +41,9 @@ def test_the_same_seed_is_the_same_workload() -> None:
 
 def test_points_of_a_sweep_have_the_same_lengths_and_other_tokens() -> None:
     """A server that keeps prefixes knows nothing of one point's prompts from another's, or from warming up."""
-    asked = workload(shared_prefix=16)
-    points = [asked.requests(AT_ONCE, VOCABULARY, point=point) for point in (0, 1)]
-    warm = [asked.warmup(20, VOCABULARY, point=point) for point in (0, 1)]
+    configured = workload(shared_prefix=16)
+    points = [configured.requests(AT_ONCE, VOCABULARY, point=point) for point in (0, 1)]
+    warm = [configured.warmup(20, VOCABULARY, point=point) for point in (0, 1)]
     assert [r.num_output for r in points[0]] == [r.num_output for r in points[1]]
     assert [len(r.prompt) for r in points[0]] == [len(r.prompt) for r in points[1]] == [len(r.prompt) for r in warm[0]]
     starts = {tuple(r.prompt[:16]) for requests in (*points, *warm) for r in requests}
@@ -87,29 +87,29 @@ def test_poisson_arrivals() -> None:
 
 
 def test_seconds_say_how_many() -> None:
-    found = workload(count=None, seconds=100.0).requests(Load(kind="rate", value=5), VOCABULARY)
-    assert 400 < len(found) < 600
-    assert found[-1].at is not None
-    assert found[-1].at < 100
+    requests = workload(count=None, seconds=100.0).requests(Load(kind="rate", value=5), VOCABULARY)
+    assert 400 < len(requests) < 600
+    assert requests[-1].at is not None
+    assert requests[-1].at < 100
     assert all(r.at == 0 for r in workload().requests(Load(kind="rate"), VOCABULARY)), "inf: all at once"
     with pytest.raises(ValueError, match="give --requests"):
         workload(count=None, seconds=100.0).requests(Load(kind="rate", value=1e4), VOCABULARY)
 
 
 def test_more_requests_begin_with_the_same() -> None:
-    asked = workload(count=None, seconds=2.0, output=Lengths(low=1, high=90))
-    few, many = (asked.requests(Load(kind="concurrency", value=value), VOCABULARY) for value in (1, 4))
+    configured = workload(count=None, seconds=2.0, output=Lengths(low=1, high=90))
+    few, many = (configured.requests(Load(kind="concurrency", value=value), VOCABULARY) for value in (1, 4))
     assert len(few) < len(many)
     assert same(few, many[: len(few)])
 
 
 def test_shared_prefixes() -> None:
-    found = workload(count=200, shared_prefix=32, num_prefixes=3).requests(AT_ONCE, VOCABULARY)
-    starts = [tuple(request.prompt[:32]) for request in found]
+    requests = workload(count=200, shared_prefix=32, num_prefixes=3).requests(AT_ONCE, VOCABULARY)
+    starts = [tuple(request.prompt[:32]) for request in requests]
     assert len(set(starts)) == 3
     assert min(starts.count(start) for start in set(starts)) > 40
-    assert len({tuple(request.prompt[32:]) for request in found}) == 200
-    assert {len(request.prompt) - 32 for request in found} == {5, 6, 7, 8, 9}, "the prefix comes on top"
+    assert len({tuple(request.prompt[32:]) for request in requests}) == 200
+    assert {len(request.prompt) - 32 for request in requests} == {5, 6, 7, 8, 9}, "the prefix comes on top"
 
 
 def test_a_trace(tmp_path: Path) -> None:
@@ -160,16 +160,16 @@ def test_sweeps() -> None:
 def record(*arrivals: tuple[float, int], sent: float = 0.0, **more: Any) -> Record:
     count = sum(number for _, number in arrivals)
     end = arrivals[-1][0] if arrivals else sent
-    asked = {"index": 0, "asked_input": 10, "asked_output": count, "num_input": 10, "num_output": count}
-    return Record(**(asked | {"sent": sent, "end": end, "arrivals": list(arrivals)} | more))
+    fields = {"index": 0, "asked_input": 10, "asked_output": count, "num_input": 10, "num_output": count}
+    return Record(**(fields | {"sent": sent, "end": end, "arrivals": list(arrivals)} | more))
 
 
 def test_latencies_are_counted_by_tokens() -> None:
-    found = record((1.0, 2), (1.4, 4), (1.5, 1), sent=0.5)
-    assert found.ttft == 0.5
-    assert found.latencies() == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.1, 0.1])
-    assert found.gaps() == pytest.approx([0.4, 0.1])
-    assert found.tpot == pytest.approx(sum(found.latencies()) / 6)
+    measured = record((1.0, 2), (1.4, 4), (1.5, 1), sent=0.5)
+    assert measured.ttft == 0.5
+    assert measured.latencies() == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.1, 0.1])
+    assert measured.gaps() == pytest.approx([0.4, 0.1])
+    assert measured.tpot == pytest.approx(sum(measured.latencies()) / 6)
     alone = record((1.0, 1))
     assert (alone.latencies(), alone.gaps(), alone.tpot) == ([], [], None)
 
@@ -205,10 +205,10 @@ def test_failures_count_in_the_time_and_nowhere_else() -> None:
 
 
 def test_what_keeps_an_objective() -> None:
-    found = record((0.4, 1), (0.5, 1), (0.7, 1), sent=0.0)
-    assert is_within(found, parse_slo("ttft=400,tpot=151,itl=200,e2e=700"))
+    measured = record((0.4, 1), (0.5, 1), (0.7, 1), sent=0.0)
+    assert is_within(measured, parse_slo("ttft=400,tpot=151,itl=200,e2e=700"))
     for slo in ("ttft=399", "tpot=149", "itl=190", "e2e=699"):
-        assert not is_within(found, parse_slo(slo)), slo
+        assert not is_within(measured, parse_slo(slo)), slo
     assert is_within(record((0.4, 1)), parse_slo("itl=1")), "one token has no latency between tokens"
     for wrong in ("", "ttft", "ttft=0", "speed=3", "ttft=x"):
         with pytest.raises(ValueError, match="--slo"):
@@ -231,8 +231,8 @@ def test_events_may_be_cut_anywhere(size: int, end: bytes) -> None:
         b"\n", end
     )
     reader = EventReader()
-    found = [event for at in range(0, len(said), size) for event in reader.feed(said[at : at + size])]
-    assert found == ['{"a": 1}', "two\nlines", "[DONE]"]
+    events = [event for at in range(0, len(said), size) for event in reader.feed(said[at : at + size])]
+    assert events == ['{"a": 1}', "two\nlines", "[DONE]"]
 
 
 def piece(text: str, total: int | None = None, reason: str | None = None) -> dict[str, Any]:
@@ -241,17 +241,17 @@ def piece(text: str, total: int | None = None, reason: str | None = None) -> dic
 
 
 def counted(*chunks: Any) -> Record:
-    answer, found = Answer(), Record(index=0, asked_input=5, asked_output=9)
+    answer, recorded = Answer(), Record(index=0, asked_input=5, asked_output=9)
     for at, chunk in enumerate(chunks):
         answer.take(float(at), chunk if isinstance(chunk, str) else json.dumps(chunk))
-    answer.count(found)
-    return found
+    answer.count(recorded)
+    return recorded
 
 
 def test_tokens_by_running_usage() -> None:
-    found = counted(piece("a", 1), piece("bcd", 4), piece("", 4), piece("e", 5, "length"), "[DONE]")
-    assert found.arrivals == [(0.0, 1), (1.0, 3), (3.0, 1)]
-    assert (found.counted, found.num_output, found.num_input, found.failure) == (RUNNING, 5, 12, None)
+    recorded = counted(piece("a", 1), piece("bcd", 4), piece("", 4), piece("e", 5, "length"), "[DONE]")
+    assert recorded.arrivals == [(0.0, 1), (1.0, 3), (3.0, 1)]
+    assert (recorded.counted, recorded.num_output, recorded.num_input, recorded.failure) == (RUNNING, 5, 12, None)
     ahead = counted(
         piece("a", 2), piece("b", 2), piece("c", 3, "stop"), {"choices": [], "usage": {"completion_tokens": 4}}
     )
@@ -260,10 +260,10 @@ def test_tokens_by_running_usage() -> None:
 
 def test_tokens_by_final_usage() -> None:
     last = {"choices": [], "usage": {"completion_tokens": 6, "prompt_tokens": 3}}
-    found = counted(piece("a"), piece("bcdefg"), piece("h", reason="stop"), last)
-    assert found.counted == SPREAD
-    assert found.num_output == 6
-    assert found.arrivals == [(0.0, 1), (1.0, 4), (2.0, 1)]
+    recorded = counted(piece("a"), piece("bcdefg"), piece("h", reason="stop"), last)
+    assert recorded.counted == SPREAD
+    assert recorded.num_output == 6
+    assert recorded.arrivals == [(0.0, 1), (1.0, 4), (2.0, 1)]
     fewer = counted(
         piece("a"), piece("b"), piece("c", reason="stop"), {"choices": [], "usage": {"completion_tokens": 2}}
     )
@@ -274,9 +274,9 @@ def test_tokens_by_final_usage() -> None:
 def test_tokens_by_pieces() -> None:
     opening = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
     words = [{"choices": [{"delta": {name: "x"}}]} for name in ("reasoning_content", "content")]
-    found = counted(opening, *words, {"choices": [{"delta": {}, "finish_reason": "stop"}]})
-    assert (found.counted, found.arrivals) == (PIECES, [(1.0, 1), (2.0, 1)]), "what opens a chat is no token"
-    assert found.num_input == 5
+    recorded = counted(opening, *words, {"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    assert (recorded.counted, recorded.arrivals) == (PIECES, [(1.0, 1), (2.0, 1)]), "what opens a chat is no token"
+    assert recorded.num_input == 5
 
 
 def test_streams_that_fail() -> None:

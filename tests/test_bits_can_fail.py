@@ -55,9 +55,9 @@ def test_another_order_of_cuts(tmp_path: Path, device: str, monkeypatch: pytest.
     whole = attend(17, device, torch.float32)
     assert torch.equal(attend(1, device, torch.float32), whole)
     plant(DECODE, "here = at + ahead +", "here = at + (AHEAD - 1 - ahead) +", 1, tmp_path, monkeypatch)
-    found = attend(1, device, torch.float32)
-    assert not torch.equal(found, whole)
-    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+    actual = attend(1, device, torch.float32)
+    assert not torch.equal(actual, whole)
+    torch.testing.assert_close(actual, whole, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -71,6 +71,6 @@ def test_a_product_and_a_sum_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(attend(1, "cuda", torch.float16, **many), whole)
     written = "fold(top, total, out, cut_top, cut_total, cut_out)"
     plant(DECODE, written, "fold(cut_top, cut_total, cut_out, top, total, out)", 2, tmp_path, monkeypatch)
-    found = attend(1, "cuda", torch.float16, **many)
-    assert not torch.equal(found, whole)
-    torch.testing.assert_close(found, whole, rtol=0.002, atol=0.002)
+    actual = attend(1, "cuda", torch.float16, **many)
+    assert not torch.equal(actual, whole)
+    torch.testing.assert_close(actual, whole, rtol=0.002, atol=0.002)

@@ -57,8 +57,8 @@ def hermes(calls: Any) -> str:
 
 
 def llama(calls: Any) -> str:
-    found = [call["function"] for call in calls]
-    texts = [json.dumps({"name": f["name"], "parameters": f["arguments"]}, ensure_ascii=False) for f in found]
+    functions = [call["function"] for call in calls]
+    texts = [json.dumps({"name": f["name"], "parameters": f["arguments"]}, ensure_ascii=False) for f in functions]
     return "<|python_tag|>" + "; ".join(texts)
 
 
@@ -83,9 +83,9 @@ def test_calls_are_read_back_however_they_are_cut(
     written = WRITERS[form]([{"function": {"name": name, "arguments": a}} for name, a in given_calls])
     text = f"<think>\n{thought}\n</think>\n\n{before}{written}" if thought else f"{before}{written}"
     cuts = [0, *sorted(data.draw(st.sets(st.integers(0, len(text))))), len(text)]
-    reasoning, content, found = parse([text[a:b] for a, b in itertools.pairwise(cuts)], form)
+    reasoning, content, read_calls = parse([text[a:b] for a, b in itertools.pairwise(cuts)], form)
     assert (reasoning, content) == (thought, before)
-    assert [(name, json.loads(arguments)) for name, arguments in found] == given_calls
+    assert [(name, json.loads(arguments)) for name, arguments in read_calls] == given_calls
 
 
 PIECES = {

@@ -36,13 +36,13 @@ del OPS["shifted"]  # not for the tests that walk the registry
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Backends chosen for `shifted`, by their own `accepts`."""
     ops.register_backend("shifter", device="cpu", package="torch")
-    found: list[str] = []
+    choices: list[str] = []
 
     def accepts(**_: Any) -> None:
-        found.append("asked")
+        choices.append("asked")
 
     shifted.impl("shifter", accepts=accepts)(lambda x, by, sizes, far, scale: x + (1 if by is None else by))
-    yield found
+    yield choices
     shifted.impls, shifted._is_plain_on_host = {}, True
     del BACKENDS["shifter"]
 
@@ -148,9 +148,9 @@ def test_plans_are_bounded_and_keep_no_tensor(chosen: list[str], monkeypatch: py
     del x, by
     gc.collect()
     assert [ref() for ref in refs] == [None] * len(refs)
-    asked = len(chosen)
+    num_chosen = len(chosen)
     shifted(torch.zeros(39, requires_grad=True), torch.zeros(39), scale=39.0)
-    assert len(chosen) == asked, "the newest was forgotten"
+    assert len(chosen) == num_chosen, "the newest was forgotten"
 
 
 def test_many_threads_decide_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,14 +183,14 @@ def test_wrong_input_after_right_input(name: str, grad: bool) -> None:
     op = OPS[name]
     grad = grad and not op.forward_only
 
-    def given() -> dict[str, Any]:
+    def fresh_arguments() -> dict[str, Any]:
         values = arguments(name)
         return values | {n: values[n].requires_grad_() for n in ("q", "x", "qkv") if grad and n in values}
 
     for change, message in WRONG[name].values():
-        op(**given())
+        op(**fresh_arguments())
         for _ in range(2):
-            values = given()
+            values = fresh_arguments()
             with pytest.raises(ValueError, match=rf"^{name}: .*{message}"), torch.set_grad_enabled(grad):
                 op(**(values | change(arguments(name))))
 
@@ -224,7 +224,7 @@ def test_values_are_looked_at_in_every_call() -> None:
 def test_a_check_that_looks_at_no_values_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     check = ops.rms_norm.check
-    monkeypatch.setattr(ops.rms_norm, "check", lambda **given: (seen.append("checked"), check(**given))[1])
+    monkeypatch.setattr(ops.rms_norm, "check", lambda **arguments: (seen.append("checked"), check(**arguments))[1])
     ops.rms_norm._plans.clear()
     x, weight = torch.randn(5, 24), torch.randn(24)
     for _ in range(3):
@@ -270,25 +270,25 @@ def test_the_torch_op_and_the_direct_way_have_the_same_gradients() -> None:
 def test_checkpoints_compute_again() -> None:
     expected = gradients(ops.rms_norm)
     for reentrant in (False, True):
-        found = gradients(functools.partial(checkpoint, ops.rms_norm, use_reentrant=reentrant))
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual = gradients(functools.partial(checkpoint, ops.rms_norm, use_reentrant=reentrant))
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_what_was_saved_and_then_overwritten_is_noticed() -> None:
     x = torch.randn(3, 8, requires_grad=True)
-    given = x * 1
-    out = ops.rms_norm(given, torch.ones(8))
-    given.zero_()
+    source = x * 1
+    out = ops.rms_norm(source, torch.ones(8))
+    source.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
 
 def test_only_saved_tensors_live_on_with_the_graph() -> None:
     q, table = torch.randn(5, 2, 8, requires_grad=True), torch.randn(5, 8)
-    given, k = q * 1, torch.randn(5, 1, 8)
-    alive = [weakref.ref(given), weakref.ref(k)]
-    out = ops.rope(given, k, table)
-    del given, k
+    source, k = q * 1, torch.randn(5, 1, 8)
+    alive = [weakref.ref(source), weakref.ref(k)]
+    out = ops.rope(source, k, table)
+    del source, k
     gc.collect()
     assert [ref() for ref in alive] == [None, None]
     out[0].sum().backward()

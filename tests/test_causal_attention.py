@@ -23,11 +23,11 @@ def packed(lengths: tuple[int, ...], device: str, dtype: torch.dtype = torch.flo
 
 def sequences(values: Values) -> list[Values]:
     """Each as a call of its own."""
-    found = []
+    parts = []
     for start, end in itertools.pairwise(values["starts"].tolist()):
         starts = values["starts"].new_tensor([0, end - start])
-        found.append(values | {n: values[n][start:end] for n in ("q", "k", "v")} | {"starts": starts})
-    return found
+        parts.append(values | {n: values[n][start:end] for n in ("q", "k", "v")} | {"starts": starts})
+    return parts
 
 
 def served(one: Values, cuts: tuple[int, ...], backend: str) -> Tensor:
@@ -39,13 +39,13 @@ def served(one: Values, cuts: tuple[int, ...], backend: str) -> Tensor:
     for cache, name in zip(caches, ("k", "v"), strict=True):
         at = torch.arange(length, device=device)
         cache[table[at // BLOCK], at % BLOCK] = one[name].float()
-    found = []
+    outputs = []
     for start, end in itertools.pairwise((0, *cuts, length)):
         lengths = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, end - start], [end])]
         k_cache, v_cache = (c.to(one["q"].dtype) for c in caches)
         more = {"scale": one["scale"], "window": one["window"], "backend": backend}
-        found.append(paged_attention(one["q"][start:end], k_cache, v_cache, table[None].int(), *lengths, **more))
-    return torch.cat(found)
+        outputs.append(paged_attention(one["q"][start:end], k_cache, v_cache, table[None].int(), *lengths, **more))
+    return torch.cat(outputs)
 
 
 def assert_bits_of_the_engine(values: Values, cuts: tuple[int, ...], backend: str) -> None:
@@ -137,8 +137,8 @@ def test_gradients_are_torchs(backend: str, window: int, device: str) -> None:
     out, lse = causal_attention(**values, backend=backend)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     got = torch.autograd.grad([out, lse], leaves, [dout, dlse])
-    found = [dense(one) for one in sequences(values)]
-    expected_out, expected_lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+    results = [dense(one) for one in sequences(values)]
+    expected_out, expected_lse = (torch.cat(parts) for parts in zip(*results, strict=True))
     expected = torch.autograd.grad([expected_out, expected_lse], leaves, [dout.double(), dlse.double()])
     close = {"rtol": 1e-10, "atol": 1e-10} if backend == "torch" else {"rtol": 1e-4, "atol": 2e-5}
     torch.testing.assert_close(out.double(), expected_out, **close)

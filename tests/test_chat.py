@@ -71,11 +71,11 @@ def test_several_lines() -> None:
 
 
 def test_save(tmp_path: Path) -> None:
-    asked = ["/save", *(f"/save {tmp_path}/{name}" for name in ("a.json", "a.txt", "a.txt", "none/a.txt"))]
-    shown = talk(Scripted("Caf\u00e9."), "Where?", *asked, system="Be kind.")
+    commands = ["/save", *(f"/save {tmp_path}/{name}" for name in ("a.json", "a.txt", "a.txt", "none/a.txt"))]
+    shown = talk(Scripted("Caf\u00e9."), "Where?", *commands, system="Be kind.")
     messages = [("system", "Be kind."), ("user", "Where?"), ("assistant", "Caf\u00e9.")]
-    found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
-    assert [(m["role"], m["content"]) for m in found] == messages
+    saved = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    assert [(m["role"], m["content"]) for m in saved] == messages
     assert (tmp_path / "a.txt").read_text(encoding="utf-8").startswith("system:\nBe kind.\n\nuser:\nWhere?\n\nassist")
     assert "whorl: /save: expected a file name" in shown
     assert "a.txt: the file exists already; choose another name" in shown, "a file is never written over"
@@ -134,7 +134,7 @@ def test_a_full_context_is_an_error_of_one_message() -> None:
     shown = talk(llm, "word " * 500, "/reset", "Hi")
     assert shown.startswith("whorl: prompt: ")
     assert shown.endswith("\nunheard\n")
-    assert len(llm.asked) == 1
+    assert len(llm.added) == 1
 
 
 def test_a_long_answer_is_fitted_and_cut() -> None:
@@ -142,7 +142,7 @@ def test_a_long_answer_is_fitted_and_cut() -> None:
     shown = talk(llm, "Count", params=SamplingParams(temperature=0, max_tokens=2))
     assert shown == "one two\n[cut off after 2 tokens]\n"
     talk(llm, "Go", params=SamplingParams(temperature=0, max_tokens=10_000))
-    assert len(llm.asked[1].token_ids) == llm.max_model_len
+    assert len(llm.added[1].token_ids) == llm.max_model_len
 
 
 # ---- memory reuses the cache
@@ -284,7 +284,7 @@ def test_a_second_ctrl_c_interrupts_at_once() -> None:
 
     llm.on_step = twice
     assert "(Ctrl-D ends the chat)" in talk(llm, "Count", "And you?")
-    assert llm.asked[0].is_finished, "nothing keeps running"
+    assert llm.added[0].is_finished, "nothing keeps running"
 
 
 def test_ctrl_c_at_the_prompt_does_nothing() -> None:

@@ -61,15 +61,15 @@ def test_set() -> None:
     llm = Scripted("a", "b")
     shown = talk(llm, "Hi", "/set temperature 0.5", "/set top-k 7", "/set stop END", "/set seed 4", "Hi", "/set")
     assert shown.count("(set)") == 4
-    changed = llm.asked[1].params
+    changed = llm.added[1].params
     assert (changed.temperature, changed.top_k, changed.stop, changed.seed) == (0.5, 7, ("END",), 4)
-    assert llm.asked[0].params == GREEDY
+    assert llm.added[0].params == GREEDY
     table = dict(line.split(None, 1) for line in shown.splitlines()[-11:])
     assert [table[name] for name in ("temperature", "stop", "max_tokens", "when_full")] == ["0.5", "'END'", "24", "ask"]
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("setting", "said"),
     [
         ("speed 3", "/set speed: is not known. Has: temperature, "),
         ("temperature warm", "/set temperature warm: expected a number; 0 is greedy"),
@@ -77,8 +77,8 @@ def test_set() -> None:
         ("when_full wait", "/set when_full wait: expected ask, drop, stop"),
     ],
 )
-def test_set_wrongly(asked: str, said: str) -> None:
-    assert said in talk(Scripted(), f"/set {asked}")
+def test_set_wrongly(setting: str, said: str) -> None:
+    assert said in talk(Scripted(), f"/set {setting}")
 
 
 def test_what_can_be_set_is_what_is_sampled_with() -> None:
@@ -142,15 +142,15 @@ def test_the_oldest_turns_are_dropped() -> None:
     assert last.startswith(turn("system", "Be kind.")), "the system message stays"
     assert "question 0" not in last
     assert "answer 4" in last
-    assert all(seq.prompt_len + 24 <= llm.max_model_len for seq in llm.asked)
-    assert len(llm.asked) == 6
+    assert all(seq.prompt_len + 24 <= llm.max_model_len for seq in llm.added)
+    assert len(llm.added) == 6
 
 
 def test_a_full_context_stops_where_nobody_can_be_asked() -> None:
     llm = Scripted(*"abcdefg")
     shown = talk(llm, *[LONG] * 6, "/set when_full drop", LONG)
     assert shown.count("not sent: the conversation no longer fits") == 2
-    assert len(llm.asked) == 5
+    assert len(llm.added) == 5
     assert "/set when_full drop drops the oldest" in shown
     assert "dropped: " in shown
 
@@ -163,7 +163,7 @@ def test_a_full_context_is_asked_about(monkeypatch: pytest.MonkeyPatch, reply: s
     assert "(the conversation no longer fits into the context of 400 tokens)" in shown
     assert ("dropped: " in shown) is goes_on
     assert ("not sent: " in shown) is not goes_on
-    assert len(llm.asked) == (5 if goes_on else 4)
+    assert len(llm.added) == (5 if goes_on else 4)
 
 
 def test_an_answer_that_fills_the_context_says_so() -> None:

@@ -119,28 +119,28 @@ def test_generate_takes_pictures(files: Path, monkeypatch: pytest.MonkeyPatch) -
     write_model_files(files)
     llm = looking(ANSWERS)
     monkeypatch.setattr(command, "load", lambda options: llm)
-    given = ["generate", str(files), "--chat", "-p", "\nwhat", "--image", f"{files}/0.png", "--image", f"{files}/1.png"]
-    done = CliRunner().invoke(app, [*given, "--video", f"{files}/film.webm", "--json"])
+    words = ["generate", str(files), "--chat", "-p", "\nwhat", "--image", f"{files}/0.png", "--image", f"{files}/1.png"]
+    done = CliRunner().invoke(app, [*words, "--video", f"{files}/film.webm", "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["text"] == "a cat"
+    answer = json.loads(done.stdout)
+    assert answer["text"] == "a cat"
     ids, items = llm.seen[0]
     assert [item.kind for item in items] == ["image", "image", "video"]
-    assert found["prompt_tokens"] == len(ids)
+    assert answer["prompt_tokens"] == len(ids)
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("extra", "says"),
     [
         ("-p hi --image {0}/0.png", "--image and --video need the chat template: add --chat"),
         ("-c -p hi --image {0}/none.png", "none.png: cannot be read"),
         ("-c -p hi --image {0}/broken.png", "broken.png: it is not a PNG"),
     ],
 )
-def test_generate_refuses_before_loading(files: Path, monkeypatch: pytest.MonkeyPatch, given: str, says: str) -> None:
+def test_generate_refuses_before_loading(files: Path, monkeypatch: pytest.MonkeyPatch, extra: str, says: str) -> None:
     write_model_files(files)
     monkeypatch.setattr(command, "load", lambda options: pytest.fail("loaded"))
-    done = CliRunner().invoke(app, ["generate", str(files), *given.format(files).split()])
+    done = CliRunner().invoke(app, ["generate", str(files), *extra.format(files).split()])
     assert done.exit_code == 2
     assert says in " ".join(done.output.split())
 

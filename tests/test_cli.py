@@ -104,8 +104,8 @@ def test_ops_names_every_operator_with_a_reason_for_each_absent_backend(monkeypa
     assert [op["name"] for op in document["operators"]] == list(OPS)
     for op in document["operators"]:
         assert op["backends"]["torch"] == {"available": True, "reason": None}
-        for backend, found in op["backends"].items():
-            assert found["available"] == (found["reason"] is None), backend
+        for backend, status in op["backends"].items():
+            assert status["available"] == (status["reason"] is None), backend
     text = run("ops").output
     rows = [line.split("  ", 1) for line in text.splitlines()[2:]]
     assert [row[0] for row in rows] == ["operator", *OPS], "a name runs into its neighbour"

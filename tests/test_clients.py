@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client_environments import found, run
+from client_environments import run, use_program
 from serving import MODEL, Served, byte_tokenizer, serving, told, wait_until
 
 from whorl.engine.llm import LLM
@@ -46,7 +46,7 @@ def real() -> Iterator[Served]:
 
 
 def test_litellm(served: Served) -> None:
-    assert found("litellm", served.url) == {
+    assert use_program("litellm", served.url) == {
         "streamed": "Hello there!",
         "tool": "weather Rome: Take a hat.",
         "streamed_tool": {"city": "Rome"},
@@ -59,7 +59,7 @@ def test_litellm(served: Served) -> None:
 
 
 def test_langchain_openai(served: Served) -> None:
-    answer = found("langchain-openai", served.url)
+    answer = use_program("langchain-openai", served.url)
     assert answer.pop("pieces") > 10
     assert answer == {
         "streamed": "Hello there!",
@@ -75,7 +75,7 @@ def test_langchain_openai(served: Served) -> None:
 
 
 def test_instructor(served: Served) -> None:
-    answer = found("instructor", served.url)
+    answer = use_program("instructor", served.url)
     assert answer.pop("pieces") > 5
     assert "401" in answer.pop("bad_key")
     assert "404" in answer.pop("bad_model")
@@ -83,7 +83,7 @@ def test_instructor(served: Served) -> None:
 
 
 def test_pydantic_ai(served: Served) -> None:
-    answer = found("pydantic-ai", served.url)
+    answer = use_program("pydantic-ai", served.url)
     assert answer.pop("pieces") > 10
     assert answer == {
         **dict.fromkeys(("tool", "responses_tool", "messages_tool"), "Take a hat."),
@@ -95,7 +95,7 @@ def test_pydantic_ai(served: Served) -> None:
 
 
 def test_llm(served: Served) -> None:
-    answer = found("llm", served.url)
+    answer = use_program("llm", served.url)
     assert answer.pop("pieces") > 10
     assert json.loads(answer.pop("schema")) == FRUIT
     assert "Take a hat." in answer.pop("tool")

@@ -40,13 +40,13 @@ class Scripted:
 
     def __init__(self, routing: Routing, *scripts: Sequence[Message | Exception]) -> None:
         self.routing, self.scripts = routing, list(scripts)
-        self.asked: list[ForwardedRequest] = []
+        self.requests: list[ForwardedRequest] = []
         self.closed = 0
         routing.set_replicas("ab")
 
-    async def ask(self, asked: ForwardedRequest) -> AsyncGenerator[Message, None]:
-        self.asked.append(asked)
-        self.routing.assign(asked.attempt_id, self.routing.order(asked.blocks)[0], asked.blocks)
+    async def ask(self, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
+        self.requests.append(request)
+        self.routing.assign(request.attempt_id, self.routing.order(request.blocks)[0], request.blocks)
         try:
             for each in self.scripts.pop(0):
                 if isinstance(each, Exception):
@@ -78,8 +78,8 @@ def talk(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
 
 
 def post(app: Any, path: str = CHAT, **options: Any) -> httpx.Response:
-    given = {"json": {"messages": [{"role": "user", "content": "x" * 600}]}} | options
-    return talk(app, lambda client: client.post(path, **given))
+    arguments = {"json": {"messages": [{"role": "user", "content": "x" * 600}]}} | options
+    return talk(app, lambda client: client.post(path, **arguments))
 
 
 def asked_for(**said: Any) -> ForwardedRequest:
@@ -105,12 +105,12 @@ def test_an_answer_is_passed_on() -> None:
     assert response.content == OPENING + TOKEN + b"data: [DONE]\n\n"
     assert response.headers["x-request-id"] == "mine"
     assert response.headers["x-whorl-replica"] == "a"
-    (asked,) = replicas.asked
-    given = dict(asked.scope()["headers"])
-    assert given[b"x-request-id"] == b"mine"
-    assert given[b"content-type"] == b"application/json"
-    assert not {b"origin", b"sec-fetch-site", b"content-length"} & set(given)
-    assert len(asked.blocks) == 2
+    (request,) = replicas.requests
+    passed_on = dict(request.scope()["headers"])
+    assert passed_on[b"x-request-id"] == b"mine"
+    assert passed_on[b"content-type"] == b"application/json"
+    assert not {b"origin", b"sec-fetch-site", b"content-length"} & set(passed_on)
+    assert len(request.blocks) == 2
     assert app.routing.num_running() == {"a": 0, "b": 0}
     assert (app.routing.counts.requests, replicas.closed) == (1, 1)
 
@@ -121,7 +121,7 @@ def test_a_request_of_which_nothing_went_out_is_asked_of_another(before: list[Me
     response = post(app)
     assert response.status_code == 200
     assert response.content == OPENING + TOKEN + b"data: [DONE]\n\n", "once"
-    first, second = replicas.asked
+    first, second = replicas.requests
     assert first.attempt_id != second.attempt_id
     assert (first.body, first.request_id) == (second.body, second.request_id)
     assert (app.num_lost, app.num_retried) == (1, 1)
@@ -134,7 +134,7 @@ def test_a_stream_that_has_begun_ends_with_an_error() -> None:
     last, done = response.text.strip().split("\n\n")[-2:]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
     assert done == "data: [DONE]"
-    assert len(replicas.asked) == 1, "it is not answered twice"
+    assert len(replicas.requests) == 1, "it is not answered twice"
     assert app.routing.num_running() == {"a": 0, "b": 0}
 
 
@@ -144,13 +144,13 @@ def test_a_request_is_not_the_end_of_all_replicas() -> None:
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "engine_unavailable"
     assert response.headers["retry-after"] == "5"
-    assert len(replicas.asked) == ATTEMPTS == 2
+    assert len(replicas.requests) == ATTEMPTS == 2
 
 
 def test_an_answer_that_breaks_off_without_a_word_is_a_lost_replica() -> None:
     app, replicas = endpoint([start(b"application/json")], WHOLE)
     assert post(app).json() == {"ok": 1}
-    assert len(replicas.asked) == 2
+    assert len(replicas.requests) == 2
 
 
 def test_what_openings_there_are() -> None:
@@ -161,7 +161,7 @@ def test_what_openings_there_are() -> None:
     for event in events:
         app, replicas = endpoint([start(), body(event), LOST], [start(), body(event), body(TOKEN), *END_OF_STREAM])
         assert post(app).content == event + TOKEN + b"data: [DONE]\n\n"
-        assert len(replicas.asked) == 2
+        assert len(replicas.requests) == 2
 
 
 def test_a_client_that_leaves_ends_its_request() -> None:
@@ -169,7 +169,7 @@ def test_a_client_that_leaves_ends_its_request() -> None:
     waiting = asyncio.Event()
 
     async def run() -> None:
-        async def ask(asked: ForwardedRequest) -> AsyncGenerator[Message, None]:
+        async def ask(request: ForwardedRequest) -> AsyncGenerator[Message, None]:
             try:
                 waiting.set()
                 await asyncio.Event().wait()
@@ -199,7 +199,7 @@ def test_a_request_that_nobody_answers_ends_in_time(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("whorl.cluster.endpoint._GRACE", 0.0)
     app, replicas = endpoint(timeout=0.05)
 
-    async def ask(asked: ForwardedRequest) -> AsyncGenerator[Message, None]:
+    async def ask(request: ForwardedRequest) -> AsyncGenerator[Message, None]:
         await asyncio.Event().wait()
         yield {}
 
@@ -213,7 +213,7 @@ def test_keys_hosts_and_origins_are_looked_at_here() -> None:
     assert post(app).status_code == 401
     assert post(app, headers={"Authorization": "Bearer secret", "Host": "evil.example"}).status_code == 421
     assert post(app, headers={"Authorization": "Bearer secret", "Origin": "http://evil.example"}).status_code == 403
-    assert not replicas.asked
+    assert not replicas.requests
     assert post(app, headers={"Authorization": "Bearer secret"}).json() == {"ok": 1}
 
 
@@ -230,7 +230,7 @@ def test_keys_do_not_share_prompts() -> None:
     app, replicas = endpoint(WHOLE, WHOLE, api_key=("one", "two"))
     for key in ("one", "two"):
         assert post(app, headers={"Authorization": f"Bearer {key}"}).status_code == 200
-    first, second = replicas.asked
+    first, second = replicas.requests
     assert not set(first.blocks) & set(second.blocks)
 
 
@@ -260,8 +260,8 @@ def test_metrics_of_replicas_stand_together() -> None:
 
 
 def test_headers_that_are_not_passed_on() -> None:
-    given = [(b"Host", b"x"), (b"Sec-Fetch-Mode", b"cors"), (b"Authorization", b"Bearer k"), (b"Accept", b"*/*")]
-    assert forwarded_headers(given) == [(b"authorization", b"Bearer k"), (b"accept", b"*/*")]
+    headers = [(b"Host", b"x"), (b"Sec-Fetch-Mode", b"cors"), (b"Authorization", b"Bearer k"), (b"Accept", b"*/*")]
+    assert forwarded_headers(headers) == [(b"authorization", b"Bearer k"), (b"accept", b"*/*")]
 
 
 # ---- a replica, with the real application over a model that says what it is told
@@ -274,8 +274,8 @@ class Direct:
         self.replica = replica
         self.charged: list[int] = []
 
-    async def ask(self, asked: ForwardedRequest) -> AsyncGenerator[Message, None]:
-        async for message in self.replica.answer(asked):
+    async def ask(self, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
+        async for message in self.replica.answer(request):
             if message["type"] == END:
                 self.charged.append(message["tokens"])
             yield message

@@ -45,8 +45,8 @@ class Cluster:
 
 def processes(mark: str) -> list[int]:
     """Whose environment has the mark: the server, and all that Ray started for it."""
-    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [pid for pid in found if f"{MARK}={mark}".encode() in _read(f"/proc/{pid}/environ")]
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in pids if f"{MARK}={mark}".encode() in _read(f"/proc/{pid}/environ")]
 
 
 def _read(path: str) -> bytes:
@@ -82,8 +82,8 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     port, log = free_port(), tmp_path_factory.mktemp("ray") / "log.txt"
-    with started([sys.executable, str(TESTS / "ray_two_nodes.py"), str(port)], log, port) as found:
-        yield found
+    with started([sys.executable, str(TESTS / "ray_two_nodes.py"), str(port)], log, port) as running:
+        yield running
 
 
 class Answer:
@@ -110,9 +110,9 @@ class Answer:
                     for line in response.iter_lines():
                         self._take(line.removeprefix("data: "))
                 else:
-                    found = json.loads(response.read())
-                    self.error = found.get("error")
-                    self.text = "" if self.error else found["choices"][0]["text"]
+                    message = json.loads(response.read())
+                    self.error = message.get("error")
+                    self.text = "" if self.error else message["choices"][0]["text"]
                     self.num_done = 1
         except Exception as error:
             self.failure = error
@@ -121,9 +121,9 @@ class Answer:
         if data == "[DONE]":
             self.num_done += 1
         elif data:
-            found = json.loads(data)
-            self.error = self.error or found.get("error")
-            self.text += "" if "error" in found else found["choices"][0]["text"]
+            message = json.loads(data)
+            self.error = self.error or message.get("error")
+            self.text += "" if "error" in message else message["choices"][0]["text"]
 
     def finish(self) -> "Answer":
         self.thread.join(150)
@@ -141,13 +141,13 @@ def test_a_killed_replica(cluster: Cluster) -> None:
     wait_until(lambda: cluster.num_running() == 2, seconds=120)
     before = cluster.pids()
     assert len(before) == 2
-    asked = [Answer(cluster, ALPHABET[i], stream=i % 2 == 0) for i in range(16)]
-    streams = [each for each in asked if each.stream]
+    answers = [Answer(cluster, ALPHABET[i], stream=i % 2 == 0) for i in range(16)]
+    streams = [each for each in answers if each.stream]
     wait_until(lambda: all(len(each.text) >= 3 for each in streams), seconds=100)
     busy = {each.headers["x-whorl-replica"] for each in streams}
     assert len(busy) == 2, "both have some"
     os.kill(min(before), signal.SIGKILL)
-    for each in asked:
+    for each in answers:
         each.finish()
     broken = [each for each in streams if not each.is_whole]
     assert 0 < len(broken) < len(streams)
@@ -157,7 +157,7 @@ def test_a_killed_replica(cluster: Cluster) -> None:
         assert 3 <= len(each.text) < LENGTH
         assert each.expected.startswith(each.text), "what came is the beginning of the answer, and nothing twice"
     assert len({each.headers["x-whorl-replica"] for each in broken}) == 1
-    assert all(each.is_whole for each in asked if not each.stream), "nothing had gone out: another replica was asked"
+    assert all(each.is_whole for each in answers if not each.stream), "nothing had gone out: another replica was asked"
     assert cluster.metric("router_replicas_lost_total") >= len(broken) + 1
     assert cluster.metric("router_retries_total") >= 1
 
@@ -188,13 +188,13 @@ def test_a_prompt_goes_where_it_was(cluster: Cluster) -> None:
 
 def test_weights_are_replaced_under_load(cluster: Cluster) -> None:
     """Every request of that time is answered in full, by old weights or new ones; at the end by new ones alone."""
-    is_over, lock, found = threading.Event(), threading.Lock(), list[Answer]()
+    is_over, lock, answers = threading.Event(), threading.Lock(), list[Answer]()
 
     def ask(number: int) -> None:
         while not is_over.is_set():
             answer = Answer(cluster, ALPHABET[number], stream=number % 2 == 0, length=40)
             with lock:
-                found.append(answer)
+                answers.append(answer)
             answer.thread.join(150)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
@@ -202,14 +202,14 @@ def test_weights_are_replaced_under_load(cluster: Cluster) -> None:
         thread.start()
     cluster.process.send_signal(signal.SIGHUP)
     wait_until(lambda: "the replicas have been replaced: weights 2" in cluster.log.read_text(), seconds=240)
-    wait_until(lambda: found[-1].headers.get("x-whorl-weights") == "2", seconds=60)
+    wait_until(lambda: answers[-1].headers.get("x-whorl-weights") == "2", seconds=60)
     is_over.set()
     for thread in threads:
         thread.join(150)
-    assert len(found) > 20
-    for each in found:
+    assert len(answers) > 20
+    for each in answers:
         assert each.finish().is_whole, (each.status, each.error, each.text)
-    assert {each.headers["x-whorl-weights"] for each in found} == {"1", "2"}
+    assert {each.headers["x-whorl-weights"] for each in answers} == {"1", "2"}
     last = [Answer(cluster, "a", stream=False, length=4).finish() for _ in range(4)]
     assert {each.headers["x-whorl-weights"] for each in last} == {"2"}
 
@@ -219,14 +219,14 @@ def test_weights_that_cannot_be_loaded_replace_nothing_more(cluster: Cluster) ->
     broken.touch()
     cluster.process.send_signal(signal.SIGHUP)
     wait_until(lambda: "the replicas were not replaced" in cluster.log.read_text(), seconds=240)
-    found = [Answer(cluster, "a", stream=False, length=4).finish() for _ in range(4)]
-    assert all(each.is_whole for each in found)
-    assert {each.headers["x-whorl-weights"] for each in found} == {"2"}
+    answers = [Answer(cluster, "a", stream=False, length=4).finish() for _ in range(4)]
+    assert all(each.is_whole for each in answers)
+    assert {each.headers["x-whorl-weights"] for each in answers} == {"2"}
     broken.unlink()
     cluster.process.send_signal(signal.SIGHUP)
     wait_until(lambda: "the replicas have been replaced: weights 4" in cluster.log.read_text(), seconds=240)
-    found = [Answer(cluster, "a", stream=False, length=4).finish() for _ in range(4)]
-    assert {each.headers["x-whorl-weights"] for each in found} == {"4"}
+    answers = [Answer(cluster, "a", stream=False, length=4).finish() for _ in range(4)]
+    assert {each.headers["x-whorl-weights"] for each in answers} == {"4"}
 
 
 def test_sigterm_ends_all_of_it(cluster: Cluster) -> None:
@@ -241,13 +241,13 @@ def test_sigterm_ends_all_of_it(cluster: Cluster) -> None:
 def listening(pids: list[int]) -> set[str]:
     """Addresses, in hexadecimal as the kernel writes them, on which these processes take connections."""
     sockets = {os.readlink(fd) for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
-    found = set()
+    addresses = set()
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
-                found.add(words[1].partition(":")[0])
-    return found
+                addresses.add(words[1].partition(":")[0])
+    return addresses
 
 
 def test_the_command_alone_is_reachable_from_here_alone(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_the_same_history_gives_the_same_choices() -> None:
 
 def test_prefixes_are_found_more_often_than_in_turn() -> None:
     """Eleven conversations of growing length on four replicas, one after the other."""
-    found = {}
+    hit_rates = {}
     for in_turn in (False, True):
         policy = routing("abcd", in_turn=in_turn)
         for number in range(220):
@@ -229,9 +229,9 @@ def test_prefixes_are_found_more_often_than_in_turn() -> None:
             send(policy, str(number), tuple(bytes([talk, i]) for i in range(length)))
             policy.mark_begun(str(number))
             policy.finish(str(number))
-        found[in_turn] = policy.counts.blocks_seen / policy.counts.blocks
-    assert found[False] > 0.9
-    assert found[True] < found[False] - 0.05
+        hit_rates[in_turn] = policy.counts.blocks_seen / policy.counts.blocks
+    assert hit_rates[False] > 0.9
+    assert hit_rates[True] < hit_rates[False] - 0.05
 
 
 # ---- options
@@ -257,10 +257,10 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("message", "given"), WRONG.items())
-def test_what_cannot_be(message: str, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("message", "options"), WRONG.items())
+def test_what_cannot_be(message: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
-        ClusterOptions(**given)
+        ClusterOptions(**options)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,28 +302,28 @@ def test_the_entrypoint_of_the_example_is_a_command_of_ours(monkeypatch: pytest.
     job, service = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
     program, *arguments = shlex.split(job["spec"]["entrypoint"])
     assert program == "whorl"
-    given: dict[str, Any] = {}
+    received: dict[str, Any] = {}
 
     def build_server(model: str, engine: EngineSettings, options: ClusterOptions, **more: Any) -> Any:
-        given.update(more, model=model, engine=engine, options=options)
+        received.update(more, model=model, engine=engine, options=options)
         return lambda: 0
 
     monkeypatch.setattr(command, "build_server", build_server)
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    options, cluster = given["options"], job["spec"]["rayClusterSpec"]
+    options, cluster = received["options"], job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
-    taken = actor_options(given["engine"], options, {"GPU": 2.0})
+    taken = actor_options(received["engine"], options, {"GPU": 2.0})
     (worker,) = workers["template"]["spec"]["containers"]
     assert taken["num_gpus"] == int(worker["resources"]["limits"]["nvidia.com/gpu"]), "a replica has room on a worker"
     assert (options.min_replicas, options.max_replicas) == (workers["minReplicas"], workers["maxReplicas"])
     head = cluster["headGroupSpec"]["template"]
     assert head["metadata"]["labels"] == service["spec"]["selector"]
     (ports,) = head["spec"]["containers"][0]["ports"]
-    assert given["port"] == ports["containerPort"] == service["spec"]["ports"][0]["targetPort"]
-    assert given["host"] == "0.0.0.0"
+    assert received["port"] == ports["containerPort"] == service["spec"]["ports"][0]["targetPort"]
+    assert received["host"] == "0.0.0.0"
     mounted = head["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
-    assert given["api_key_file"].startswith(mounted), "who can reach it needs a key"
+    assert received["api_key_file"].startswith(mounted), "who can reach it needs a key"
 
 
 def test_versions_of_ray_agree() -> None:

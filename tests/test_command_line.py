@@ -118,10 +118,10 @@ def surface(command: Any, name: str) -> dict[str, list[str]]:
     for parameter in command.params:
         is_option = parameter.opts[0].startswith("-")
         options += [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.name.upper()]
-    found = {name: sorted(options)}
+    commands = {name: sorted(options)}
     for sub, inner in getattr(command, "commands", {}).items():
-        found |= surface(inner, f"{name} {sub}")
-    return found
+        commands |= surface(inner, f"{name} {sub}")
+    return commands
 
 
 def test_command_line() -> None:

@@ -50,9 +50,9 @@ MROPE_2_9 = ["positions", "query", "key", "cos_sin_cache", "head_size", "mrope_s
 
 
 def test_a_default_that_an_old_schema_lacks_is_left_out() -> None:
-    wanted = {"rotary_mode": "half", "cache_mode": "default"}
-    assert call_arguments("npu_mrope", MROPE_2_9, **wanted) == {"rotary_mode": "half"}
-    assert call_arguments("npu_mrope", [*MROPE_2_9, "cache_mode"], **wanted) == wanted
+    requested = {"rotary_mode": "half", "cache_mode": "default"}
+    assert call_arguments("npu_mrope", MROPE_2_9, **requested) == {"rotary_mode": "half"}
+    assert call_arguments("npu_mrope", [*MROPE_2_9, "cache_mode"], **requested) == requested
 
 
 def test_a_wish_that_an_old_schema_lacks_names_the_version() -> None:
@@ -94,8 +94,8 @@ def test_release_refuses_nonsense() -> None:
 def test_schema_arguments_reads_what_is_registered() -> None:
     arguments = [SimpleNamespace(name="input"), SimpleNamespace(name="dim")]
     packet = SimpleNamespace(default=SimpleNamespace(_schema=SimpleNamespace(arguments=arguments)))
-    found = contracts.schema_arguments(SimpleNamespace(npu=SimpleNamespace(npu_swiglu=packet), atb=SimpleNamespace()))
-    assert found == {"npu_swiglu": ("input", "dim")}
+    names = contracts.schema_arguments(SimpleNamespace(npu=SimpleNamespace(npu_swiglu=packet), atb=SimpleNamespace()))
+    assert names == {"npu_swiglu": ("input", "dim")}
 
 
 # Limits: for each function arguments that fit, and single changes that break a documented limit.

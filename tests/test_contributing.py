@@ -21,9 +21,9 @@ def blocks() -> list[str]:
 
 
 def line() -> str:
-    found = re.search(r"the line in `whorl/ops/__init__.py`: `(.*?)`", (ROOT / "CONTRIBUTING.md").read_text())
-    assert found is not None
-    return found[1]
+    match = re.search(r"the line in `whorl/ops/__init__.py`: `(.*?)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert match is not None
+    return match[1]
 
 
 def contribute(folder: Path, *, kernel: bool) -> None:

@@ -162,8 +162,8 @@ def test_logits_do_not_depend_on_the_schedule(name: str, seeds: range) -> None:
     """Batches, chunks, preemption, prefix hits and drafts, against plain runs of one token a step, bit by bit."""
     model = MODELS[name]()
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.5, "seed": 3}]
-    given = list(requests(random.Random(5), model.vocab_size, kinds * 3, fewest=6))
-    plain = [alone(model, None, *request) for request in given]
+    cases = list(requests(random.Random(5), model.vocab_size, kinds * 3, fewest=6))
+    plain = [alone(model, None, *request) for request in cases]
     seen = dict.fromkeys(("num_preemptions", "num_tokens_hit", "num_accepted"), 0)
     for seed in seeds:
         rng = random.Random(seed)
@@ -171,9 +171,9 @@ def test_logits_do_not_depend_on_the_schedule(name: str, seeds: range) -> None:
         settings = random_settings(rng, seqs=rng.choice((1, 4, 6)), block_size=rng.choice((1, 2, 5)))
         proposer = rng.choice([drafts, drafts, PromptLookup(k=6, min_hist=1, guard=False)])
         llm = LLM(model=model, settings=settings, speculate=proposer, draft_length="fixed")
-        found = record(llm)
-        for index, seq in run_at_random(rng, llm, given):
-            compare(*plain[index], seq, found.get(seq.id, {}))
+        recorded = record(llm)
+        for index, seq in run_at_random(rng, llm, cases):
+            compare(*plain[index], seq, recorded.get(seq.id, {}))
         seen = {event: count + llm.stats()[event] for event, count in seen.items()}
     assert all(seen.values()), seen
 
@@ -246,8 +246,8 @@ def test_codes_decoded_equal_prefilled(changes: dict[str, Any]) -> None:
 def test_codes_are_close() -> None:
     """Where rounding changes no choice, of keys or of experts."""
     how = {"index_topk": 128, "first_k_dense_replace": 3}
-    plain, found = (Runner(model).run(PROMPT) for model in (tiny(**how), coded(**how)))
-    assert 1e-4 < float((found - plain).abs().max() / plain.abs().max()) < 0.2
+    plain, rounded = (Runner(model).run(PROMPT) for model in (tiny(**how), coded(**how)))
+    assert 1e-4 < float((rounded - plain).abs().max() / plain.abs().max()) < 0.2
 
 
 # ---- planted keys
@@ -273,10 +273,10 @@ def test_planted_keys_decide_the_output_far_away() -> None:
         expected = sorted({*range(topk - (place >= topk)), place})
         assert [place in row for row in chosen.tolist()] == is_seen
         assert chosen[1].tolist() == expected
-        for keys, found in ((chosen, is_seen), (unplanted, [place < topk] * 2)):
+        for keys, seen in ((chosen, is_seen), (unplanted, [place < topk] * 2)):
             out = ops.latent_attention(torch.zeros(2, 3, 12), latents, *lengths, keys, scale=1.0, value_dim=6)
-            assert out[:, :, 3].tolist() == [[1 / topk * each] * 3 for each in found]
-            assert out.count_nonzero() == 3 * sum(found)
+            assert out[:, :, 3].tolist() == [[1 / topk * each] * 3 for each in seen]
+            assert out.count_nonzero() == 3 * sum(seen)
 
 
 # ---- what it costs
@@ -338,16 +338,16 @@ def test_prompts_through_the_passes(tmp_path: Path) -> None:
     """Two ranks that keep their share of a prompt's tokens between attentions: the logits of two that do not."""
     sizes = {"hidden_size": 96, "intermediate_size": 160, "index_topk": 8, "num_hidden_layers": 2}
     paths = write_checkpoints(tmp_path, {"deepseek": DeepSeek.tiny(**sizes)})
-    found = []
+    outputs = []
     for sp in ("off", "on"):
         how: dict[str, Any] = {"tp": 2, "sp": sp, "device": "cpu", "dtype": torch.float32, "num_blocks": 40}
         llm = LLM(paths["deepseek"], tokenizer=ByteTokenizer(), block_size=4, max_model_len=80, **how)  # type: ignore[arg-type]
         logits, sequences = record(llm), [llm.add(PROMPT[:n], SAMPLED)[0] for n in (21, 7)]
         while llm.has_work:
             llm.step()
-        found.append([logits[seq.id] for seq in sequences])
+        outputs.append([logits[seq.id] for seq in sequences])
         llm.close()
-    for off, on in zip(*found, strict=True):
+    for off, on in zip(*outputs, strict=True):
         assert off.keys() == on.keys()
         assert all(torch.equal(off[place], on[place]) for place in off)
 

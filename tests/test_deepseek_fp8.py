@@ -45,20 +45,20 @@ def written(folder: Path, **changes: Any) -> Path:
 def dequantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What transformers makes of every matrix that has scales, in bf16."""
     integration = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    found = {}
+    dense = {}
     for name, scales in tensors.items():
         if name.endswith(".weight_scale_inv"):
             weight = tensors[name.removesuffix("_scale_inv")]
             values = integration._dequantize_fp8_weight(weight, scales, [128, 128], torch.float32)
-            found[name.removesuffix(".weight_scale_inv")] = values.bfloat16()
-    return found
+            dense[name.removesuffix(".weight_scale_inv")] = values.bfloat16()
+    return dense
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v3"])
 @pytest.mark.parametrize("sizes", [WHOLE, PARTIAL], ids=["whole", "partial"])
 def test_the_makers_layout(model_type: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     path, out = written(tmp_path, model_type=model_type, **sizes), tmp_path / "out"
-    found = rewrite.quantize_folder(str(path), out, scheme="fp8", progress=False)
+    report = rewrite.quantize_folder(str(path), out, scheme="fp8", progress=False)
     config = json.loads((out / "config.json").read_text())
     has_powers = model_type == "deepseek_v32"
     assert config.pop("quantization_config") == PUBLISHED | ({"scale_fmt": "ue8m0"} if has_powers else {})
@@ -73,11 +73,11 @@ def test_the_makers_layout(model_type: str, sizes: dict[str, Any], tmp_path: Pat
             assert scales.shape == tuple(-(-n // 128) for n in tensor.shape)
             assert bool((scales.log2() % 1 == 0).all()) == has_powers
             error = float((theirs[module].double() - tensor.double()).norm() / tensor.double().norm())
-            assert found.modules[module].error == pytest.approx(error, rel=0.05)  # theirs is rounded to bf16
+            assert report.modules[module].error == pytest.approx(error, rel=0.05)  # theirs is rounded to bf16
             assert 0.01 < error < 0.04
         else:
             assert torch.equal(after[name], tensor), name
-    assert len(theirs) == len(found.modules) == len(after) - len(before)
+    assert len(theirs) == len(report.modules) == len(after) - len(before)
     judge_loading(path, out, theirs)
 
 

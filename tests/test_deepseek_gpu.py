@@ -62,12 +62,12 @@ def test_alone_and_in_batches(model: Any, kind: str) -> None:
     alone: dict[int, list[torch.Tensor]] = {}
     for count, use_graphs in ((1, False), (3, True), (40, True), (40, False)):
         llm = engine(model, max_num_seqs=count, use_graphs=use_graphs, **how)
-        found = record(llm)
+        recorded = record(llm)
         sequences = [llm.add(prompt, sampled(5))[0] for prompt in prompts[:count]]
         while llm.has_work:
             llm.step()
         for place in {0, count // 2, count - 1}:
-            logits = [found[sequences[place].id][i] for i in range(5)]
+            logits = [recorded[sequences[place].id][i] for i in range(5)]
             if place in alone:
                 assert all(torch.equal(a, b) for a, b in zip(alone[place], logits, strict=True)), (count, place)
             alone.setdefault(place, logits)
@@ -76,9 +76,9 @@ def test_alone_and_in_batches(model: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["auto", "fp8"])
 def test_which_kernels_ran(model: Any, kind: str) -> None:
     llm = engine(model, use_graphs=False, kv_cache_dtype=kind)
-    found = kernels(lambda: llm.generate([tokens(3000)], sampled(3), progress=False))
-    wanted = KERNELS | {"_latent_fold_kernel", "_top_k_kernel"} | ({"_round_kernel"} if kind == "fp8" else set())
-    assert wanted <= found, wanted - found
+    actual = kernels(lambda: llm.generate([tokens(3000)], sampled(3), progress=False))
+    expected = KERNELS | {"_latent_fold_kernel", "_top_k_kernel"} | ({"_round_kernel"} if kind == "fp8" else set())
+    assert expected <= actual, expected - actual
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -96,9 +96,9 @@ def test_heads_and_programs_change_no_bit(coded: bool, monkeypatch: pytest.Monke
 
     case = {"queries": (2, 1), "contexts": (5000, 2100), "heads": 128, "dim": 576, "value_dim": 512, "topk": 2048}
     values = ops.latent_attention.make(**case, block=64, coded=coded, dtype=torch.bfloat16, device="cuda")
-    found = []
+    outputs = []
     for heads, programs in ((16, 16), (32, 5), (64, 3), (64, 1), (16, 1)):
         plan = {"BLOCK_H": heads, "num_warps": 8}, programs
         monkeypatch.setattr(attention_triton, "_plan", lambda *_, plan=plan: plan)
-        found.append(ops.latent_attention(**values, backend="triton"))
-    assert all(torch.equal(found[0], each) for each in found)
+        outputs.append(ops.latent_attention(**values, backend="triton"))
+    assert all(torch.equal(outputs[0], each) for each in outputs)

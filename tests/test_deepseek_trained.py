@@ -67,12 +67,12 @@ def test_the_engine_computes_what_the_trainer_does(changes: dict[str, Any], tmp_
     (tmp_path / "run/checkpoint/step-13").mkdir()  # was never finished
     assert weights.resolve(tmp_path / "run") == weights.resolve(tmp_path / "run/checkpoint") == folder
     export_checkpoint(folder, model.model_args, tmp_path / "exported", torch.float32)
-    found = []
+    outputs = []
     for path in (tmp_path / "run", tmp_path / "exported"):
         served = weights.load_model(path, device="cpu", progress=False)
-        found.append(Runner(served).run(TOKENS))
-        assert float((found[-1] - expected).abs().max() / expected.abs().max()) < 2e-6
-    assert torch.equal(*found)
+        outputs.append(Runner(served).run(TOKENS))
+        assert float((outputs[-1] - expected).abs().max() / expected.abs().max()) < 2e-6
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -153,8 +153,8 @@ def test_what_was_trained_is_served(recipe: str, tmp_path: Path) -> None:
             client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
             model = client.models.list().data[0]
             for cut in (10, 31):
-                asked = {"prompt": TEXT[:cut], "max_tokens": 20, "temperature": 0}
-                answer = client.completions.create(model=model.id, **asked)
+                body = {"prompt": TEXT[:cut], "max_tokens": 20, "temperature": 0}
+                answer = client.completions.create(model=model.id, **body)
                 assert answer.choices[0].text == TEXT[cut : cut + 20]
 
 
@@ -186,8 +186,8 @@ def pieces(folder: Path, tensors: dict[str, torch.Tensor], cut: int) -> Path:
 
 def test_pieces_of_several_ranks(tmp_path: Path) -> None:
     experts, gate = torch.randn(5, 4, 6), torch.randn(5, 6)
-    given = {"layers.3.moe.experts.w1": experts, "layers.3.moe.router.gate.weight": gate}
-    sources = dcp.open_dcp(pieces(tmp_path, given, cut=3), NAMES)
+    tensors = {"layers.3.moe.experts.w1": experts, "layers.3.moe.router.gate.weight": gate}
+    sources = dcp.open_dcp(pieces(tmp_path, tensors, cut=3), NAMES)
     each = [sources[f"model.layers.3.mlp.experts.{i}.gate_proj.weight"] for i in range(5)]
     assert [source.shape for source in each] == [(4, 6)] * 5
     assert torch.equal(torch.stack([source.read((slice(1, 3), slice(0, 6))) for source in each]), experts[:, 1:3])

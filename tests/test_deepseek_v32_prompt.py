@@ -166,16 +166,16 @@ def test_tools_in_a_loop_keep_what_was_thought_since_the_last_question() -> None
     whole = f"{LOOP_HEAD}{LOOP_FIRST}{LOOP_SECOND}Let me format this for the user.</think>Here's the forecast.{END}"
     assert render(LOOP, TOOLS, enable_thinking=True) == whole
     assert render(LOOP[:-1], TOOLS, enable_thinking=True) == f"{LOOP_HEAD}{LOOP_FIRST}{LOOP_SECOND}"
-    asked = render(LOOP[:-1], TOOLS, enable_thinking=True, add_generation_prompt=False)
-    assert asked == f"{LOOP_HEAD}{LOOP_FIRST}{LOOP_SECOND}".removesuffix("\n\n<think>")
+    rendered = render(LOOP[:-1], TOOLS, enable_thinking=True, add_generation_prompt=False)
+    assert rendered == f"{LOOP_HEAD}{LOOP_FIRST}{LOOP_SECOND}".removesuffix("\n\n<think>")
 
 
 def test_without_thinking_no_thought_is_shown() -> None:
-    found = render(LOOP, TOOLS)
-    assert found.startswith(LOOP_HEAD + LOOP_FIRST)
-    assert "<think>" not in found.removeprefix(LOOP_HEAD)
-    assert "I can query directly" not in found
-    assert found.endswith(f"</function_results>\n\n</think>Here's the forecast.{END}")
+    rendered = render(LOOP, TOOLS)
+    assert rendered.startswith(LOOP_HEAD + LOOP_FIRST)
+    assert "<think>" not in rendered.removeprefix(LOOP_HEAD)
+    assert "I can query directly" not in rendered
+    assert rendered.endswith(f"</function_results>\n\n</think>Here's the forecast.{END}")
 
 
 def test_the_developer_asks_with_tools_of_his_own() -> None:
@@ -187,11 +187,11 @@ def test_the_developer_asks_with_tools_of_his_own() -> None:
         {"role": "assistant", "reasoning_content": "thought", "content": "answer"},
     ]
     section = tools_section('{"name": "lookup", "parameters": {"type": "object"}}')
-    asked = f"{USER}\n\n{section}\n\n# The user's message is: policy{ASSISTANT}<think>thought</think>answer{END}"
-    assert render(messages, thinking=True) == f"{BEGIN}{USER}question{ASSISTANT}</think>{asked}"
+    question = f"{USER}\n\n{section}\n\n# The user's message is: policy{ASSISTANT}<think>thought</think>answer{END}"
+    assert render(messages, thinking=True) == f"{BEGIN}{USER}question{ASSISTANT}</think>{question}"
     # The tools of a request go to the developer, too, where no system message is before.
     alone = [{key: value for key, value in message.items() if key != "tools"} for message in messages[1:]]
-    assert render(alone, [lookup], thinking=True) == f"{BEGIN}{asked}"
+    assert render(alone, [lookup], thinking=True) == f"{BEGIN}{question}"
 
 
 def test_tools_without_a_system_message_come_first() -> None:
@@ -206,15 +206,15 @@ def test_a_response_format_is_behind_the_tools() -> None:
     )
     system = {"role": "system", "content": "Be brief.", "response_format": schema}
     assert render([system, user("hi")]) == f"{BEGIN}Be brief.\n\n{told}{USER}hi{ASSISTANT}</think>"
-    found = render([user("hi")], TOOLS, response_format=schema)
-    assert found == f"{BEGIN}\n\n{tools_section(WEATHER_LINE)}\n\n{told}{USER}hi{ASSISTANT}</think>"
+    rendered = render([user("hi")], TOOLS, response_format=schema)
+    assert rendered == f"{BEGIN}\n\n{tools_section(WEATHER_LINE)}\n\n{told}{USER}hi{ASSISTANT}</think>"
 
 
 def test_values_that_are_no_text_are_json() -> None:
     """test_input_search_wo_date.json has such calls."""
     arguments = {"query": '"16,201,670" vaccine doses', "topn": 10, "source": "web", "all": None, "ids": [1, "\u00e9"]}
     calls = [call("search", 1, **arguments)]
-    found = render([user("q"), {"role": "assistant", "content": "See:", "tool_calls": calls}])
+    rendered = render([user("q"), {"role": "assistant", "content": "See:", "tool_calls": calls}])
     shown = (
         f'<{D}parameter name="query" string="true">"16,201,670" vaccine doses</{D}parameter>\n'
         f'<{D}parameter name="topn" string="false">10</{D}parameter>\n'
@@ -223,7 +223,7 @@ def test_values_that_are_no_text_are_json() -> None:
         f'<{D}parameter name="ids" string="false">[1, "\u00e9"]</{D}parameter>\n'
     )
     block = f'\n\n<{D}function_calls>\n<{D}invoke name="search">\n{shown}</{D}invoke>\n</{D}function_calls>'
-    assert found == f"{BEGIN}{USER}q{ASSISTANT}</think>See:{block}{END}"
+    assert rendered == f"{BEGIN}{USER}q{ASSISTANT}</think>See:{block}{END}"
     assert f'<{D}invoke name="now">\n\n</{D}invoke>' in render([{"role": "assistant", "tool_calls": [call("now", 1)]}])
 
 

@@ -35,8 +35,8 @@ def published_sizes(folder: Path) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     config = DeepSeek.tiny(**WIDE)
     values = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
-    asked = transformers.AutoConfig.for_model("deepseek_v32", **values, initializer_range=0.02)
-    hf = transformers.AutoModelForCausalLM.from_config(asked, dtype=torch.bfloat16).eval()
+    hf_config = transformers.AutoConfig.for_model("deepseek_v32", **values, initializer_range=0.02)
+    hf = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         for name, tensor in (*hf.named_parameters(), *hf.named_buffers()):
             if name.endswith(("e_score_correction_bias", "k_norm.bias", "norm.weight")):
@@ -61,9 +61,9 @@ def test_logits_at_the_published_width(tmp_path: Path, monkeypatch: pytest.Monke
     for layer in model.decoder.layers:
         layer.self_attn.indexer.topk = FEW
     runner = Runner(model)
-    found = torch.cat((runner.run(TOKENS[:50]), runner.run(TOKENS[50:71]), runner.run(TOKENS[71:])))
-    close(found, sparse)
-    close(found[:FEW], dense[:FEW])
+    actual = torch.cat((runner.run(TOKENS[:50]), runner.run(TOKENS[50:71]), runner.run(TOKENS[71:])))
+    close(actual, sparse)
+    close(actual[:FEW], dense[:FEW])
     assert float((sparse[FEW:] - dense[FEW:]).abs().max() / dense.abs().max()) > 1e-2, "it does not matter what is seen"
 
 
@@ -124,7 +124,7 @@ def test_planted_keys_decide_past_4096(tmp_path: Path, monkeypatch: pytest.Monke
     chosen: list[Tensor] = []
     reference = indexer.paged_indexer.unchecked
     monkeypatch.setattr(
-        indexer.paged_indexer, "unchecked", lambda *given: chosen.append(reference(*given)) or chosen[-1]
+        indexer.paged_indexer, "unchecked", lambda *arguments: chosen.append(reference(*arguments)) or chosen[-1]
     )
     answer = last(model, tokens)
     monkeypatch.undo()

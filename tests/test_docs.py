@@ -158,13 +158,13 @@ def test_files_and_targets_of_commands_exist(page: Path) -> None:
 
 def sessions() -> dict[str, tuple[str, str]]:
     """Commands that a page shows together with their output: `$ command`, then lines; `...` stands for any lines."""
-    found = {}
+    commands = {}
     for page in PAGES:
         for language, block in _FENCE.findall(page.read_text()):
             if language in ("", "console") and block.startswith("$ whorl "):
                 command, _, output = block.partition("\n")
-                found[f"{page.name}: {command}"] = (command.removeprefix("$ "), output)
-    return found
+                commands[f"{page.name}: {command}"] = (command.removeprefix("$ "), output)
+    return commands
 
 
 SESSIONS = sessions()

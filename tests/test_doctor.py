@@ -263,7 +263,7 @@ def test_no_transformers_config_raises_an_alarm(tmp_path: Path, monkeypatch: pyt
             read += 1
             alarms[name] = findings_of_default(name, tmp_path)
     assert read > 250
-    assert {name: found for name, found in alarms.items() if found} == {}
+    assert {name: findings for name, findings in alarms.items() if findings} == {}
 
 
 # Output.

@@ -53,10 +53,10 @@ def outcomes(answers: Any) -> dict[str, str]:
 def test_transformers_mrope_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     model = qwen3_vl().train()
     answers = checklist(model, batch_of(model))
-    found = outcomes(answers)
-    assert found.pop("branch") == "does not apply"
-    assert found.pop("fusion switches") == "does not apply"
-    assert set(found.values()) == {"pass"}, answers
+    by_name = outcomes(answers)
+    assert by_name.pop("branch") == "does not apply"
+    assert by_name.pop("fusion switches") == "does not apply"
+    assert set(by_name.values()) == {"pass"}, answers
     assert answers.passed
     assert model.training
     assert not model.rotary_emb._forward_pre_hooks
@@ -67,13 +67,13 @@ def test_transformers_mrope_model_passes(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_transformers_text_model_passes() -> None:
     model = qwen3()
-    found = outcomes(checklist(model, batch_of(model)))
-    assert [name for name, outcome in found.items() if outcome == "does not apply"] == [
+    by_name = outcomes(checklist(model, batch_of(model)))
+    assert [name for name, outcome in by_name.items() if outcome == "does not apply"] == [
         "branch",
         "fusion switches",
         "axes of the channels",
     ]
-    assert "fail" not in found.values()
+    assert "fail" not in by_name.values()
 
 
 def test_a_model_without_rotation_is_refused() -> None:
@@ -127,8 +127,8 @@ def megatron_batch(kind: str = "mrope") -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["mrope", "rope"])
 def test_megatron_model_passes(kind: str, one_rank: None) -> None:
     answers = checklist(megatron(kind), megatron_batch(kind))
-    found = outcomes(answers)
-    other = [name for name, outcome in found.items() if outcome == "does not apply"]
+    by_name = outcomes(answers)
+    other = [name for name, outcome in by_name.items() if outcome == "does not apply"]
     assert other == ([] if kind == "mrope" else ["position ids", "axes of the channels"])
     assert answers.passed, str(answers)
     assert "2 context-parallel ranks" in answers["packed and context parallel"].found

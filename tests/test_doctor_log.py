@@ -30,9 +30,9 @@ LOGS: dict[str, str] = {item["line"]: item["code"] for item in yaml.safe_load((H
 def test_log_is_explained(line: str) -> None:
     findings = explain(f"Traceback (most recent call last):\n  File x\n{line}\nmore", "job.log")
     assert [finding.code for finding in findings] == [LOGS[line]]
-    found = findings[0].found.split(" (in ")[0]
-    assert found in line
-    assert findings[0].where == f"job.log:{3 + line.count(chr(10), 0, line.find(found))}"
+    message = findings[0].found.split(" (in ")[0]
+    assert message in line
+    assert findings[0].where == f"job.log:{3 + line.count(chr(10), 0, line.find(message))}"
 
 
 def test_every_symptom_has_a_line() -> None:

@@ -75,13 +75,13 @@ def case(name: str) -> Case:
     return _CASES[name]
 
 
-def schedule(rng: random.Random, given: Case) -> tuple[LLM, DraftModel]:
+def schedule(rng: random.Random, prepared: Case) -> tuple[LLM, DraftModel]:
     """An engine with a draft model, both caches sometimes too small for all."""
     seqs, block_size = rng.choice((1, 4, 6)), rng.choice((1, 2, 4, 5))
     own_size = rng.choice((1, 3, 4))
     proposer = DraftModel(
-        model=rng.choice(given.drafts),
-        tokenizer=given.tokenizer,
+        model=rng.choice(prepared.drafts),
+        tokenizer=prepared.tokenizer,
         k=rng.randint(1, 6),
         device="cpu",
         block_size=own_size,
@@ -89,8 +89,8 @@ def schedule(rng: random.Random, given: Case) -> tuple[LLM, DraftModel]:
         max_num_batched_tokens=rng.choice((3, 64)),
     )
     llm = LLM(
-        model=given.model,
-        tokenizer=given.tokenizer,
+        model=prepared.model,
+        tokenizer=prepared.tokenizer,
         settings=random_settings(rng, seqs=seqs, block_size=block_size),
         speculate=proposer,
         draft_length="fixed",
@@ -99,11 +99,11 @@ def schedule(rng: random.Random, given: Case) -> tuple[LLM, DraftModel]:
 
 
 def check(name: str, seed: int) -> Counter[str]:
-    rng, given = random.Random(seed), case(name)
-    llm, proposer = schedule(rng, given)
-    found = record(llm)
-    for index, seq in run_at_random(rng, llm, given.requests):
-        compare(*given.plain[index], seq, found.get(seq.id, {}))
+    rng, prepared = random.Random(seed), case(name)
+    llm, proposer = schedule(rng, prepared)
+    recorded = record(llm)
+    for index, seq in run_at_random(rng, llm, prepared.requests):
+        compare(*prepared.plain[index], seq, recorded.get(seq.id, {}))
     assert llm.pool.num_used == 0
     proposer.propose([], 1)
     assert proposer.pool.num_used == 0, "finished and aborted sequences keep no blocks of the draft model"
@@ -315,10 +315,10 @@ def draws(way: str, draft: str, num: int = DRAWS) -> tuple[Tensor, Tensor, float
     ids, probs = Sampler(model, len(DRAFTS[draft])).draw(DRAFTS[draft].expand(num, -1), rows)
     for row, token, each in zip(rows, ids.tolist(), probs[:, None], strict=True):
         row.chunk.draft, row.chunk.probs = [token], each
-    found = target.sample(TARGET.expand(num, -1), rows)
+    drawn = target.sample(TARGET.expand(num, -1), rows)
     adjusted = target._adjuster.adjust(TARGET[None], rows[:1])
     right = probabilities(adjusted, *sampler._filters([params], adjusted.device))[0]
-    return found.bincount(minlength=VOCAB), right, float((found == ids).float().mean())
+    return drawn.bincount(minlength=VOCAB), right, float((drawn == ids).float().mean())
 
 
 _QUICK = ("plain", "all", "penalties")
@@ -353,11 +353,11 @@ BIASES: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("bias", BIASES)
 def test_a_planted_bias_shows(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, *BIASES[bias])
-    found = []
+    misfits = []
     for draft in ("near", "far"):
         counts, right, _ = draws("plain", draft, 6000)
-        found.append(misfit(counts, right))
-    assert max(found) > 1, found
+        misfits.append(misfit(counts, right))
+    assert max(misfits) > 1, misfits
 
 
 def test_probabilities_keep_what_sampling_keeps() -> None:
@@ -366,10 +366,10 @@ def test_probabilities_keep_what_sampling_keeps() -> None:
         torch.manual_seed(seed)
         logits = (torch.randn(1, 40) * rng.choice((0.5, 2, 6))).round(decimals=rng.choice((0, 1, 6)))
         k, p, m, t = rng.choice((0, 1, 5, 40, 99)), rng.choice((1.0, 0.9, 0.3, 1e-6)), rng.choice((0.0, 0.1, 1.0)), 0.7
-        found = probabilities(logits, *(torch.tensor([value]) for value in (t, k, p, m)))
+        actual = probabilities(logits, *(torch.tensor([value]) for value in (t, k, p, m)))
         expected = _cut((logits[0] - logits.max()) / t, k, p, m).softmax(0)
-        assert torch.equal(found[0] > 0, expected > 0), (k, p, m)
-        torch.testing.assert_close(found[0], expected)
+        assert torch.equal(actual[0] > 0, expected > 0), (k, p, m)
+        torch.testing.assert_close(actual[0], expected)
 
 
 # ---- the same through the engine

@@ -391,10 +391,10 @@ def test_logit_bias_and_allowed_tokens() -> None:
         mask[70 + len(output)] = True  # type: ignore[arg-type]
         return mask
 
-    asked = SamplingParams(allow=allow, **params)
-    assert one(asked).output_ids == [70, 71, 72, 73]
+    sampling = SamplingParams(allow=allow, **params)
+    assert one(sampling).output_ids == [70, 71, 72, 73]
     # A draft is held to the same rule, position by position (vLLM #9423).
-    drafted = one(asked, speculate=Oracle([[*PROMPT, 70, 71, 0, 0]], k=4, wrong=10**6))
+    drafted = one(sampling, speculate=Oracle([[*PROMPT, 70, 71, 0, 0]], k=4, wrong=10**6))
     assert (drafted.output_ids, drafted.num_accepted) == ([70, 71, 72, 73], 1)
 
 
@@ -417,13 +417,13 @@ def test_logprobs_are_the_model_s_own() -> None:
     params = SamplingParams(max_tokens=6, temperature=0.7, top_k=3, seed=4, ignore_eos=True, logprobs=2)
     seq, logits = alone(MockModel(), ByteTokenizer(), PROMPT, params)
     assert len(seq.logprobs) == seq.num_outputs == 6
-    for i, found in enumerate(seq.logprobs):
+    for i, logprob in enumerate(seq.logprobs):
         expected = logits[i].log_softmax(-1)
-        assert found.token_id == seq.output_ids[i]
-        assert found.logprob == pytest.approx(expected[found.token_id].item())
+        assert logprob.token_id == seq.output_ids[i]
+        assert logprob.logprob == pytest.approx(expected[logprob.token_id].item())
         values, ids = expected[: len(ByteTokenizer())].topk(2)
-        assert [t for t, _ in found.top] == ids.tolist()
-        assert [v for _, v in found.top] == pytest.approx(values.tolist())
+        assert [t for t, _ in logprob.top] == ids.tolist()
+        assert [v for _, v in logprob.top] == pytest.approx(values.tolist())
 
 
 @pytest.mark.parametrize("draft", [False, True])
@@ -460,7 +460,7 @@ def test_a_chat_that_goes_on_finds_its_answers_in_the_cache() -> None:
     (first,) = llm.add(PROMPT, params)
     drain(llm)
     history = first.token_ids + list(b" and then?")
-    found = record(llm)
+    recorded = record(llm)
     (again,) = llm.add(history, params)
     drain(llm)
     assert again.num_cached == 24  # 16 of the prompt and 8 of 9 generated: the last was never computed
@@ -469,7 +469,7 @@ def test_a_chat_that_goes_on_finds_its_answers_in_the_cache() -> None:
     (without,) = fresh.add(history, params)
     drain(fresh)
     assert without.num_cached == 0
-    assert all(torch.equal(found[again.id][i], plain[without.id][i]) for i in range(9))
+    assert all(torch.equal(recorded[again.id][i], plain[without.id][i]) for i in range(9))
 
 
 def test_progress_is_made_when_every_sequence_wants_the_last_block() -> None:

@@ -21,8 +21,8 @@ def engine(model: object | None = None, **options: object) -> LLM:
     return LLM(model=model or MockModel(), tokenizer=ByteTokenizer(), **{**settings, **options})  # type: ignore[arg-type]
 
 
-def one(llm: LLM, **asked: object) -> Sequence:
-    params = {"max_tokens": 6, "temperature": 0, "ignore_eos": True} | asked
+def one(llm: LLM, **options: object) -> Sequence:
+    params = {"max_tokens": 6, "temperature": 0, "ignore_eos": True} | options
     (seq,) = llm.add(PROMPT, SamplingParams(**params))  # type: ignore[arg-type]
     while llm.has_work:
         llm.step()

@@ -44,24 +44,24 @@ def build(num_experts: int, noise: float = 0.0) -> Any:
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
     """Prompts of 3 to 80 tokens that repeat themselves, so that prompt lookup finds something."""
-    rng, found = random.Random(4), []
+    rng, cases = random.Random(4), []
     for i in range(9):
         own = [rng.randrange(1000) for _ in range(3 + 5 * i)]
         kind = KINDS[i % len(KINDS)] | ({"seed": i} if KINDS[i % len(KINDS)]["temperature"] else {})
-        found.append(((own * 3)[:80], SamplingParams(max_tokens=30 + i, ignore_eos=True, **kind)))
-    return found
+        cases.append(((own * 3)[:80], SamplingParams(max_tokens=30 + i, ignore_eos=True, **kind)))
+    return cases
 
 
 def run(
     model: Any, chosen: list[tuple[list[int], SamplingParams]], **options: Any
 ) -> tuple[list[Sequence], list[Logits], LLM]:
     llm = LLM(model=model, device="cuda", num_blocks=512, max_model_len=256, draft_length="fixed", **options)
-    found = record(llm)
+    recorded = record(llm)
     sequences = [llm.add(*request)[0] for request in chosen]
     while llm.has_work:
         llm.step()
     assert llm.pool.num_used == 0
-    return sequences, [found[seq.id] for seq in sequences], llm
+    return sequences, [recorded[seq.id] for seq in sequences], llm
 
 
 def proposer(name: str, num_experts: int, plain: list[Sequence]) -> Any:
@@ -75,14 +75,18 @@ def proposer(name: str, num_experts: int, plain: list[Sequence]) -> Any:
 
 
 def differing(
-    plain: list[Sequence], expected: list[Logits], got: list[Sequence], found: list[Logits], is_greedy: bool = False
+    plain: list[Sequence],
+    expected: list[Logits],
+    got: list[Sequence],
+    own_logits: list[Logits],
+    is_greedy: bool = False,
 ) -> list[str]:
     return [
         f"request {i}, output {place}"
         for i, seq in enumerate(plain)
         if not is_greedy or seq.params.temperature == 0
         for place in range(seq.num_outputs)
-        if got[i].output_ids != seq.output_ids or not torch.equal(found[i][place], expected[i][place])
+        if got[i].output_ids != seq.output_ids or not torch.equal(own_logits[i][place], expected[i][place])
     ]
 
 
@@ -99,9 +103,9 @@ def test_logits_do_not_depend_on_how_they_are_computed(num_experts: int, max_num
         for use_graphs in (False, True):
             options = {"max_num_seqs": max_num_seqs, "use_graphs": use_graphs, "max_num_batched_tokens": 64}
             options |= {"prompt_graphs": 64}
-            got, found, llm = run(model, chosen, speculate=proposer(name, num_experts, plain), **options)
+            got, own_logits, llm = run(model, chosen, speculate=proposer(name, num_experts, plain), **options)
             # A draft model keeps the distribution of what is sampled, not the draws.
-            wrong = differing(plain, expected, got, found, is_greedy=name == "draft_model")
+            wrong = differing(plain, expected, got, own_logits, is_greedy=name == "draft_model")
             assert not wrong, f"{name}, graphs {use_graphs}"
             assert bool(llm.runner._graphs) == bool(llm.runner._prompt_graphs) == use_graphs
             if name != "none":
@@ -120,5 +124,5 @@ def test_it_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(self, step, is_decode)
 
     monkeypatch.setattr(Runner, "_forward", see_too_much)
-    got, found, _ = run(model, chosen, use_graphs=False, max_num_seqs=FEW, speculate=proposer("oracle", 16, plain))
-    assert differing(plain, expected, got, found)
+    got, own_logits, _ = run(model, chosen, use_graphs=False, max_num_seqs=FEW, speculate=proposer("oracle", 16, plain))
+    assert differing(plain, expected, got, own_logits)

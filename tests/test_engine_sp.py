@@ -100,9 +100,9 @@ def serve(model: Any, prompts: Any, *, chunk: int, proposer: Any = None, togethe
     return [seq.output_ids for seq in sequences], [logits[seq.id] for seq in sequences], llm.stats()
 
 
-def check_equal(found: Found, expected: Found) -> None:
-    assert found[0] == expected[0]
-    for ours, theirs in zip(found[1], expected[1], strict=True):
+def check_equal(actual: Found, expected: Found) -> None:
+    assert actual[0] == expected[0]
+    for ours, theirs in zip(actual[1], expected[1], strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[place], theirs[place]) for place in ours)
 
@@ -218,21 +218,21 @@ def test_on_equals_off_on_four_ranks(dtype: torch.dtype, checkpoints: dict[str, 
 
 
 def check_on_ranks(size: int, path: Path, dtype: torch.dtype) -> None:
-    for found in ranks.shared(size).run(on_and_off, path, dtype, timeout=600):
-        assert found["rewrites"] == COLLECTIVES
-        assert found["exactness"] == "bitwise"
-        assert found["local"] >= COLLECTIVES
-        assert found["captures"] == 1, "one graph serves every number of tokens"
-        assert {2, 3, 5, 23} <= set(found["sizes"])
+    for result in ranks.shared(size).run(on_and_off, path, dtype, timeout=600):
+        assert result["rewrites"] == COLLECTIVES
+        assert result["exactness"] == "bitwise"
+        assert result["local"] >= COLLECTIVES
+        assert result["captures"] == 1, "one graph serves every number of tokens"
+        assert {2, 3, 5, 23} <= set(result["sizes"])
 
 
 def test_int8_is_close_and_does_not_depend_on_neighbours(checkpoints: dict[str, Path]) -> None:
-    for found in ranks.shared(2).run(rounded, checkpoints["llama"]):
-        assert 0 < max(found["errors"]) < BOUND
-        assert found["rewrites"] == COLLECTIVES
-        assert found["is_quantized"]
-        assert found["bytes"] < 0.75
-        assert 1 in found["sizes"], "a chunk of one token is rounded as any other"
+    for result in ranks.shared(2).run(rounded, checkpoints["llama"]):
+        assert 0 < max(result["errors"]) < BOUND
+        assert result["rewrites"] == COLLECTIVES
+        assert result["is_quantized"]
+        assert result["bytes"] < 0.75
+        assert 1 in result["sizes"], "a chunk of one token is rounded as any other"
 
 
 def test_several_models_in_a_process(checkpoints: dict[str, Path]) -> None:
@@ -240,10 +240,10 @@ def test_several_models_in_a_process(checkpoints: dict[str, Path]) -> None:
 
 
 def test_fused_products_from_so_many_tokens_on(checkpoints: dict[str, Path]) -> None:
-    for found in ranks.shared(2).run(fused, checkpoints["llama"]):
-        assert found["fused"] >= COLLECTIVES
-        assert found["exactness"] == "bitwise"
-        assert min(found["sizes"]) == 5
+    for result in ranks.shared(2).run(fused, checkpoints["llama"]):
+        assert result["fused"] >= COLLECTIVES
+        assert result["exactness"] == "bitwise"
+        assert min(result["sizes"]) == 5
 
 
 SP = '{"pass_config": {"enable_sp": true%s}}'
@@ -257,19 +257,19 @@ COMPILED = {
 
 @pytest.mark.parametrize(("text", "expected"), COMPILED.items())
 def test_a_compilation_config_is_what_it_comes_to(text: str, expected: SPSettings) -> None:
-    asked = EngineSettings(compilation_config=text)
-    assert for_ranks(asked, 2, device="cpu") == asdict(expected)
+    settings = EngineSettings(compilation_config=text)
+    assert for_ranks(settings, 2, device="cpu") == asdict(expected)
     with pytest.raises(ValueError, match="sp is on, and there is one rank"):
         LLM(model=cast("Any", MockModel()), device="cpu", compilation_config=text)
 
 
 def test_a_compilation_config_knows_devices_and_experts(checkpoints: dict[str, Path]) -> None:
-    asked = EngineSettings(compilation_config=SP % "")
+    settings = EngineSettings(compilation_config=SP % "")
     for name, least in {"llama": 1000, "qwen3_moe": 1}.items():
         model = load_model(checkpoints[name], device="cpu", progress=False)
-        assert for_ranks(asked, 2, device="npu", model=model) == asdict(SPSettings(mode="on", min_tokens=least))
+        assert for_ranks(settings, 2, device="npu", model=model) == asdict(SPSettings(mode="on", min_tokens=least))
     with pytest.warns(RuntimeWarning, match="cpu has no default: enable_sp becomes False"):
-        assert for_ranks(asked, 2, device="cpu") is None
+        assert for_ranks(settings, 2, device="cpu") is None
     off = EngineSettings(compilation_config='{"pass_config": {"enable_sp": false}}')
     assert for_ranks(off, 2, device="cpu") is None
 
@@ -307,8 +307,10 @@ def test_an_engine_until_a_rank_is_killed(llm: LLM, checkpoints: dict[str, Path]
         tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
         device="cpu",
     )
-    found = llm.generate(PROMPTS, GREEDY, progress=False)
-    assert [out.token_ids for out in found] == [out.token_ids for out in one.generate(PROMPTS, GREEDY, progress=False)]
+    outputs = llm.generate(PROMPTS, GREEDY, progress=False)
+    assert [out.token_ids for out in outputs] == [
+        out.token_ids for out in one.generate(PROMPTS, GREEDY, progress=False)
+    ]
     assert llm._lead is not None
     llm._lead.group._processes[1].kill()
     with pytest.raises(RankError, match="rank 1 was killed by signal 9"):
@@ -343,11 +345,11 @@ def test_what_is_refused() -> None:
 @pytest.mark.slow
 def test_the_default_model() -> None:
     arguments = ["generate", "--prompt", "The capital of France is", "-n", "8", "-t", "0", "--json", "--device", "cpu"]
-    found = []
+    outputs = []
     for sp in ("off", "on"):
         command = [sys.executable, "-m", "whorl.cli", *arguments, "--tp", "2", "--sp", sp, "--report"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
         assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout)["token_ids"])
+        outputs.append(json.loads(done.stdout)["token_ids"])
         assert ("61 of 61 collectives rewritten" if sp == "on" else "sequence parallelism is off") in done.stderr
-    assert found[0] == found[1]
+    assert outputs[0] == outputs[1]

@@ -55,13 +55,13 @@ def tiny(**changes: Any) -> Any:
 
 def run(llm: LLM, prompts: Sequence[tuple[list[int], list[MediaItem]]], params: SamplingParams = GREEDY) -> list[Any]:
     """Sequences, added one a step, so that they meet in the middle."""
-    found = []
+    sequences = []
     for ids, media in prompts:
-        found += llm.add(ids, params, media=media)
+        sequences += llm.add(ids, params, media=media)
         llm.step()
     while llm.has_work:
         llm.step()
-    return found
+    return sequences
 
 
 def served(model: Any, prompts: Any, **options: Any) -> tuple[LLM, list[Any], list[Logits]]:
@@ -74,15 +74,15 @@ def served(model: Any, prompts: Any, **options: Any) -> tuple[LLM, list[Any], li
 @pytest.fixture(scope="module")
 def alone(model: Any) -> list[tuple[list[int], Logits]]:
     """Each by itself, its prompt in one piece."""
-    found = []
+    outputs = []
     for prompt in EXPANDED:
         _, (seq,), (logits,) = served(model, [prompt], use_prefix_cache=False, max_prompt_tokens=2048)
-        found.append((seq.output_ids, logits))
-    return found
+        outputs.append((seq.output_ids, logits))
+    return outputs
 
 
-def check(found: tuple[LLM, list[Any], list[Logits]], alone: Any) -> dict[str, int]:
-    llm, sequences, logits = found
+def check(result: tuple[LLM, list[Any], list[Logits]], alone: Any) -> dict[str, int]:
+    llm, sequences, logits = result
     for seq, mine, (output, expected) in zip(sequences, logits, alone, strict=True):
         assert seq.output_ids == output
         assert mine.keys() >= expected.keys()

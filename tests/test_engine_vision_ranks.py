@@ -88,13 +88,13 @@ def on_and_off(path: Path, dtype: torch.dtype) -> dict[str, Any]:
 )
 def test_sequence_parallelism_changes_no_bit(name: str, dtype: torch.dtype, checkpoints: dict[str, Path]) -> None:
     """Logits of all outputs, with and without it: in chunks through pictures, with deepstack, with prefix hits."""
-    for found in ranks.shared(2).run(on_and_off, checkpoints[name], dtype, timeout=600):
-        assert found["rewrites"] == [COLLECTIVES, COLLECTIVES], "a graph of text, and one with pictures"
-        assert found["exactness"] == ["bitwise", "bitwise"]
-        assert found["had_pictures"] == {True, False}
+    for result in ranks.shared(2).run(on_and_off, checkpoints[name], dtype, timeout=600):
+        assert result["rewrites"] == [COLLECTIVES, COLLECTIVES], "a graph of text, and one with pictures"
+        assert result["exactness"] == ["bitwise", "bitwise"]
+        assert result["had_pictures"] == {True, False}
         if dtype == torch.float32:
             one = serve(load_model(checkpoints[name], device="cpu", dtype=dtype, progress=False), None)
-            for ours, theirs in zip(found["first"], one[1], strict=True):
+            for ours, theirs in zip(result["first"], one[1], strict=True):
                 assert (ours - theirs[0]).abs().max() < BOUND
 
 
@@ -110,8 +110,8 @@ def test_an_engine_of_two_ranks(name: str, checkpoints: dict[str, Path]) -> None
         assert two.stats()["num_encoded"] > 4, "some were dropped, and encoded again"
     finally:
         two.close()
-    found = [logits[seq.id] for seq in sequences]
+    actual = [logits[seq.id] for seq in sequences]
     one = serve(load_model(checkpoints[name], device="cpu", progress=False), None)
-    for seq, ours, output, theirs in zip(sequences, found, *one, strict=True):
+    for seq, ours, output, theirs in zip(sequences, actual, *one, strict=True):
         assert (ours[0] - theirs[0]).abs().max() < BOUND
         assert seq.output_ids == output

@@ -60,9 +60,9 @@ def setting(name: str) -> Setting:
     return _SETTINGS[name]
 
 
-def random_engine(rng: random.Random, given: Setting, **options: Any) -> LLM:
+def random_engine(rng: random.Random, prepared: Setting, **options: Any) -> LLM:
     seqs, block_size = rng.choice((1, 4, 6)), rng.choice((1, 2, 4, 5))
-    texts = [seq.token_ids for seq, _ in given.plain]
+    texts = [seq.token_ids for seq, _ in prepared.plain]
     proposer = rng.choice(
         [
             None,
@@ -72,8 +72,8 @@ def random_engine(rng: random.Random, given: Setting, **options: Any) -> LLM:
         ]
     )
     return LLM(
-        model=given.model,
-        tokenizer=given.tokenizer,
+        model=prepared.model,
+        tokenizer=prepared.tokenizer,
         settings=random_settings(rng, seqs=seqs, block_size=block_size),
         speculate=proposer,
         run_ahead=rng.random() < 0.7,
@@ -84,11 +84,11 @@ def random_engine(rng: random.Random, given: Setting, **options: Any) -> LLM:
 
 def check(name: str, seed: int, **options: Any) -> tuple[LLM, Counter[str]]:
     """One random schedule; what it went through."""
-    rng, given = random.Random(seed), setting(name)
-    llm = random_engine(rng, given, **options)
-    found = record(llm)
-    for index, seq in run_at_random(rng, llm, given.requests):
-        compare(*given.plain[index], seq, found.get(seq.id, {}))
+    rng, prepared = random.Random(seed), setting(name)
+    llm = random_engine(rng, prepared, **options)
+    recorded = record(llm)
+    for index, seq in run_at_random(rng, llm, prepared.requests):
+        compare(*prepared.plain[index], seq, recorded.get(seq.id, {}))
     assert llm.pool.num_used == 0
     return llm, Counter(llm.stats()) + Counter(num_rejected=llm.num_drafted - llm.num_accepted)
 
@@ -116,9 +116,9 @@ def test_a_recorded_call_computes_the_same(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(runner, "record_graph", record_graph)
     sizes, prompts = set(), set()
     for seed in range(6 if name == "mock" else 2):
-        found = check(name, seed, prompt_graphs=64)[0].runner
-        sizes |= found._graphs.keys()
-        prompts |= found._prompt_graphs.keys()
+        recorder = check(name, seed, prompt_graphs=64)[0].runner
+        sizes |= recorder._graphs.keys()
+        prompts |= recorder._prompt_graphs.keys()
     assert len(sizes) > 3
     assert {16, 32} <= prompts if name == "mock" else prompts == {16}
 
@@ -131,7 +131,7 @@ def test_real_language() -> None:
         "Repeat this list: apple, banana, cherry, orange, grape, melon, plum.",
     )
     llm = LLM(device="cpu", num_blocks=64, draft_length="fixed")
-    found, rounds = record(llm), []
+    recorded, rounds = record(llm), []
     for proposer in (None, PromptLookup()):
         llm.proposer = proposer
         prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in questions]  # type: ignore[union-attr]
@@ -143,7 +143,7 @@ def test_real_language() -> None:
     assert rounds[1][1].num_accepted > 0
     for plain, drafted in zip(*rounds, strict=True):
         assert plain.output_ids == drafted.output_ids
-        assert all(torch.equal(found[plain.id][i], found[drafted.id][i]) for i in range(plain.num_outputs))
+        assert all(torch.equal(recorded[plain.id][i], recorded[drafted.id][i]) for i in range(plain.num_outputs))
 
 
 # ---- the test can fail: each of these is a fault that engines have had

@@ -36,9 +36,9 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     wide = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 3}
     paths = write_checkpoints(tmp_path, {name: each.tiny(**wide) for name, each in FAMILIES.items()})
     one = {name: Runner(load(path, unpack=None)).run(LONG) for name, path in paths.items()}
-    for found in ranks.shared(2).run(on_a_rank, paths):
+    for result in ranks.shared(2).run(on_a_rank, paths):
         for name, expected in one.items():
-            close(found[name], expected)
+            close(result[name], expected)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -55,8 +55,8 @@ def test_weights_rounded_while_they_are_read(kind: str, tmp_path: Path) -> None:
     """What Gemma's norms hold is not a matrix, and is left as it is."""
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     (path,) = write_checkpoints(tmp_path, {kind: FAMILIES[kind].tiny(**sizes)}).values()
-    found, plain = (logits(load(path, quantize=scheme)) for scheme in ("w4a16", None))
-    error = float((found - plain).norm() / plain.norm())
+    rounded, plain = (logits(load(path, quantize=scheme)) for scheme in ("w4a16", None))
+    error = float((rounded - plain).norm() / plain.norm())
     assert 1e-3 < error < 0.5, error
 
 

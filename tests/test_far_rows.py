@@ -44,8 +44,8 @@ def case_of(op: Op) -> dict:
 
 def answer(op: Op, values: dict) -> list[Tensor]:
     out = op(**values, backend="triton")
-    found = [values[name] for name in op.mutates] if op.mutates else out if isinstance(out, tuple) else [out]
-    return [t.clone() for t in found if t is not None]
+    outputs = [values[name] for name in op.mutates] if op.mutates else out if isinstance(out, tuple) else [out]
+    return [t.clone() for t in outputs if t is not None]
 
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if "triton" in op.impls])

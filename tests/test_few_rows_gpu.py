@@ -46,13 +46,13 @@ def test_bits(dtype: torch.dtype, count: int) -> None:
 
     torch.manual_seed(count)
     for length, columns in SIZES:
-        given = drawn(count, length, columns, dtype)
-        expected = plain(*given)
+        inputs = drawn(count, length, columns, dtype)
+        expected = plain(*inputs)
         for step in (contextlib.nullcontext(), ahead()):
             with step:
-                found = ops.norm_linear(*given, backend="triton")
-                y = ops.linear(expected[1], given[3], backend="triton")
-            for a, b in zip((*found, y), (*expected, expected[0]), strict=True):
+                actual = ops.norm_linear(*inputs, backend="triton")
+                y = ops.linear(expected[1], inputs[3], backend="triton")
+            for a, b in zip((*actual, y), (*expected, expected[0]), strict=True):
                 assert torch.equal(a, b), (length, columns, count)
 
 
@@ -71,7 +71,7 @@ def test_it_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of K from the end: another order, other bits."""
     from whorl import ops
 
-    given = drawn(1, 2048, 5120, torch.bfloat16)
-    x, residual, norm, weight = given
+    inputs = drawn(1, 2048, 5120, torch.bfloat16)
+    x, residual, norm, weight = inputs
     turned = [torch.cat((t[..., 1024:], t[..., :1024]), -1) for t in (x, residual, norm, weight)]
-    assert not torch.equal(ops.norm_linear(*turned, backend="triton")[0], plain(*given)[0])
+    assert not torch.equal(ops.norm_linear(*turned, backend="triton")[0], plain(*inputs)[0])

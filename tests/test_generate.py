@@ -94,11 +94,11 @@ def test_the_engine_it_asks_for(made: list[dict[str, Any]]) -> None:
     assert isinstance(proposer, PromptLookup)
     names = ("k", "ngram", "min_hist", "guard", "guard_distinct", "guard_tail", "loop_warn")
     assert [getattr(proposer, name) for name in names] == [4, 2, 0, True, 5, 7, 9]
-    asked = EngineSettings(
+    settings = EngineSettings(
         device="cpu", dtype="float32", max_model_len=64, max_num_seqs=1, tp=1, max_prompt_tokens=4000
     )
-    assert made == [{"path": "some/folder", "settings": asked, "draft_length": "measured"}]
-    assert asked.step_tokens == 4000
+    assert made == [{"path": "some/folder", "settings": settings, "draft_length": "measured"}]
+    assert settings.step_tokens == 4000
     run("--model-dir", "other", "-p", "x", "--pld", "--pld-no-guard")
     assert (made[1]["path"], made[1]["speculate"].guard) == ("other", False)
     run("-p", "x")
@@ -118,8 +118,8 @@ def test_sampling_is_asked_or_advised_or_greedy() -> None:
     llm: Any = Scripted()
     assert sampling(Options(), llm) == SamplingParams(temperature=0, max_tokens=command.DEFAULT_TOKENS)
     assert sampling(Options(chat=ChatOptions(chat=True, interactive=True)), llm).max_tokens is None
-    asked = SamplingOptions(max_tokens=5, temperature=0.7, top_k=3, top_p=0.8, min_p=0.1, seed=9)
-    assert sampling(Options(sampling=asked), llm) == SamplingParams(
+    options = SamplingOptions(max_tokens=5, temperature=0.7, top_k=3, top_p=0.8, min_p=0.1, seed=9)
+    assert sampling(Options(sampling=options), llm) == SamplingParams(
         max_tokens=5, temperature=0.7, top_k=3, top_p=0.8, min_p=0.1, seed=9
     )
     llm.tokenizer.sampling = {"temperature": 0.6, "top_k": 20}
@@ -132,11 +132,11 @@ def test_sampling_is_asked_or_advised_or_greedy() -> None:
 
 def test_seed_0_is_another_one_each_time(with_llm: Any) -> None:
     def texts(seed: int) -> set[str]:
-        found = set()
+        outputs = set()
         for _ in range(3):
             with_llm(mock_llm())
-            found.add(run("-p", "Once", "-t", "5", "-n", "6", "--seed", str(seed)).stdout)
-        return found
+            outputs.add(run("-p", "Once", "-t", "5", "-n", "6", "--seed", str(seed)).stdout)
+        return outputs
 
     assert len(texts(0)) == 3
     assert len(texts(5)) == 1
@@ -155,7 +155,7 @@ def test_prompt_file_and_standard_input(with_llm: Any, tmp_path: Path) -> None:
     assert run("-f", "-", input="from a pipe\n").stdout == "two\n"
     assert run(input="by echo\n").stdout == "three\n"
     assert run("-p", "asked", input="not read").stdout == "four\n"
-    prompts = [llm.tokenizer.decode(seq.token_ids[: seq.prompt_len]) for seq in llm.asked]
+    prompts = [llm.tokenizer.decode(seq.token_ids[: seq.prompt_len]) for seq in llm.added]
     assert prompts == [file.read_text(encoding="utf-8"), "from a pipe\n", "by echo", "asked"]
 
 
@@ -164,7 +164,7 @@ def test_chat_writes_the_template(with_llm: Any) -> None:
     with_llm(llm)
     run("--chat", "--system", "Be kind.", "-p", "Hi")
     run("-p", "Hi")
-    chat, plain = (llm.tokenizer.decode(s.token_ids[: s.prompt_len], skip_special=False) for s in llm.asked)
+    chat, plain = (llm.tokenizer.decode(s.token_ids[: s.prompt_len], skip_special=False) for s in llm.added)
     system, user = "<|im_start|>system\nBe kind.<|im_end|>\n", "<|im_start|>user\nHi<|im_end|>\n"
     assert (chat, plain) == (f"{system}{user}<|im_start|>assistant\n", "Hi")
 
@@ -246,12 +246,12 @@ def test_lookup_prints_the_same_for_twenty_prompts(monkeypatch: pytest.MonkeyPat
     assert len(set(TWENTY)) == 20
     for prompt in TWENTY:
         is_message = prompt.endswith((".", "?"))
-        asked = ["--prompt", prompt, "--temperature", "0", "-n", "24", *(["--chat"] if is_message else [])]
-        plain = run(*asked)
+        arguments = ["--prompt", prompt, "--temperature", "0", "-n", "24", *(["--chat"] if is_message else [])]
+        plain = run(*arguments)
         assert plain.exit_code == 0
         assert plain.stdout.strip(), prompt
-        assert run(*asked, "--pld").stdout == plain.stdout
-        assert run(*asked, "--pld", "--pld-min-hist", "1", "--draft-fixed").stdout == plain.stdout
+        assert run(*arguments, "--pld").stdout == plain.stdout
+        assert run(*arguments, "--pld", "--pld-min-hist", "1", "--draft-fixed").stdout == plain.stdout
     assert loaded.num_accepted > 50
 
 

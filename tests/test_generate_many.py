@@ -49,8 +49,8 @@ def test_lines_of_a_file(with_llm: Any, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("hi\n\n  \nbye\r\nhi", encoding="utf-8")
     done = run("--chat", "--prompts", str(tmp_path / "prompts.txt"))
     assert done.exit_code == 0, done.stderr
-    found = [(row["index"], row["prompt"], row["text"]) for row in rows(done)]
-    assert found == [(0, "hi", "Hello there!"), (1, "bye", "So soon?"), (2, "hi", "Hello there!")]
+    answers = [(row["index"], row["prompt"], row["text"]) for row in rows(done)]
+    assert answers == [(0, "hi", "Hello there!"), (1, "bye", "So soon?"), (2, "hi", "Hello there!")]
     assert {row["finish_reason"] for row in rows(done)} == {"stop"}
     assert rows(done)[0]["completion_tokens"] == 13
 
@@ -116,16 +116,16 @@ def test_asking_wrongly(arguments: list[str], said: str) -> None:
 
 
 def test_many_run_together_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[EngineSettings] = []
+    requested: list[EngineSettings] = []
 
     def fake(path: str | None, settings: EngineSettings, **options: Any) -> Scripted:
-        asked.append(settings)
+        requested.append(settings)
         return Scripted("Yes.")
 
     monkeypatch.setattr(whorl.engine.llm, "LLM", fake)
     for arguments in (["--prompts", "-"], ["--prompts", "-", "--max-num-seqs", "1"], []):
         assert run(*arguments, input="x").exit_code == 0
-    assert [settings.max_num_seqs for settings in asked] == [AT_ONCE, 1, 1]
+    assert [settings.max_num_seqs for settings in requested] == [AT_ONCE, 1, 1]
 
 
 def test_ctrl_c_keeps_what_is_finished(with_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +150,10 @@ def test_ctrl_c_keeps_what_is_finished(with_llm: Any, monkeypatch: pytest.Monkey
 
 def test_samples(with_llm: Any) -> None:
     with_llm(mock_llm(max_num_seqs=4))
-    found = rows(run("-p", "Once", "--samples", "3", "-t", "5", "-n", "6", "-s", "3"))
-    assert [row["sample"] for row in found] == [0, 1, 2]
-    assert len({row["text"] for row in found}) == 3
-    assert {(row["index"], row["prompt"]) for row in found} == {(0, "Once")}
+    answers = rows(run("-p", "Once", "--samples", "3", "-t", "5", "-n", "6", "-s", "3"))
+    assert [row["sample"] for row in answers] == [0, 1, 2]
+    assert len({row["text"] for row in answers}) == 3
+    assert {(row["index"], row["prompt"]) for row in answers} == {(0, "Once")}
 
 
 def test_stop(with_llm: Any) -> None:
@@ -167,8 +167,8 @@ def test_schema(with_llm: Any, tmp_path: Path, in_file: bool) -> None:
     pytest.importorskip("llguidance")
     with_llm(told({"fruit": '{"name": "fig", "count": 3}'}))
     (tmp_path / "fruit.json").write_text(json.dumps(FRUIT))
-    given = str(tmp_path / "fruit.json") if in_file else json.dumps(FRUIT)
-    assert run("--chat", "-p", "fruit", "--schema", given).stdout == '{"name": "fig", "count": 3}\n'
+    schema = str(tmp_path / "fruit.json") if in_file else json.dumps(FRUIT)
+    assert run("--chat", "-p", "fruit", "--schema", schema).stdout == '{"name": "fig", "count": 3}\n'
     short = json.dumps({"enum": ["b", "zz"]})
     assert run("-p", "x", "--schema", short).stdout in ('"b"\n', '"zz"\n')
 

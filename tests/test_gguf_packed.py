@@ -30,11 +30,11 @@ def test_blocks_are_unpacked_as_the_gguf_package_does(kind: str) -> None:
     stored = rng.integers(0, 256, (5, 7, own.row_bytes(512)), dtype=np.uint8)
     with np.errstate(invalid="ignore"):
         expected = torch.from_numpy(np.asarray(gguf.quants.dequantize(stored, number), dtype=np.float32))
-    found = own.unpack(torch.from_numpy(stored))
-    assert found.shape == expected.shape == (5, 7, 512)
+    actual = own.unpack(torch.from_numpy(stored))
+    assert actual.shape == expected.shape == (5, 7, 512)
     is_number = expected.isfinite()
     assert is_number.float().mean() > 0.9
-    assert torch.equal(found[is_number], expected[is_number])
+    assert torch.equal(actual[is_number], expected[is_number])
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_0", "Q5_0", "Q5_1"])
@@ -138,8 +138,8 @@ def test_a_large_file_takes_little_more_than_its_size(tmp_path: Path) -> None:
     size = path.stat().st_size
     assert 2.5e8 < size < 5e8
     run = [sys.executable, "-c", PEAK, str(path)]
-    found = subprocess.run(run, capture_output=True, text=True, check=True, cwd=Path(__file__).parent, timeout=500)
-    peak = int(found.stdout) * 1024
+    done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=Path(__file__).parent, timeout=500)
+    peak = int(done.stdout) * 1024
     assert peak < 2 * size + 3e8, f"{peak / 1e6:.0f} MB for a file of {size / 1e6:.0f}"
 
 

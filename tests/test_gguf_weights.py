@@ -200,9 +200,9 @@ def test_gguf_says_of_gemma3_what_llama_cpp_takes_for_granted() -> None:
     small, large = (_gemma3({"attention.sliding_window": 1024}, sizes | {"num_hidden_layers": n}) for n in (34, 62))
     assert (small["query_pre_attn_scalar"], large["query_pre_attn_scalar"]) == (128, 168)
     config = Gemma3.tiny(**sizes, num_hidden_layers=12) | _gemma3({}, sizes | {"num_hidden_layers": 12})
-    found = Gemma3.config_class.from_hf(config)
-    assert (found.rope.rope_type, found.rope.factor, found.rope.base) == ("linear", 8.0, 1e6)
-    assert (found.local_rope.rope_type, found.local_rope.base) == ("default", 1e4)
+    parsed = Gemma3.config_class.from_hf(config)
+    assert (parsed.rope.rope_type, parsed.rope.factor, parsed.rope.base) == ("linear", 8.0, 1e6)
+    assert (parsed.local_rope.rope_type, parsed.local_rope.base) == ("default", 1e4)
     named = _gemma3({"attention.sliding_window_pattern": [True, False]}, sizes | {"num_hidden_layers": 2})
     assert named["layer_types"] == ["sliding_attention", "full_attention"]
 

@@ -23,7 +23,7 @@ class Hub:
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -38,19 +38,19 @@ class Hub:
                 is_listing = parts[:2] == ["api", "models"]
                 name = "/".join(parts[2:4] if is_listing else parts[:2])
                 files = hub.repositories.get(name)
-                found = (
+                reply = (
                     None
                     if files is None
                     else hub.listing(name, parts[4:5] == ["tree"])
                     if is_listing
                     else files.get("/".join(parts[4:]))
                 )
-                if found is None:
+                if reply is None:
                     self.answer(404, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "no such repository"})
                     return
                 if not is_listing and self.command == "GET":
-                    hub.asked.append("/".join(parts[4:]))
-                self.answer(200, found, {"X-Repo-Commit": COMMIT, "ETag": f'"{abs(hash(found))}"'})
+                    hub.requests.append("/".join(parts[4:]))
+                self.answer(200, reply, {"X-Repo-Commit": COMMIT, "ETag": f'"{abs(hash(reply))}"'})
 
             def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
                 self.send_response(status)
@@ -116,7 +116,7 @@ def test_a_file_of_a_repository(hub: Hub, model: Path, monkeypatch: pytest.Monke
     paths = [weights.resolve(f"org/tiny-GGUF{end}") for end in (":tiny-Q4_K_M.gguf", ":q4_k_m", "", "@main:Q4_K_M")]
     assert {path.name for path in paths} == {"tiny-Q4_K_M.gguf"}
     assert len({path.resolve() for path in paths}) == 1
-    assert hub.asked == ["tiny-Q4_K_M.gguf", "config.json"], "of the whole model's configuration nothing is wanted"
+    assert hub.requests == ["tiny-Q4_K_M.gguf", "config.json"], "of the whole model's configuration nothing is wanted"
     assert logits(load(paths[0])).equal(logits(load(model)))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert weights.resolve("org/tiny-GGUF") == paths[0]
@@ -132,7 +132,7 @@ def test_a_repository_with_both(hub: Hub, model: Path) -> None:
         "model.gguf": model.read_bytes(),
     }
     assert weights.resolve("org/both").is_dir()
-    assert sorted(hub.asked) == ["config.json", "model.safetensors"]
+    assert sorted(hub.requests) == ["config.json", "model.safetensors"]
     assert weights.resolve("org/both:model.gguf").read_bytes() == model.read_bytes()
 
 
@@ -150,11 +150,11 @@ def test_repositories_that_are_refused(hub: Hub) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             weights.resolve(name)
-    assert hub.asked == ["config.json"], "no weights of a model that cannot run"
+    assert hub.requests == ["config.json"], "no weights of a model that cannot run"
 
 
 @pytest.mark.parametrize(
-    ("files", "asked", "chosen"),
+    ("files", "requested", "chosen"),
     [
         (["m-Q8_0.gguf", "m-Q4_0.gguf"], None, "m-Q4_0.gguf"),
         (["only.gguf", "mmproj-only.gguf"], None, "only.gguf"),
@@ -166,9 +166,9 @@ def test_repositories_that_are_refused(hub: Hub) -> None:
         (["a/m-Q4_0.gguf", "b/m-Q4_0.gguf"], "b/m-Q4_0.gguf", "b/m-Q4_0.gguf"),
     ],
 )
-def test_which_file_is_chosen(files: list[str], asked: str | None, chosen: str | None) -> None:
+def test_which_file_is_chosen(files: list[str], requested: str | None, chosen: str | None) -> None:
     if chosen is not None:
-        assert choose_gguf("org/name", files, asked) == chosen
+        assert choose_gguf("org/name", files, requested) == chosen
         return
     with pytest.raises(ValueError, match="Give org/name:FILE or org/name:TYPE; found"):
-        choose_gguf("org/name", files, asked)
+        choose_gguf("org/name", files, requested)

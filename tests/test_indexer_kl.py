@@ -32,8 +32,8 @@ def inputs(tokens: int = 5, keys: int = 32, heads: int = 4, k: int = 10, dtype: 
     main_k = torch.randn(keys, 1, 12, dtype=dtype)
     indices = torch.rand(tokens, keys).topk(k).indices.sort(-1).values.int()
     indices[1:2, 4:] = -1
-    found = {"q": q, "k": index_k, "weights": weights, "indices": indices, "main_q": main_q, "main_k": main_k}
-    return found | {"main_lse": lse_of(found)}
+    values = {"q": q, "k": index_k, "weights": weights, "indices": indices, "main_q": main_q, "main_k": main_k}
+    return values | {"main_lse": lse_of(values)}
 
 
 def logits_of(v: Values) -> Tensor:
@@ -153,8 +153,8 @@ def test_a_perfect_indexer_has_no_loss() -> None:
 def test_no_gradient_reaches_the_main_model() -> None:
     main = ("main_q", "main_k", "main_lse")
     for when in ("forward", "backward"):
-        found = gradients(lambda v: our_loss(v, when=when) + v["q"].sum() * 0, inputs(), ("q", *main))  # noqa: B023
-        assert found[1:] == [None] * 3
+        actual = gradients(lambda v: our_loss(v, when=when) + v["q"].sum() * 0, inputs(), ("q", *main))  # noqa: B023
+        assert actual[1:] == [None] * 3
 
 
 def test_heads_are_summed_before_they_are_normalised() -> None:
@@ -294,8 +294,8 @@ def test_kernels_are_the_formulas_derivative(
     on_device = {n: x.to(device, torch.float32) if x.is_floating_point() else x.to(device) for n, x in v.items()}
     main = [on_device[n] for n in ("main_q", "main_k", "indices", "main_lse")]
     target = indexer_target(*main, SCALE, backend="triton")
-    given = {n: on_device[n] for n in ("q", "k", "weights", "indices")}
-    loss, *got = indexer_kl(**given, target=target, deterministic=deterministic, backend="triton")
+    indexer_inputs = {n: on_device[n] for n in ("q", "k", "weights", "indices")}
+    loss, *got = indexer_kl(**indexer_inputs, target=target, deterministic=deterministic, backend="triton")
     torch.testing.assert_close(loss.sum().cpu().double(), expected, rtol=1e-4, atol=1e-5)
     grads = gradients(lambda x: formula(x).sum(), some) if kept else [None] * 3
     for name, g, e in zip(("q", "k", "weights"), got, grads, strict=True):
@@ -317,8 +317,8 @@ def unread(device: str) -> Values:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_keys_that_are_not_selected_are_not_read(deterministic: bool, backend: str, device: str) -> None:
-    found = indexer_kl(**unread(device) | {"deterministic": deterministic}, backend=backend)
-    assert all(not x.isnan().any() for x in found)
+    results = indexer_kl(**unread(device) | {"deterministic": deterministic}, backend=backend)
+    assert all(not x.isnan().any() for x in results)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

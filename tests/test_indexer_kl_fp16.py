@@ -55,14 +55,14 @@ def dense(v: Values, backend: str, grad_scale: float) -> tuple[Tensor, ...]:
 
 
 WAYS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-    "selected": lambda *given: selected(*given, deterministic=False),
-    "in a fixed order": lambda *given: selected(*given, deterministic=True),
+    "selected": lambda *arguments: selected(*arguments, deterministic=False),
+    "in a fixed order": lambda *arguments: selected(*arguments, deterministic=True),
     "dense": dense,
 }
 
 
-def lost(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
+def lost(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 # Weights of 2**-17: the derivative by a product q . k is about 1e-7, fp16's least number 6e-8.
@@ -74,8 +74,8 @@ GRAD_SCALE = 2.0**14  # the results themselves are in fp16's range
 @pytest.mark.parametrize("way", WAYS)
 def test_small_derivatives_are_not_lost(way: str, backend: str, device: str) -> None:
     v = made(**SMALL, device=device)
-    found, expected = WAYS[way](v, backend, GRAD_SCALE), exact(v, GRAD_SCALE)
-    for name, a, b in zip(("loss", "dq", "dk", "dweights"), found, expected, strict=True):
+    actual, expected = WAYS[way](v, backend, GRAD_SCALE), exact(v, GRAD_SCALE)
+    for name, a, b in zip(("loss", "dq", "dk", "dweights"), actual, expected, strict=True):
         assert lost(a, b) < LOST, name
 
 
@@ -91,8 +91,8 @@ def test_without_the_lift_they_are(way: str, backend: str, device: str, monkeypa
         for module in (kl, dense_kl):
             monkeypatch.setattr(module, "round_operand", lambda ddots, dtype: ddots.to(dtype).to(ddots.dtype))
     v = made(**SMALL, device=device)
-    found, expected = WAYS[way](v, backend, GRAD_SCALE), exact(v, GRAD_SCALE)
-    for a, b in zip(found[1:3], expected[1:3], strict=True):
+    actual, expected = WAYS[way](v, backend, GRAD_SCALE), exact(v, GRAD_SCALE)
+    for a, b in zip(actual[1:3], expected[1:3], strict=True):
         assert lost(a, b) > 50 * LOST
 
 
@@ -103,8 +103,8 @@ def test_scores_beyond_fp16(way: str, backend: str, device: str) -> None:
     v = made(scale=60.0, weights_scale=4.0, device=device)
     expected = exact(v, 2.0**-10)
     assert expected[0].max() > 65504
-    found = WAYS[way](v, backend, 2.0**-10)
-    for name, a, b in zip(("loss", "dq", "dk", "dweights"), found, expected, strict=True):
+    actual = WAYS[way](v, backend, 2.0**-10)
+    for name, a, b in zip(("loss", "dq", "dk", "dweights"), actual, expected, strict=True):
         assert a.isfinite().all(), name
         assert lost(a, b) < LOST, name
 
@@ -128,7 +128,7 @@ def test_the_losses_for_training(is_dense: bool, when: Any, device: str) -> None
         indices = torch.arange(40, dtype=torch.int32, device=device).expand(6, 40).contiguous()
         loss = indexer_kl_loss(*leaves, indices, main_q, main_k, lse, **options)
     assert loss.dtype == torch.float32
-    found = torch.autograd.grad(loss, leaves)
-    for a, b in zip(found, exact(v, GRAD_SCALE)[1:], strict=True):
+    actual = torch.autograd.grad(loss, leaves)
+    for a, b in zip(actual, exact(v, GRAD_SCALE)[1:], strict=True):
         assert a.dtype == torch.float16
         assert lost(a, b) < LOST

@@ -23,7 +23,9 @@ def npu_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(devices, "is_installed", lambda package: package == "torch_npu")
     monkeypatch.setattr(_torch_npu, "missing", lambda name, **_: None)
     monkeypatch.setattr(
-        _torch_npu, "call", lambda name, **given: (called.append(name), sparse_kernels.KERNELS[name](**given))[1]
+        _torch_npu,
+        "call",
+        lambda name, **arguments: (called.append(name), sparse_kernels.KERNELS[name](**arguments))[1],
     )
     with cpu_is_npu():
         yield called
@@ -55,9 +57,9 @@ def test_what_the_npu_does_not_compute_is_computed_here(why: str, npu_here: list
         options = {"deterministic": True}
     if why == "ranks":
         options = {"reduce_target": lambda target: target}
-    found = losses.gradients("indexer_kl_loss", values, **options)
+    actual = losses.gradients("indexer_kl_loss", values, **options)
     assert npu_here == []
-    for got, right in zip(found, losses.gradients("indexer_kl_loss", values, deterministic=True), strict=True):
+    for got, right in zip(actual, losses.gradients("indexer_kl_loss", values, deterministic=True), strict=True):
         assert torch.equal(got, right)
 
 

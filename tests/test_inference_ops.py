@@ -159,8 +159,8 @@ def test_a_prompt_may_be_cut_anywhere(backend: str, window: int, dtype: torch.dt
     whole = attend(p, [(0, 0, length)], device, **options)[0]
     for cuts in ([1, 12],) if is_slow(backend) else ([1, 2, 40, 41, 200, 289], [32, 256], range(50, length, 50)):
         bounds = [0, *cuts, length]
-        found = [attend(p, [(1, 0, 7), (0, i, end - i)], device, **options)[1] for i, end in itertools.pairwise(bounds)]
-        assert_equal_bits(torch.cat(found), whole, f"cut at {list(cuts)}")
+        parts = [attend(p, [(1, 0, 7), (0, i, end - i)], device, **options)[1] for i, end in itertools.pairwise(bounds)]
+        assert_equal_bits(torch.cat(parts), whole, f"cut at {list(cuts)}")
     for i in (0, 1, 37, length - 1):
         assert_equal_bits(attend(p, [(0, i, 1)], device, **options)[0], whole[i : i + 1], f"token {i} alone")
 
@@ -278,10 +278,10 @@ def test_routing_is_hugging_faces(backend: str, device: str) -> None:
         scale=config.routed_scaling_factor,
         backend=backend,
     )
-    order, wanted = got[1].cpu().long().sort(1), ids.sort(1)
-    assert torch.equal(order.values, wanted.values)
+    order, expected_order = got[1].cpu().long().sort(1), ids.sort(1)
+    assert torch.equal(order.values, expected_order.values)
     torch.testing.assert_close(
-        got[0].cpu().gather(1, order.indices), expected.gather(1, wanted.indices), rtol=1e-6, atol=1e-7
+        got[0].cpu().gather(1, order.indices), expected.gather(1, expected_order.indices), rtol=1e-6, atol=1e-7
     )
 
 
@@ -331,10 +331,10 @@ def test_experts_are_hugging_faces(backend: str, k: int, device: str) -> None:
 # ---- sampling
 
 
-def settings(count: int, device: str = "cpu", **given: Any) -> dict[str, Tensor]:
+def settings(count: int, device: str = "cpu", **changes: Any) -> dict[str, Tensor]:
     plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seeds": 0, "steps": 0}
     kinds = {"top_k": torch.int64, "seeds": torch.int64, "steps": torch.int64}
-    made = {n: torch.as_tensor(given.get(n, v), dtype=kinds.get(n, torch.float32)) for n, v in plain.items()}
+    made = {n: torch.as_tensor(changes.get(n, v), dtype=kinds.get(n, torch.float32)) for n, v in plain.items()}
     return {n: v.expand(count).contiguous().to(device) for n, v in made.items()}
 
 
@@ -344,11 +344,13 @@ def test_greedy_takes_the_lowest_of_equals(backend: str, device: str) -> None:
     assert sample(logits, **settings(3, device, temperature=0.0), backend=backend).tolist() == [1, 0, 1]
 
 
-def allowed_tokens(backend: str, device: str, probabilities: list[float], **given: Any) -> set[int]:
+def allowed_tokens(backend: str, device: str, probabilities: list[float], **changes: Any) -> set[int]:
     """All the tokens that many draws give."""
     count = 60 if is_slow(backend) else 300
     logits = torch.tensor(probabilities, device=device).log().expand(count, -1)
-    return set(sample(logits, **settings(count, device, seeds=torch.arange(count), **given), backend=backend).tolist())
+    return set(
+        sample(logits, **settings(count, device, seeds=torch.arange(count), **changes), backend=backend).tolist()
+    )
 
 
 EDGES = [
@@ -371,11 +373,11 @@ EDGES = [
 ]
 
 
-@pytest.mark.parametrize(("given", "expected"), EDGES, ids=str)
+@pytest.mark.parametrize(("changes", "expected"), EDGES, ids=str)
 @pytest.mark.parametrize("backend", backends("sample", slow=True))
-def test_which_tokens_may_be_chosen(backend: str, given: dict[str, Any], expected: set[int], device: str) -> None:
-    found = allowed_tokens(backend, device, [0.4, 0.3, 0.125, 0.125, 0.05], **given)
-    assert found <= expected if is_slow(backend) else found == expected
+def test_which_tokens_may_be_chosen(backend: str, changes: dict[str, Any], expected: set[int], device: str) -> None:
+    actual = allowed_tokens(backend, device, [0.4, 0.3, 0.125, 0.125, 0.05], **changes)
+    assert actual <= expected if is_slow(backend) else actual == expected
 
 
 def chi_square(seen: Tensor, expected: Tensor) -> float:
@@ -389,9 +391,9 @@ def chi_square(seen: Tensor, expected: Tensor) -> float:
 
 def is_gumbel(x: Tensor) -> bool:
     """Kolmogorov-Smirnov at one in ten thousand."""
-    found = torch.exp(-torch.exp(-x.sort().values))
+    levels = torch.exp(-torch.exp(-x.sort().values))
     steps = torch.arange(len(x) + 1) / len(x)
-    distance = torch.maximum((found - steps[:-1]).abs(), (found - steps[1:]).abs()).max()
+    distance = torch.maximum((levels - steps[:-1]).abs(), (levels - steps[1:]).abs()).max()
     return distance.item() * len(x) ** 0.5 < 2.225
 
 
@@ -433,11 +435,11 @@ def test_the_noise_is_gumbel_and_independent() -> None:
 def test_a_request_samples_alike_in_any_batch(backend: str, device: str) -> None:
     count = 6
     logits = 2 * torch.randn(count, 300, device=device)
-    given = settings(count, device, seeds=torch.arange(count), steps=5, top_p=0.9, top_k=40)
-    given["temperature"] = torch.tensor([1.0, 0.0, 0.7, 1.3, 1.0, 0.2], device=device)
-    whole = sample(logits, **given, backend=backend)
+    batch = settings(count, device, seeds=torch.arange(count), steps=5, top_p=0.9, top_k=40)
+    batch["temperature"] = torch.tensor([1.0, 0.0, 0.7, 1.3, 1.0, 0.2], device=device)
+    whole = sample(logits, **batch, backend=backend)
     for way in ([0], [5, 0], [3, 3, 1], [5, 4, 3, 2, 1, 0]):
-        got = sample(logits[way], **{n: v[way] for n, v in given.items()}, backend=backend)
+        got = sample(logits[way], **{n: v[way] for n, v in batch.items()}, backend=backend)
         assert torch.equal(got, whole[way])
 
 

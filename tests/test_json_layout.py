@@ -108,8 +108,8 @@ def test_the_server_has_it() -> None:
     call = f'<tool_call>\n{{"name":    "weather", "arguments":  {wasteful}}}\n</tool_call>'
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": FLAT}}
     with serving(told({"json": wasteful, "call": call})) as served:
-        for asked, depth in ((form, 1), ({"type": "json_object"}, 8)):
-            answer = served.chat("json", response_format=asked, max_tokens=60)
+        for response_format, depth in ((form, 1), ({"type": "json_object"}, 8)):
+            answer = served.chat("json", response_format=response_format, max_tokens=60)
             assert_printable(answer["choices"][0]["message"]["content"], depth)
         answer = served.chat(
             "call", tools=[TOOL], tool_choice="required", max_tokens=200, parallel_tool_calls=False, logprobs=True

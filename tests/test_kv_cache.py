@@ -75,12 +75,12 @@ def test_codes_are_the_nearest_there_are(backend: str, format: str) -> None:
     every = every[every.isfinite() & (every.abs() <= LARGEST[format])]
     for i, slot in enumerate(values["slots"].tolist()):
         for name in ("k", "v"):
-            given, at = values[name][i], (slot // 4, slot % 4)
+            source, at = values[name][i], (slot // 4, slot % 4)
             scale = values[f"{name}_scale"][at[0], :, at[1], None]
-            torch.testing.assert_close(scale, given.abs().amax(-1, keepdim=True) / LARGEST[format])
-            found = (values[f"{name}_cache"][at].float() * scale - given).abs()
-            best = (every * scale[..., None] - given[..., None]).abs().amin(-1)
-            assert bool((found <= best * (1 + 1e-5) + 1e-7).all())
+            torch.testing.assert_close(scale, source.abs().amax(-1, keepdim=True) / LARGEST[format])
+            errors = (values[f"{name}_cache"][at].float() * scale - source).abs()
+            best = (every * scale[..., None] - source[..., None]).abs().amin(-1)
+            assert bool((errors <= best * (1 + 1e-5) + 1e-7).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -132,13 +132,13 @@ QUICKLY = [("walks", "int8"), ("shares cuts", "fp8"), ("prompt", "int8")]  # of 
 
 def reads() -> list[Any]:
     """backend, name, format, dtype"""
-    found, bf16 = [], torch.bfloat16
+    cases, bf16 = [], torch.bfloat16
     for backend in backends_here(OPS["paged_attention"]):
         for name, (format, dtype) in product(READS, [("fp8", bf16), ("int8", bf16), ("fp8", torch.float32)]):
             is_slow = backend == "triton" and is_interpreting() and (name, format) not in QUICKLY
             is_slow = is_slow or (backend == "triton" and is_interpreting() and dtype == torch.float32)
-            found.append(pytest.param(backend, name, format, dtype, marks=[pytest.mark.slow] if is_slow else []))
-    return found
+            cases.append(pytest.param(backend, name, format, dtype, marks=[pytest.mark.slow] if is_slow else []))
+    return cases
 
 
 @pytest.mark.parametrize(("backend", "name", "format", "dtype"), reads())
@@ -239,8 +239,8 @@ def served(model: Any, prompts: list[list[int]], **options: Any) -> tuple[dict[s
     return llm.stats(), [(seq.output_ids, logits[seq.id]) for seq in sequences]
 
 
-def assert_same(found: list[tuple[Any, Logits]], expected: list[tuple[Any, Logits]]) -> None:
-    for (output, mine), (other, theirs) in zip(found, expected, strict=True):
+def assert_same(actual: list[tuple[Any, Logits]], expected: list[tuple[Any, Logits]]) -> None:
+    for (output, mine), (other, theirs) in zip(actual, expected, strict=True):
         assert output == other
         assert all(torch.equal(mine[place], theirs[place]) for place in theirs)
 
@@ -253,8 +253,8 @@ def test_logits_do_not_depend_on_the_schedule(name: str, format: str) -> None:
     alone = [served(model, [prompt], **one)[1][0] for prompt in PROMPTS]
     seen: dict[str, int] = {}
     for options in WAYS.values():
-        stats, found = served(model, PROMPTS, kv_cache_dtype=format, **options)
-        assert_same(found, alone)
+        stats, actual = served(model, PROMPTS, kv_cache_dtype=format, **options)
+        assert_same(actual, alone)
         seen = {event: seen.get(event, 0) + count for event, count in stats.items()}
     for event in ("num_preemptions", "num_tokens_hit", "num_accepted"):
         assert seen[event] > 0, f"no {event} in these"
@@ -268,8 +268,8 @@ def test_an_answer_sent_back_has_the_same_logprobs() -> None:
     scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     for _ in range(2):
         (again,) = llm.generate([first.prompt_ids + first.token_ids], scored, progress=False)
-        found = [each.logprob for each in again.prompt_logprobs[len(PROMPT) - 1 :]]
-        assert found == [each.logprob for each in first.logprobs]
+        actual = [each.logprob for each in again.prompt_logprobs[len(PROMPT) - 1 :]]
+        assert actual == [each.logprob for each in first.logprobs]
         llm.forget()
     (hit,) = llm.generate([PROMPT], sampled, progress=False)
     (hit,) = llm.generate([hit.prompt_ids + hit.token_ids], replace(ANSWER, max_tokens=1), progress=False)
@@ -282,8 +282,8 @@ def test_pictures(format: str) -> None:
 
     def logits(prompts: Any, **options: Any) -> list[tuple[Any, Logits]]:
         llm = LLM(model=model, **SETTINGS | {"kv_cache_dtype": format} | options)
-        found = record(llm)
-        return [(seq.output_ids, found[seq.id]) for seq in run(llm, prompts, GREEDY)]
+        recorded = record(llm)
+        return [(seq.output_ids, recorded[seq.id]) for seq in run(llm, prompts, GREEDY)]
 
     chosen = EXPANDED[:4]
     alone = [logits([prompt], use_prefix_cache=False, max_prompt_tokens=2048)[0] for prompt in chosen]
@@ -328,9 +328,9 @@ def test_graphs_and_kernels_on_a_gpu(format: str) -> None:
     expected: list[tuple[Any, Logits]] = []
     for options in ways:
         prompts = [list(range(n % 90, n % 90 + 7)) * 20 for n in (1, 30, 60)]
-        found = served(model, prompts, device="cuda", kv_cache_dtype=format, block_size=16, **options)[1]
-        assert_same(found, expected or found)
-        expected = expected or found
+        actual = served(model, prompts, device="cuda", kv_cache_dtype=format, block_size=16, **options)[1]
+        assert_same(actual, expected or actual)
+        expected = expected or actual
     llm = LLM(model=model, device="cuda", kv_cache_dtype=format, num_blocks=64)
     (first,) = llm.generate([PROMPT * 7], replace(ANSWER, logprobs=0, max_tokens=60), progress=False)
     llm.forget()
@@ -357,15 +357,15 @@ def test_kernels_see_the_numbers_on_a_gpu(format: str, dim: int) -> None:
 
 def test_more_tokens_fit_in_the_same_memory() -> None:
     model = tiny(Qwen3, torch.bfloat16)  # two key heads of 16 channels in two layers
-    found = {
+    engines = {
         name: LLM(model=model, device="cpu", memory=300_000, block_size=8, max_num_seqs=64, kv_cache_dtype=name)
         for name in ("auto", *FORMATS)
     }
-    assert found["auto"].pool.num_blocks == 300_000 // (8 * 2 * 2 * 2 * 16 * 2)
-    assert found["fp8"].pool.num_blocks == found["int8"].pool.num_blocks == 300_000 // (8 * 2 * 2 * 2 * (16 + 4))
-    cache = found["fp8"].runner.caches[0]
+    assert engines["auto"].pool.num_blocks == 300_000 // (8 * 2 * 2 * 2 * 16 * 2)
+    assert engines["fp8"].pool.num_blocks == engines["int8"].pool.num_blocks == 300_000 // (8 * 2 * 2 * 2 * (16 + 4))
+    cache = engines["fp8"].runner.caches[0]
     held = sum(tensor.numel() * tensor.element_size() for tensor in (cache.k, cache.v, cache.k_scale, cache.v_scale))
-    assert held == found["fp8"].pool.num_blocks * 8 * found["fp8"].cache_specs[0].token_bytes
+    assert held == engines["fp8"].pool.num_blocks * 8 * engines["fp8"].cache_specs[0].token_bytes
 
 
 def test_a_step_reads_fewer_bytes() -> None:

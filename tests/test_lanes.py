@@ -20,7 +20,7 @@ def test_it_gives_what_plain_operations_give(width: int, device: str, monkeypatc
     plain.tokens.copy_(lanes.tokens), plain.tables.copy_(lanes.tables)
     of_row = torch.tensor([2, 0, 0, 0, 4, 4, LANES, LANES])
     places = torch.tensor([3, 0, 0, 1, 8, 8, 0, 0])
-    given = {
+    arrays = {
         "tokens": torch.tensor([-1, -1, 7, 8, 9, 10, 0, 0]),
         "lanes": of_row,
         "table_at": of_row * BLOCKS + places,
@@ -28,9 +28,9 @@ def test_it_gives_what_plain_operations_give(width: int, device: str, monkeypatc
         "entry_lanes": torch.tensor([2, 0, 4, *[LANES] * 5]),
         "query_starts": torch.tensor([0, 1, 4, *[6] * 6], dtype=torch.int32),
     }
-    given = {name: value.to(device) for name, value in given.items()}
-    token_ids, tables = read(lanes.tokens, lanes.tables, given, width)
-    expected_ids, expected = plain.read(given, width, is_decode=True)
+    arrays = {name: value.to(device) for name, value in arrays.items()}
+    token_ids, tables = read(lanes.tokens, lanes.tables, arrays, width)
+    expected_ids, expected = plain.read(arrays, width, is_decode=True)
     assert torch.equal(token_ids, expected_ids)
     assert token_ids.tolist()[:4] == [102, 100, 7, 8]
     assert torch.equal(tables[:3], expected[:3]), "padding is nobody's"

@@ -27,8 +27,8 @@ def made(op: Any, **case: Any) -> dict[str, Any]:
 
 
 def attend(values: dict[str, Any]) -> Tensor:
-    found: Tensor = ops.latent_attention(**values, backend="triton")
-    return found
+    out: Tensor = ops.latent_attention(**values, backend="triton")
+    return out
 
 
 # ---- what is written
@@ -66,23 +66,23 @@ def test_latents_are_those_of_the_norm_and_the_rotation_and_codes_those_of_the_r
 
 def test_keys_of_the_indexer_are_coded_as_the_reference_does() -> None:
     k, weight = rows(128), torch.rand(128, device=DEVICE) + 0.5
-    given = k, weight, torch.randn(128, device=DEVICE), torch.rand(9, 64, device=DEVICE) * 2 - 1
+    arguments = k, weight, torch.randn(128, device=DEVICE), torch.rand(9, 64, device=DEVICE) * 2 - 1
     slots = torch.tensor([3, 9, 0, -1, 17, 8, 1, 10, 11], device=DEVICE)
     plain = torch.zeros(3, 6, 128, dtype=torch.bfloat16, device=DEVICE)
-    found, expected = (torch.zeros(3, 6, 132, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    for cache in (plain, found):
-        ops.index_write(*given, cache, slots, backend="triton")
+    actual, expected = (torch.zeros(3, 6, 132, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    for cache in (plain, actual):
+        ops.index_write(*arguments, cache, slots, backend="triton")
     codes.store_index(plain.flatten(0, 1)[slots.clamp_min(0)], expected, slots)
-    assert torch.equal(found, expected)
-    assert int(found.count_nonzero()) > 8 * 100
+    assert torch.equal(actual, expected)
+    assert int(actual.count_nonzero()) > 8 * 100
 
 
 def test_queries_are_rounded_as_the_reference_does() -> None:
     q = rows(128).view(3, 3, 128)
     weights = torch.randn(3, 3, device=DEVICE)
-    found, expected = indexer_triton._round(q, weights), codes.round_queries(q, weights)
-    assert torch.equal(found[0].float(), expected[0])
-    assert torch.equal(found[1], expected[1])
+    actual, expected = indexer_triton._round(q, weights), codes.round_queries(q, weights)
+    assert torch.equal(actual[0].float(), expected[0])
+    assert torch.equal(actual[1], expected[1])
 
 
 # ---- attention
@@ -96,15 +96,15 @@ def test_the_number_of_programs_changes_no_bit(monkeypatch: pytest.MonkeyPatch) 
     values["indices"][1] = -1
     values["q"] = torch.cat((values["q"], values["q"][:1]))
     values["indices"] = torch.cat((values["indices"], values["indices"][:1]))
-    found = []
+    outputs = []
     for programs in (1, 2, 9):
         monkeypatch.setattr(attention_triton, "_plan", lambda *_, n=programs: ({"BLOCK_H": 16}, n))
-        found.append(attend(values))
-    assert all(torch.equal(found[0], each) for each in found)
-    assert found[0][1].count_nonzero() == found[0][4].count_nonzero() == 0
-    assert found[0][[0, 2, 3]].count_nonzero() > 3 * 5 * 20
+        outputs.append(attend(values))
+    assert all(torch.equal(outputs[0], each) for each in outputs)
+    assert outputs[0][1].count_nonzero() == outputs[0][4].count_nonzero() == 0
+    assert outputs[0][[0, 2, 3]].count_nonzero() > 3 * 5 * 20
     monkeypatch.setattr(attention_triton, "cut_of", lambda _: 64)
-    assert not torch.equal(found[0], attend(values))
+    assert not torch.equal(outputs[0], attend(values))
 
 
 def test_a_token_alone_has_the_bits_that_it_has_among_others() -> None:
@@ -142,13 +142,13 @@ def test_a_choice_does_not_depend_on_what_is_scored_beside_it(
     values = made(ops.paged_indexer, **case, coded=coded_keys)
     values["q"] = torch.cat((torch.randn_like(values["q"]), values["q"][:1]))
     values["weights"] = torch.cat((values["weights"], values["weights"][:1]))
-    found = ops.paged_indexer(**values, backend="triton")
-    assert found[-1].tolist() == [-1] * 20
+    indices = ops.paged_indexer(**values, backend="triton")
+    assert indices[-1].tolist() == [-1] * 20
     width = values["block_tables"].shape[1] * values["cache"].shape[1]
     monkeypatch.setattr(indexer_triton, "chunks", lambda count, size: bounds.chunks(count, size, 4 * width))
-    assert torch.equal(ops.paged_indexer(**values, backend="triton"), found)
+    assert torch.equal(ops.paged_indexer(**values, backend="triton"), indices)
     monkeypatch.setattr(scores_triton, "DRAFTED", 0)  # the kernel of prompts instead of that of decoding
-    assert torch.equal(ops.paged_indexer(**values, backend="triton"), found)
+    assert torch.equal(ops.paged_indexer(**values, backend="triton"), indices)
     monkeypatch.undo()
     row = 0
     for b, (count, context) in enumerate(zip(case["queries"], case["contexts"], strict=True)):
@@ -158,7 +158,7 @@ def test_a_choice_does_not_depend_on_what_is_scored_beside_it(
             alone |= {"query_starts": torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)}
             alone |= {"context_lens": torch.tensor([context - count + i + 1], dtype=torch.int32, device=DEVICE)}
             if i == count - 1:
-                assert torch.equal(ops.paged_indexer(**alone, backend="triton")[0], found[row])
+                assert torch.equal(ops.paged_indexer(**alone, backend="triton")[0], indices[row])
             row += 1
 
 
@@ -169,12 +169,12 @@ def test_equal_scores_go_to_the_earliest_and_planted_keys_are_found() -> None:
     starts, lengths = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 2], [length]))
     q, weight = torch.ones(2, 4, 16, device=DEVICE), torch.full((2, 4), 0.25, device=DEVICE)
     index = torch.zeros(count, block, 16, device=DEVICE)
-    given = (q, weight, index, table, starts, lengths, topk)
-    assert ops.paged_indexer(*given, backend="triton").tolist() == [list(range(topk))] * 2
+    arguments = (q, weight, index, table, starts, lengths, topk)
+    assert ops.paged_indexer(*arguments, backend="triton").tolist() == [list(range(topk))] * 2
     for place in (640, length - 1):
         index[int(table[0, place // block]), place % block] = 1.0
-    found = ops.paged_indexer(*given, backend="triton").tolist()
-    assert found == [[*range(topk - 1), 640], [*range(topk - 2), 640, length - 1]]
+    indices = ops.paged_indexer(*arguments, backend="triton").tolist()
+    assert indices == [[*range(topk - 1), 640], [*range(topk - 2), 640, length - 1]]
 
 
 # ---- the model

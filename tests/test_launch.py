@@ -34,19 +34,19 @@ scaled, doubled = JITFunction(_scaled), JITFunction(_doubled)  # compiled also w
 
 @pytest.fixture
 def stub() -> Iterator[StubDriver]:
-    with stub_driver(scaled, doubled) as found:
-        yield found
+    with stub_driver(scaled, doubled) as driver:
+        yield driver
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Launches that went through Triton."""
-    found: list[str] = []
+    names: list[str] = []
     run = JITFunction.run
     monkeypatch.setattr(
-        JITFunction, "run", lambda self, *args, **kwargs: (found.append(self.__name__), run(self, *args, **kwargs))[1]
+        JITFunction, "run", lambda self, *args, **kwargs: (names.append(self.__name__), run(self, *args, **kwargs))[1]
     )
-    return found
+    return names
 
 
 ROW = torch.zeros(64)
@@ -84,7 +84,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-def test_every_kind_gets_the_kernel_that_triton_compiles_for_it(stub: StubDriver, asked: list[str]) -> None:
+def test_every_kind_gets_the_kernel_that_triton_compiles_for_it(stub: StubDriver, by_triton: list[str]) -> None:
     """In an order in which each kind follows each other."""
     ours = Launched(scaled)
     right = {}
@@ -95,20 +95,20 @@ def test_every_kind_gets_the_kernel_that_triton_compiles_for_it(stub: StubDriver
         for k in (i, j):
             args, options = arguments(**KINDS[k])
             assert ours[(2,)](*args, **options) is right[k], KINDS[k]
-    assert len(asked) <= 2 * len(KINDS)  # once above, at most once by us, and never again
+    assert len(by_triton) <= 2 * len(KINDS)  # once above, at most once by us, and never again
     assert len({id(kernel) for kernel in right.values()}) >= 15
 
 
 @pytest.mark.parametrize("changes", [{"x": AWAY}, {"stride": 1}, {"factor": 2}, {"num_warps": 2}], ids=str)
-def test_another_kind_is_another_kernel(changes: dict[str, Any], stub: StubDriver, asked: list[str]) -> None:
+def test_another_kind_is_another_kernel(changes: dict[str, Any], stub: StubDriver, by_triton: list[str]) -> None:
     ours = Launched(scaled)
-    for given in ({}, changes, {}, changes):
-        args, options = arguments(**given)
-        assert ours[(2,)](*args, **options) is scaled[(2,)](*args, **options), given
-    assert len(asked) == 4 + 2
+    for chosen in ({}, changes, {}, changes):
+        args, options = arguments(**chosen)
+        assert ours[(2,)](*args, **options) is scaled[(2,)](*args, **options), chosen
+    assert len(by_triton) == 4 + 2
 
 
-def test_a_launch_is_the_same_without_triton(stub: StubDriver, asked: list[str]) -> None:
+def test_a_launch_is_the_same_without_triton(stub: StubDriver, by_triton: list[str]) -> None:
     ours = Launched(scaled)
     args, options = arguments(stride=1)  # a constant of the kernel then; launchers get it all the same
     ours[(2,)](*args, **options)
@@ -116,7 +116,7 @@ def test_a_launch_is_the_same_without_triton(stub: StubDriver, asked: list[str])
     for grid in ((3,), (3, 4), (3, 4, 5)):
         ours[grid](*args, **options)
     ours[(6,)](*args[:3], factor=0.25, n=41, **options)
-    assert asked == ["_scaled"]
+    assert by_triton == ["_scaled"]
     first, *rest = stub.launches
     assert [one.grid for one in rest] == [(3, 1, 1), (3, 4, 1), (3, 4, 5), (6, 1, 1)]
     assert {one.stream for one in rest} == {8}
@@ -125,14 +125,14 @@ def test_a_launch_is_the_same_without_triton(stub: StubDriver, asked: list[str])
     assert rest[-1].args == (*args[:3], 41, 0.25, 32, False)
 
 
-def test_devices_have_kernels_of_their_own(stub: StubDriver, asked: list[str]) -> None:
+def test_devices_have_kernels_of_their_own(stub: StubDriver, by_triton: list[str]) -> None:
     ours = Launched(scaled)
     args, options = arguments()
     kernels = []
     for device in (0, 1, 0, 1):
         stub.device = device
         kernels.append(ours[(1,)](*args, **options))
-    assert len(asked) == 2
+    assert len(by_triton) == 2
     assert kernels[0] is kernels[2] is not kernels[1]
     assert kernels[1] is kernels[3]
 
@@ -174,7 +174,7 @@ def test_a_grid_may_be_a_function(stub: StubDriver) -> None:
     ours = Launched(scaled)
     args, options = arguments()
     for _ in range(2):
-        ours[lambda given: (given["n"] // given["BLOCK"],)](*args, **options)
+        ours[lambda meta: (meta["n"] // meta["BLOCK"],)](*args, **options)
     assert [one.grid for one in stub.launches] == [(1, 1, 1)] * 2
 
 
@@ -182,12 +182,12 @@ class Labelled(Tensor):
     pass
 
 
-def test_a_subclass_is_launched_by_triton(stub: StubDriver, asked: list[str]) -> None:
+def test_a_subclass_is_launched_by_triton(stub: StubDriver, by_triton: list[str]) -> None:
     ours = Launched(scaled)
     args, options = arguments(x=ROW.as_subclass(Labelled))
     for _ in range(2):
         ours[(1,)](*args, **options)
-    assert len(asked) == 2
+    assert len(by_triton) == 2
     assert not ours._compiled
 
 

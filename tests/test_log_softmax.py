@@ -107,9 +107,9 @@ def gradient(function: Callable[[Tensor], Tensor], logits: Tensor, dy: Tensor) -
     """Of the dtype of logits, and left so by the operator: autograd would convert it."""
     logits = logits.detach().requires_grad_()
     out = function(logits)
-    (found,) = torch.autograd.grad(out, logits, dy.to(out.dtype))
-    assert found.dtype == logits.dtype
-    return found
+    (grad,) = torch.autograd.grad(out, logits, dy.to(out.dtype))
+    assert grad.dtype == logits.dtype
+    return grad
 
 
 # ---- a row alone
@@ -165,8 +165,8 @@ def test_a_row_has_the_same_bits_at_any_strides(backend: str, how: str) -> None:
     moved, ids = STRIDES[how](logits), torch.tensor([4, 1002, 501], device=DEVICE)
     assert torch.equal(moved, logits)
     assert not bits_differ(log_softmax(moved, backend=backend), log_softmax(logits, backend=backend))
-    found = [token_logprobs(x, ids, backend=backend) for x in (moved, logits)]
-    assert not bits_differ(*found)
+    actual = [token_logprobs(x, ids, backend=backend) for x in (moved, logits)]
+    assert not bits_differ(*actual)
 
 
 def test_shape_changes_no_bit(backend: str) -> None:
@@ -296,19 +296,19 @@ def test_a_masked_token_has_no_probability_and_no_gradient(backend: str) -> None
     torch.testing.assert_close(got[:, is_there], expected)
     dy = torch.randn(2, 100, device=DEVICE)
     dy[:, 3] = torch.nan  # as 0 * -inf is, where a loss is made of probabilities and their logarithms
-    found = gradient(lambda x: log_softmax(x, backend=backend), logits, dy)
-    assert (found[:, ~is_there] == 0).all()
+    grad = gradient(lambda x: log_softmax(x, backend=backend), logits, dy)
+    assert (grad[:, ~is_there] == 0).all()
     right = gradient(lambda x: log_softmax(x, backend="torch"), logits[:, is_there], dy[:, is_there])
-    torch.testing.assert_close(found[:, is_there], right)
+    torch.testing.assert_close(grad[:, is_there], right)
 
 
 def test_a_masked_token_that_is_asked_for(backend: str) -> None:
     logits, ids = masked(2, 100), torch.tensor([1, 3], device=DEVICE)
     assert token_logprobs(logits, ids, backend=backend).isinf().tolist() == [False, True]
-    found = gradient(lambda x: token_logprobs(x, ids, backend=backend), logits, torch.ones(2, device=DEVICE))
-    assert found.isfinite().all()
-    assert found[0].any()
-    assert not found[1].any()
+    grad = gradient(lambda x: token_logprobs(x, ids, backend=backend), logits, torch.ones(2, device=DEVICE))
+    assert grad.isfinite().all()
+    assert grad[0].any()
+    assert not grad[1].any()
 
 
 def test_a_row_of_nothing_has_no_nan(backend: str) -> None:
@@ -341,6 +341,6 @@ def test_no_rows_and_one_token(backend: str) -> None:
 def test_the_samplers_numbers_are_the_trainers() -> None:
     logits, ids = draw(5, 1003), torch.tensor([3, 1002, 0, 77, 500], device=DEVICE)
     model: Any = None
-    found = Sampler(model, vocab_size=1000)._logprobs(logits, ids, [2, None, 0, 1, 3])
+    actual = Sampler(model, vocab_size=1000)._logprobs(logits, ids, [2, None, 0, 1, 3])
     mine = token_logprobs(logits, ids).tolist()
-    assert [None if each is None else each.logprob for each in found] == [mine[0], None, *mine[2:]]
+    assert [None if each is None else each.logprob for each in actual] == [mine[0], None, *mine[2:]]

@@ -367,17 +367,17 @@ def test_an_architecture_is_refused_before_its_weights_are_fetched(
 ) -> None:
     import huggingface_hub
 
-    asked: list[list[str]] = []
+    patterns: list[list[str]] = []
 
     def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
-        asked.append(allow_patterns)
+        patterns.append(allow_patterns)
         (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(ValueError, match=r"architectures is \['GPT2LMHeadModel'\]; known are"):
         weights.resolve("org/gpt2")
-    assert asked == [["config.json"]]
+    assert patterns == [["config.json"]]
 
 
 def test_an_architecture_is_refused_before_its_weights_are_looked_for(folder: Path) -> None:

@@ -363,8 +363,8 @@ def test_a_mutating_operator_shows_in_a_graph() -> None:
     arguments, expected = kv_arguments(), kv_arguments()
     graphs = graphs_of(step, *arguments)
     step(*expected)
-    found = [store_rows.matches(n) for n in graphs[0].nodes]
-    assert found.count(True) == 1
+    matches = [store_rows.matches(n) for n in graphs[0].nodes]
+    assert matches.count(True) == 1
     assert not any(twice.matches(n) for n in graphs[0].nodes)
     assert all(torch.equal(a, b) for a, b in zip(arguments, expected, strict=True))
 

@@ -151,13 +151,13 @@ def test_a_shape_that_nobody_asked_for(shape: object) -> None:
 def test_it_can_open_nothing(decoder: Decoder) -> None:
     decoder.image(png(), IMAGE)
     table = Path(f"/proc/{decoder.pid}/limits").read_text().splitlines()
-    found = {line[:26].strip(): line[26:].split()[:2] for line in table}
-    assert found["Max open files"] == ["3", "3"]
-    assert found["Max processes"] == ["0", "0"]
-    assert found["Max file size"] == ["0", "0"]
-    assert found["Max core file size"] == ["0", "0"]
-    assert 0 < int(found["Max address space"][1]) < (8 << 30)
-    assert int(found["Max cpu time"][0]) <= 5 + 60
+    limits = {line[:26].strip(): line[26:].split()[:2] for line in table}
+    assert limits["Max open files"] == ["3", "3"]
+    assert limits["Max processes"] == ["0", "0"]
+    assert limits["Max file size"] == ["0", "0"]
+    assert limits["Max core file size"] == ["0", "0"]
+    assert 0 < int(limits["Max address space"][1]) < (8 << 30)
+    assert int(limits["Max cpu time"][0]) <= 5 + 60
     assert sorted(os.listdir(f"/proc/{decoder.pid}/fd")) == ["0", "1", "2"]
 
 

@@ -61,10 +61,10 @@ def test_a_picture_equals_transformers(
         exif[0x0112] = turn
     data = encoded(drawn(width, height, kind[0], seed), kind[1], exif=exif)
     ours = processor.image(data).item()
-    found = theirs()(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), return_tensors="np")
-    assert [*ours.grid] == found["image_grid_thw"][0].tolist()
-    assert ours.patches.dtype == found["pixel_values"].dtype == np.float32
-    assert np.array_equal(ours.patches, found["pixel_values"])
+    expected = theirs()(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), return_tensors="np")
+    assert [*ours.grid] == expected["image_grid_thw"][0].tolist()
+    assert ours.patches.dtype == expected["pixel_values"].dtype == np.float32
+    assert np.array_equal(ours.patches, expected["pixel_values"])
 
 
 @pytest.mark.parametrize("colours", [((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))])
@@ -72,16 +72,16 @@ def test_any_colours_round_as_transformers_does(colours: Any) -> None:
     options = replace(IMAGE, mean=colours[0], std=colours[1])
     levels = np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3)
     ours = Pixels(kind="image", values=levels[None], options=options, digest=b"").item()
-    found = theirs(options)(Image.fromarray(levels), return_tensors="np")
-    assert np.array_equal(ours.patches, found["pixel_values"])
+    expected = theirs(options)(Image.fromarray(levels), return_tensors="np")
+    assert np.array_equal(ours.patches, expected["pixel_values"])
 
 
 @pytest.mark.parametrize("transparency", [None, 0, 2])
 def test_a_palette_with_a_clear_colour(processor: Processor, transparency: int | None) -> None:
     options = {} if transparency is None else {"transparency": transparency}
     data = encoded(drawn(50, 40, "P"), **options)
-    found = theirs()(Image.open(io.BytesIO(data)), return_tensors="np")
-    assert np.array_equal(processor.image(data).item().patches, found["pixel_values"])
+    expected = theirs()(Image.open(io.BytesIO(data)), return_tensors="np")
+    assert np.array_equal(processor.image(data).item().patches, expected["pixel_values"])
 
 
 def test_16_bit_grey_keeps_its_levels(processor: Processor) -> None:
@@ -155,16 +155,16 @@ def test_sizes_of_videos(frames: int, height: int, width: int, cap: bool) -> Non
     assert -(-frames // 2) * (rows // 16) * (columns // 16) == expected
 
 
-@given(total=st.integers(1, 5000), fps=st.floats(0.5, 240), wanted=st.sampled_from([1, 2, 2.5]))
+@given(total=st.integers(1, 5000), fps=st.floats(0.5, 240), rate=st.sampled_from([1, 2, 2.5]))
 @settings(max_examples=200, deadline=None)
-def test_which_frames_are_taken_and_when(total: int, fps: float, wanted: float) -> None:
+def test_which_frames_are_taken_and_when(total: int, fps: float, rate: float) -> None:
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-    peer: Any = SimpleNamespace(fps=wanted, min_frames=4, max_frames=768)
+    peer: Any = SimpleNamespace(fps=rate, min_frames=4, max_frames=768)
     about: Any = SimpleNamespace(total_num_frames=total, fps=fps)
     expected = Qwen3VLVideoProcessor.sample_frames(peer, about).tolist()
-    indices = frame_indices(total, fps, replace(VIDEO, fps=wanted))
+    indices = frame_indices(total, fps, replace(VIDEO, fps=rate))
     assert indices == expected
     nobody: Any = None
     assert [*patch_seconds(indices, fps, 2)] == Qwen3VLProcessor._calculate_timestamps(nobody, expected, fps, 2)
@@ -178,9 +178,9 @@ def test_patches_of_a_video_are_in_transformers_order(frames: int) -> None:
     item = Pixels(kind="video", values=values, options=VIDEO.frames, digest=b"").item()
     floats = torch.from_numpy(values).permute(0, 3, 1, 2)[None].float() / 255
     nobody: Any = None
-    found, *grid = Qwen3VLVideoProcessor.patchify(nobody, (floats - 0.5) / 0.5, 16, 2, 2)
+    expected, *grid = Qwen3VLVideoProcessor.patchify(nobody, (floats - 0.5) / 0.5, 16, 2, 2)
     assert [*item.grid] == grid
-    torch.testing.assert_close(torch.from_numpy(item.patches), found[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(item.patches), expected[0], rtol=0, atol=1e-6)
 
 
 # ---- videos
@@ -344,14 +344,14 @@ def test_the_three_files(tmp_path: Path) -> None:
     image["size"]["longest_edge"] = 131072
     both = {"image_processor": image, "video_processor": video}
     (tmp_path / "processor_config.json").write_text(json.dumps(both))
-    found = read_options(tmp_path)
-    assert found is not None
-    assert found.image.max_pixels == 131072, "as in transformers, it goes first"
+    options = read_options(tmp_path)
+    assert options is not None
+    assert options.image.max_pixels == 131072, "as in transformers, it goes first"
     for name in files:
         (tmp_path / name).unlink()
-    assert read_options(tmp_path) == found
+    assert read_options(tmp_path) == options
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": image}))
-    assert read_options(tmp_path) == replace(found, video=None)
+    assert read_options(tmp_path) == replace(options, video=None)
 
 
 def test_a_model_of_text(tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_published_files_are_read(tmp_path: Path) -> None:
     image |= {"merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     image |= {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(image))
-    found = read_options(tmp_path)
-    assert found is not None
-    assert (found.image.min_pixels, found.image.max_pixels, found.image.resample) == (65536, 16777216, 3)
-    assert isinstance(found.video, VideoOptions)
+    options = read_options(tmp_path)
+    assert options is not None
+    assert (options.image.min_pixels, options.image.max_pixels, options.image.resample) == (65536, 16777216, 3)
+    assert isinstance(options.video, VideoOptions)

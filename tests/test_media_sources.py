@@ -128,10 +128,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_file_below_the_folder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(folder)
-    for given in (folder, tmp_path / "alias"):
-        read = Sources(LIMITS, folder=given).read
-        assert read(f"file://{given}/deep/a%20b.png", "image").parts == (b"picture",)
-        assert read(f"file://localhost{given}/deep/a%20b.png", "image").parts == (b"picture",)
+    for root in (folder, tmp_path / "alias"):
+        read = Sources(LIMITS, folder=root).read
+        assert read(f"file://{root}/deep/a%20b.png", "image").parts == (b"picture",)
+        assert read(f"file://localhost{root}/deep/a%20b.png", "image").parts == (b"picture",)
 
 
 @pytest.mark.parametrize(
@@ -337,16 +337,16 @@ def test_urls_that_two_readers_would_read_differently(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "found", [["127.0.0.1"], ["169.254.169.254"], [PUBLIC, "10.0.0.1"], ["::ffff:127.0.0.1"], ["::1"]]
+    "addresses", [["127.0.0.1"], ["169.254.169.254"], [PUBLIC, "10.0.0.1"], ["::ffff:127.0.0.1"], ["::1"]]
 )
-def test_a_name_for_a_private_address(found: list[str]) -> None:
+def test_a_name_for_a_private_address(addresses: list[str]) -> None:
     """One among several is enough: which of them is taken must not matter."""
     with web(answering()) as site:
-        site.names["pictures.example"] = found
+        site.names["pictures.example"] = addresses
         with pytest.raises(MediaError, match=r"pictures\.example is not at a public address") as caught:
             site.fetch(URL)
         assert site.connected == []
-        assert not any(address in str(caught.value) for address in found), "nobody learns what is inside"
+        assert not any(address in str(caught.value) for address in addresses), "nobody learns what is inside"
 
 
 def test_a_name_that_changes_between_looks() -> None:
@@ -438,16 +438,16 @@ def test_tls_is_asked_for_the_name() -> None:
     """The address is a number; what the certificate is checked against is the name."""
 
     class Context(ssl.SSLContext):
-        asked: str | None = None
+        hostname: str | None = None
 
         def wrap_socket(self, sock: Any, *args: Any, server_hostname: str | None = None, **more: Any) -> Any:
-            type(self).asked = server_hostname
+            type(self).hostname = server_hostname
             return sock
 
     with web(answering()) as site:
         assert site.fetch("https://pictures.example/", context=Context(ssl.PROTOCOL_TLS_CLIENT)) == b"picture"
         assert site.connected == [(PUBLIC, 443)]
-        assert Context.asked == "pictures.example"
+        assert Context.hostname == "pictures.example"
         with pytest.raises(MediaError, match="could not be fetched"):
             site.fetch("https://pictures.example/")  # the server here speaks no TLS
 

@@ -244,14 +244,14 @@ EXPERTS = 8
 
 def cut(name: str, source: weights.Source) -> dict[str, weights.Source]:
     """A feed-forward weight as those of 8 experts; each will be weighed 1/8, so what they give is 8 times larger."""
-    found = re.fullmatch(r"(model\.layers\.\d+\.mlp\.)(gate|up|down)_proj\.weight", name)
-    if found is None:
+    match = re.fullmatch(r"(model\.layers\.\d+\.mlp\.)(gate|up|down)_proj\.weight", name)
+    if match is None:
         return {name: source}
     whole = source.read((slice(None), slice(None)))
-    parts = whole.chunk(EXPERTS, 1) if found[2] == "down" else whole.chunk(EXPERTS)
-    scale = EXPERTS if found[2] == "down" else 1
+    parts = whole.chunk(EXPERTS, 1) if match[2] == "down" else whole.chunk(EXPERTS)
+    scale = EXPERTS if match[2] == "down" else 1
     return {
-        f"{found[1]}experts.{i}.{found[2]}_proj.weight": tensor_source(scale * part) for i, part in enumerate(parts)
+        f"{match[1]}experts.{i}.{match[2]}_proj.weight": tensor_source(scale * part) for i, part in enumerate(parts)
     }
 
 

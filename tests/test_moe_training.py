@@ -89,10 +89,10 @@ def test_blocks_of_transformers(make: Any, backend: str) -> None:
     x = torch.randn(2, 7, 24, device=DEVICE, requires_grad=True)
     dy = torch.randn_like(x)
     leaves = {"x": x, **dict(block.named_parameters())}
-    found = []
+    results = []
     for y in (ours(block, x, backend), block(x)):
-        found.append([y, *torch.autograd.grad(y, list(leaves.values()), dy)])
-    for what, got, expected in zip(["y", *leaves], *found, strict=True):
+        results.append([y, *torch.autograd.grad(y, list(leaves.values()), dy)])
+    for what, got, expected in zip(["y", *leaves], *results, strict=True):
         assert expected.abs().max() > 0, f"{what} proves nothing"
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, msg=lambda m, what=what: f"{what}: {m}")
 
@@ -101,11 +101,11 @@ def test_a_compiled_block_has_no_break() -> None:
     """Nothing is read back to the host: counts stay on the device, shapes do not depend on the choice."""
     shapes = ((6, 16), (6, 5), (5, 24, 16), (5, 16, 12))
     leaves = [torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in shapes]
-    found = []
+    results = []
     for function in (moe, torch.compile(moe, backend="aot_eager", fullgraph=True)):
         y = function(*leaves, 2, "")
-        found.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-    for got, expected in zip(*found, strict=True):
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected)
 
 
@@ -143,9 +143,13 @@ def test_torchs_product_behind_our_contract(counts: list[int]) -> None:
         "counts": torch.tensor(counts, device=DEVICE, dtype=torch.int32),
     }
     more = {"dy": torch.randn(9, 24, device=DEVICE).bfloat16(), **values}
-    for which, given in ((op, values), (backward, more)):
-        wide = {n: v.double() if v.is_floating_point() else v for n, v in given.items()}
-        answers = [which.impls["torch_cuda"].function(**given), which.reference(**given), which.reference(**wide)]
+    for which, arguments in ((op, values), (backward, more)):
+        wide = {n: v.double() if v.is_floating_point() else v for n, v in arguments.items()}
+        answers = [
+            which.impls["torch_cuda"].function(**arguments),
+            which.reference(**arguments),
+            which.reference(**wide),
+        ]
         assert_close(*(list(a) if isinstance(a, tuple) else [a] for a in answers))
 
 

@@ -74,12 +74,12 @@ def test_trainer_equals_sampler(model: Any) -> None:
     """Under autograd, the sequences packed: the difference is zero, not small."""
     outputs = engine(model).generate([tokens(n) for n in PROMPTS], sampled(200), progress=False)
     sequences = [output.prompt_ids + output.token_ids for output in outputs]
-    found = nn.trainable(model).logprobs(nn.pack(sequences, "cuda"))
-    found.sum().backward()
+    logprobs = nn.trainable(model).logprobs(nn.pack(sequences, "cuda"))
+    logprobs.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     model.zero_grad()
     model.requires_grad_(False)
-    parts = found.detach().split([len(sequence) - 1 for sequence in sequences])
+    parts = logprobs.detach().split([len(sequence) - 1 for sequence in sequences])
     for output, part in zip(outputs, parts, strict=True):
         assert part[len(output.prompt_ids) - 1 :].tolist() == decoded(output)
 
@@ -91,21 +91,21 @@ def test_alone_and_in_batches(model: Any) -> None:
     for count in BATCHES:
         for use_graphs in (False, True):
             llm = engine(model, max_num_seqs=count, num_blocks=6000, max_model_len=520, use_graphs=use_graphs)
-            found, logits = run(llm, prompts[:count])
+            sequences, logits = run(llm, prompts[:count])
             for place in range(0, count, max(1, count // 5)):
                 if place not in alone:
                     single = engine(model, max_num_seqs=1, max_model_len=520, use_graphs=False, use_prefix_cache=False)
                     alone[place] = run(single, [prompts[place]])[1][0]
                 assert all(torch.equal(a, b) for a, b in zip(alone[place], logits[place], strict=True)), (count, place)
-            assert len(found) == count
+            assert len(sequences) == count
 
 
 def run(llm: LLM, prompts: list[list[int]]) -> tuple[list[Any], list[list[torch.Tensor]]]:
-    found = record(llm)
+    recorded = record(llm)
     sequences = [llm.add(prompt, sampled(6))[0] for prompt in prompts]
     while llm.has_work:
         llm.step()
-    return sequences, [[found[seq.id][i] for i in range(seq.num_outputs)] for seq in sequences]
+    return sequences, [[recorded[seq.id][i] for i in range(seq.num_outputs)] for seq in sequences]
 
 
 def test_which_kernels_ran(model: Any) -> None:

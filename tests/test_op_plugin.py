@@ -233,8 +233,8 @@ def test_swiglu_gradient_differs_from_the_golden_by_ties_of_rounding_alone() -> 
     agrees(ours.float(), published.float())
     # Where they differ both are half an ulp away: the exact value lies in the middle, but for errors of fp32.
     ulp = (ours.double() - published.double()).abs()[differ]
-    for found in (ours, published):
-        away = (found.double() - exact).abs()[differ]
+    for gradient in (ours, published):
+        away = (gradient.double() - exact).abs()[differ]
         assert bool((away <= ulp * (0.5 + 2**-10)).all())
     wrong, wrong_there = ((x != exact.to(HALF)).sum() for x in (ours, published))
     assert wrong < wrong_there
@@ -264,11 +264,11 @@ def test_dense_loss_uses_the_statistics_it_is_given(own: bool) -> None:
     dots = torch.einsum("bsnd,bkd->bsnk", index_q.to(**wide), index_k[:, :, 0].to(**wide))
     scores = torch.einsum("bsnk,bsn->bsk", dots.relu(), weights.to(**wide)).masked_fill(~seen, -torch.inf)
     if own:
-        given = [*statistics_of(logits), *statistics_of(scores)]
+        statistics = [*statistics_of(logits), *statistics_of(scores)]
     else:
         tops = [(torch.randn(1, n, queries).abs() + 0.4) * size for n, size in ((heads, 128), (1, 128 * 64))]
-        given = [tops[0], torch.ones_like(tops[0]), tops[1][:, 0], torch.ones(1, queries)]
-    top, total, index_top, index_total = (x.to(**wide) for x in given)
+        statistics = [tops[0], torch.ones_like(tops[0]), tops[1][:, 0], torch.ones(1, queries)]
+    top, total, index_top, index_total = (x.to(**wide) for x in statistics)
     p = (torch.exp(logits - top.unsqueeze(-1)) / total.unsqueeze(-1)).mean(1)
     log_p = scores - index_top.unsqueeze(-1) - index_total.log().unsqueeze(-1)
     dscores = torch.exp(log_p) - p
@@ -318,12 +318,12 @@ def test_in_place_names_at_published_sizes() -> None:
         agrees(mine, right)
     for neox in (True, False):
         q, k = torch.randn(32, 32 * 128).to(FP16), torch.randn(32, 128).to(FP16)
-        given = (torch.randint(0, 64, (32,)), q.clone(), k.clone(), 128, torch.randn(64, 128).to(FP16), neox)
-        expected = (given[0], q, k, *given[3:])
-        ascend._npu_rotary_embedding(*given)
+        arguments = (torch.randint(0, 64, (32,)), q.clone(), k.clone(), 128, torch.randn(64, 128).to(FP16), neox)
+        expected = (arguments[0], q, k, *arguments[3:])
+        ascend._npu_rotary_embedding(*arguments)
         kernels.rotary_embedding(*expected)
-        agrees(given[1], q)
-        agrees(given[2], k)
+        agrees(arguments[1], q)
+        agrees(arguments[2], k)
 
 
 @pytest.mark.slow

@@ -32,11 +32,11 @@ def test_every_operator_takes_meta_tensors(op: Op) -> None:
     """The shapes, strides and dtypes of the reference, for every case, without a value being read."""
     for case in op.cases:
         values = make(op, case, torch.bfloat16)
-        found = op(**{n: v.to("meta") if isinstance(v, Tensor) else v for n, v in values.items()})
+        result = op(**{n: v.to("meta") if isinstance(v, Tensor) else v for n, v in values.items()})
         if op.mutates:
-            assert found is None
+            assert result is None
             continue
-        for got, expected in zip(listed(found), listed(op.reference(**values)), strict=True):
+        for got, expected in zip(listed(result), listed(op.reference(**values)), strict=True):
             assert (got is None) == (expected is None), case
             if got is not None:
                 assert got.device.type == "meta"

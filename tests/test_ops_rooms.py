@@ -25,13 +25,13 @@ def named(node: ast.AST, package: str) -> Iterator[str]:
 def graph(sources: dict[Path, str]) -> Graph:
     """What each module imports of the others, anywhere in it."""
     modules = {module_name(path): path for path in sources}
-    found: Graph = {}
+    edges: Graph = {}
     for name, path in modules.items():
-        wanted: list[str] = []
+        names: list[str] = []
         for node in ast.walk(ast.parse(sources[path])):
-            wanted += [*imported(node, path), *named(node, module_name(path.parent / "__init__.py"))]
-        found[name] = {owner for full in wanted if (owner := owner_of(full, modules)) not in (None, name)}
-    return found
+            names += [*imported(node, path), *named(node, module_name(path.parent / "__init__.py"))]
+        edges[name] = {owner for full in names if (owner := owner_of(full, modules)) not in (None, name)}
+    return edges
 
 
 def owner_of(full: str, modules: dict[str, Path]) -> str | None:
@@ -51,12 +51,12 @@ def circle(edges: Graph) -> list[str]:
         if name in done:
             return []
         for other in sorted(edges[name]):
-            if found := walk(other, [*way, name]):
-                return found
+            if cycle := walk(other, [*way, name]):
+                return cycle
         done.add(name)
         return []
 
-    return next((found for name in edges if (found := walk(name, []))), [])
+    return next((cycle for name in edges if (cycle := walk(name, []))), [])
 
 
 def test_operators_import_each_other_in_one_direction() -> None:

@@ -21,12 +21,12 @@ def made(lengths: tuple[int, ...], device: str, dtype: torch.dtype = torch.float
 
 def alone(values: Values, backend: str) -> list[Tensor]:
     """Each segment in a call of its own."""
-    found = []
+    outputs = []
     for start, end in itertools.pairwise(values["starts"].tolist()):
         part = {n: values[n][start:end].clone() for n in ("q", "k", "v")}
         part["starts"] = values["starts"].new_tensor([0, end - start])
-        found.append(packed_attention(**values | part, backend=backend))
-    return found
+        outputs.append(packed_attention(**values | part, backend=backend))
+    return outputs
 
 
 def check_segments(values: Values, backend: str) -> None:
@@ -37,8 +37,8 @@ def check_segments(values: Values, backend: str) -> None:
         poisoned = {n: torch.full_like(values[n], torch.nan) for n in ("q", "k", "v")}
         for name, x in poisoned.items():
             x[start:end] = values[name][start:end]
-        found = packed_attention(**values | poisoned, backend=backend)
-        assert torch.equal(found[start:end], expected[i]), f"segment {i} between others that are not numbers"
+        actual = packed_attention(**values | poisoned, backend=backend)
+        assert torch.equal(actual[start:end], expected[i]), f"segment {i} between others that are not numbers"
 
 
 # 33 and 40 keys: more than a cut of fp32, more than a tile of queries, and no multiple of either.
@@ -46,11 +46,11 @@ def check_segments(values: Values, backend: str) -> None:
 def test_a_segments_bits_are_its_own(backend: str, device: str) -> None:
     values = made((33, 1, 40), device, heads=1)
     check_segments(values, backend)
-    found = packed_attention(**values, backend=backend)
+    actual = packed_attention(**values, backend=backend)
     for start, end in itertools.pairwise(values["starts"].tolist()):
         heads = [values[n][start:end].transpose(0, 1)[None].double() for n in ("q", "k", "v")]
         gold = torch.nn.functional.scaled_dot_product_attention(*heads, scale=values["scale"])[0].transpose(0, 1)
-        assert (found[start:end] - gold).abs().max() < 1e-5
+        assert (actual[start:end] - gold).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("backend", backends("packed_attention"))
@@ -58,9 +58,9 @@ def test_rows_of_no_segment_are_zero_whatever_they_hold(backend: str, device: st
     values = made((5, 20), device, padding=4)
     for name in ("q", "k", "v"):
         values[name][25:] = torch.nan
-    found = packed_attention(**values, backend=backend)
-    assert found.isfinite().all()
-    assert not found[25:].any()
+    actual = packed_attention(**values, backend=backend)
+    assert actual.isfinite().all()
+    assert not actual[25:].any()
 
 
 @pytest.mark.parametrize("backend", backends("packed_attention"))
@@ -96,9 +96,9 @@ def test_the_kernel_for_hopper_gives_the_bits_of_the_plain_one(
     if (reason := gluon_reason(values["q"].device)) is not None:
         pytest.skip(reason)  # another chip: there is nothing to compare with
     assert bidirectional_triton.hopper_reason(*(values[n] for n in ("q", "k", "v"))) is None
-    found = packed_attention(**values, backend="triton")
+    actual = packed_attention(**values, backend="triton")
     monkeypatch.setattr(bidirectional_triton, "hopper_reason", lambda *_: "to compare")
-    assert torch.equal(found, packed_attention(**values, backend="triton"))
+    assert torch.equal(actual, packed_attention(**values, backend="triton"))
 
 
 @pytest.mark.gpu

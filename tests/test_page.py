@@ -45,12 +45,12 @@ def served() -> Iterator[Served]:
         yield running
 
 
-def asked(question: str, **options: Any) -> dict[str, Any]:
+def body(question: str, **options: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}], "temperature": 0, **options}
 
 
 def details(served: Served, question: str, **asked_for: Any) -> tuple[str, dict[str, Any]]:
-    (choice,) = served.post(CHAT, **asked(question, token_details=asked_for))["choices"]
+    (choice,) = served.post(CHAT, **body(question, token_details=asked_for))["choices"]
     return choice["message"]["content"], choice["token_details"]
 
 
@@ -157,7 +157,7 @@ def test_tokens_say_where_they_came_from(served: Served) -> None:
     """The text is what it is without drafts; drafted tokens are as many as the usage counts."""
     with serving(told(ANSWERS)) as plain:
         said, alone = details(plain, "again")
-    whole = served.post(CHAT, **asked("again", token_details={}))
+    whole = served.post(CHAT, **body("again", token_details={}))
     tokens = whole["choices"][0]["token_details"]["tokens"]
     assert whole["choices"][0]["message"]["content"] == said == ANSWERS["again"]
     assert [one["id"] for one in tokens] == [one["id"] for one in alone["tokens"]]
@@ -170,7 +170,7 @@ def test_tokens_say_where_they_came_from(served: Served) -> None:
 
 def test_a_stream_carries_the_details_of_the_whole(served: Served) -> None:
     _, whole = details(served, "again", top=2)
-    *events, done = served.events(CHAT, **asked("again", token_details={"top": 2}))
+    *events, done = served.events(CHAT, **body("again", token_details={"top": 2}))
     assert done == "[DONE]"
     streamed = [one for event in events for one in event["choices"][0].get("token_details", {"tokens": []})["tokens"]]
     assert streamed == whole["tokens"]
@@ -178,19 +178,19 @@ def test_a_stream_carries_the_details_of_the_whole(served: Served) -> None:
 
 def test_the_texts_of_tokens_add_up(served: Served) -> None:
     """Of characters in several tokens the last one has the text; marks are told apart."""
-    said, found = details(served, "letters")
-    marks = [one["text"] for one in found["tokens"] if one.get("special")]
-    assert "".join(one["text"] for one in found["tokens"] if not one.get("special")) == said == ANSWERS["letters"]
+    said, detail = details(served, "letters")
+    marks = [one["text"] for one in detail["tokens"] if one.get("special")]
+    assert "".join(one["text"] for one in detail["tokens"] if not one.get("special")) == said == ANSWERS["letters"]
     assert marks == ["<|im_end|>"]
-    assert [one["text"] for one in found["tokens"]].count("") == 1 + 1 + 3
+    assert [one["text"] for one in detail["tokens"]].count("") == 1 + 1 + 3
 
 
 def test_probabilities_are_those_of_logprobs(served: Served) -> None:
-    _, found = details(served, "again", top=3)
-    choice = served.post(CHAT, **asked("again", logprobs=True, top_logprobs=3))["choices"][0]
+    _, detail = details(served, "again", top=3)
+    choice = served.post(CHAT, **body("again", logprobs=True, top_logprobs=3))["choices"][0]
     known = choice["logprobs"]["content"]
-    assert [one["logprob"] for one in found["tokens"]] == [one["logprob"] for one in known]
-    tops = [[(top["text"], top["logprob"]) for top in one["top"]] for one in found["tokens"]]
+    assert [one["logprob"] for one in detail["tokens"]] == [one["logprob"] for one in known]
+    tops = [[(top["text"], top["logprob"]) for top in one["top"]] for one in detail["tokens"]]
     assert tops == [[(top["token"], top["logprob"]) for top in one["top_logprobs"]] for one in known]
     assert {len(each) for each in tops} == {3}
 
@@ -198,7 +198,7 @@ def test_probabilities_are_those_of_logprobs(served: Served) -> None:
 def test_the_prompt_says_what_the_cache_held(served: Served) -> None:
     question = "of whom " * 4
     _, first = details(served, question, prompt=True)
-    reply = served.post(CHAT, **asked(question, token_details={"prompt": True}))
+    reply = served.post(CHAT, **body(question, token_details={"prompt": True}))
     prompt = reply["choices"][0]["token_details"]["prompt"]
     assert first["prompt"]["num_cached"] < prompt["num_cached"] < prompt["num_tokens"] == len(prompt["texts"])
     assert prompt["num_cached"] == reply["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -208,14 +208,14 @@ def test_the_prompt_says_what_the_cache_held(served: Served) -> None:
 
 def test_of_a_long_prompt_the_end_is_told(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     monkeypatch.setattr("whorl.serve.token_details._MOST_PROMPT", 8)
-    _, found = details(served, "a question", prompt=True)
-    prompt = found["prompt"]
+    _, detail = details(served, "a question", prompt=True)
+    prompt = detail["prompt"]
     assert prompt["first"] == prompt["num_tokens"] - 8
     assert "".join(prompt["texts"]) == "sistant\n"
 
 
 def test_each_choice_has_its_own_details(served: Served) -> None:
-    reply = served.post(CHAT, **asked("letters", n=2, token_details={"top": 0}))
+    reply = served.post(CHAT, **body("letters", n=2, token_details={"top": 0}))
     first, second = (choice["token_details"]["tokens"] for choice in reply["choices"])
     assert first == second
     assert len(first) == len(byte_tokenizer().encode(ANSWERS["letters"])) + 1
@@ -227,7 +227,7 @@ def test_details_and_logprobs_exclude_each_other(served: Served) -> None:
         ({"token_details": {"top": 21}}, "less than or equal to 20"),
         ({"token_details": {"odds": 1}}, "is not a parameter that this server knows"),
     ):
-        answer = served.http.post(CHAT, json=asked("again", **options))
+        answer = served.http.post(CHAT, json=body("again", **options))
         assert answer.status_code == 400
         assert told_what in answer.json()["error"]["message"]
 
@@ -250,8 +250,8 @@ class Guess(Proposer):
 
 def test_tokens_of_another_proposer_are_drafts() -> None:
     with serving(told(speculate=Guess(), draft_length="fixed")) as served:
-        said, found = details(served, "anything")
-    sources = [one["source"] for one in found["tokens"]]
+        said, detail = details(served, "anything")
+    sources = [one["source"] for one in detail["tokens"]]
     assert said == ALPHABET
     # One by the prompt; then by turns three drafted and one, twice, and one drafted of a draft with a fault behind it.
     turn = [*["draft"] * 3, "model"] * 2 + ["draft", "model"]
@@ -272,7 +272,7 @@ def test_numbers_while_an_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(page_module, "_FRESH", 0.0)
     with serving(told({"long": "abcd " * 150}, delay=0.02)) as served:
         before = served.http.get("/page/stats").json()
-        with served.http.stream("POST", CHAT, json=asked("long", stream=True)) as response:
+        with served.http.stream("POST", CHAT, json=body("long", stream=True)) as response:
             next(line for line in response.iter_lines() if '"content":"b"' in line)
             during = served.http.get("/page/stats").json()
         wait_until(served.is_idle)
@@ -315,8 +315,8 @@ def test_a_roofline_is_told_where_there_is_one(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(page_module, "_FRESH", 0.0)
     with serving(told()) as served:
         wait_until(lambda: served.http.get("/page/stats").json()["roofline"] is not None)
-        found = served.http.get("/page/stats").json()["roofline"]
-    assert found == {"sequences": 1, "context": 0, "one": 100.0, "all": 100.0}
+        roofline = served.http.get("/page/stats").json()["roofline"]
+    assert roofline == {"sequences": 1, "context": 0, "one": 100.0, "all": 100.0}
     assert limits[0] == (1, 0)
 
 

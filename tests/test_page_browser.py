@@ -36,8 +36,8 @@ CHAT = "**/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[Any]:
-    with browser() as found:
-        yield found
+    with browser() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture
 def page(opened: Any, served: Served) -> Iterator[Any]:
-    with window(opened) as found:
-        visit(found, served)
-        yield found
+    with window(opened) as tab:
+        visit(tab, served)
+        yield tab
 
 
 # ---- asking
@@ -208,13 +208,13 @@ def test_tokens_by_keyboard(page: Any) -> None:
 
 def test_asked_again_among_others_the_bits_are_equal(page: Any, served: Served) -> None:
     say(page, "long")
-    asked: list[Any] = []
-    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    bodies: list[Any] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
     verdict = again_is_told(page, "equal")
     count = len(ANSWERS["long"]) + 1
     assert f"Equal: {count} of {count} tokens and log-probabilities, bit by bit." in verdict
     assert "while 12 other sequences ran" in verdict
-    same, others = [one for one in asked if "n" not in one], [one for one in asked if "n" in one]
+    same, others = [one for one in bodies if "n" not in one], [one for one in bodies if "n" in one]
     assert [one["messages"][-1]["content"] for one in same] == ["long"]
     assert sum(one["n"] for one in others) == 12  # no more than that
     assert all(one["max_tokens"] <= 256 for one in others)
@@ -243,8 +243,8 @@ def test_a_bit_that_differs_is_found(page: Any) -> None:
 def test_a_key_is_asked_for(opened: Any) -> None:
     with serving(told(ANSWERS), api_key="sk-right") as locked, window(opened) as page:
         visit(page, locked)
-        wanted = locked.http.get("/page/about", headers={"Authorization": ""}).json()["error"]["message"]
-        assert page.text_content("#note-text") == wanted
+        expected = locked.http.get("/page/about", headers={"Authorization": ""}).json()["error"]["message"]
+        assert page.text_content("#note-text") == expected
         page.fill("#key", "sk-wrong")
         page.press("#key", "Enter")
         until(page, "document.querySelector('#note-text').textContent === 'the API key is wrong'")
@@ -460,10 +460,10 @@ def test_everything_that_can_be_used_has_a_name(page: Any) -> None:
         session = page.context.new_cdp_session(page)
         tree = session.send("Accessibility.getFullAXTree")["nodes"]
         roles = ("button", "textbox", "combobox", "spinbutton", "checkbox", "image", "dialog", "status", "article")
-        found = [
+        controls = [
             (n["role"]["value"], n.get("name", {}).get("value")) for n in tree if not n.get("ignored") and "role" in n
         ]
-        used = [(role, name) for role, name in found if role in roles]
+        used = [(role, name) for role, name in controls if role in roles]
         assert len(used) > 10
         assert [role for role, name in used if not name and role != "status"] == []
         assert any(role == "status" for role, _ in used)

@@ -41,10 +41,6 @@ def summed(x: Tensor, op: str = "sum") -> Tensor:
     return functional.all_reduce(x, op, dist.group.WORLD)
 
 
-def given(tokens: int = 6, *, count: int = 2) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(tokens, C) for _ in range(count))
-
-
 def rewritten(function: Any, arguments: tuple[Tensor, ...], dump: Path | None = None, **options: Any) -> Any:
     """`varying`: names of inputs that differ between ranks; the second always does."""
     varying = options.pop("varying", ())
@@ -72,28 +68,28 @@ def test_layouts() -> None:
         return summed(part) + y, part.relu(), torch.rand_like(y), passes.local_rows(y, dist.group.WORLD.group_name)
 
     gm = captured(function, ARGUMENTS, False)
-    found = infer(gm.graph, collectives.group_name(None), SHARDED, frozenset())
-    by_target = {str(n.target): layout.value for n, layout in found.items() if n.op == "call_function"}
+    layouts = infer(gm.graph, collectives.group_name(None), SHARDED, frozenset())
+    by_target = {str(n.target): layout.value for n, layout in layouts.items() if n.op == "call_function"}
     assert by_target["aten.relu.default"] == "varying"
     assert by_target["aten.add.Tensor"] == "replicated"
     assert by_target["aten.rand_like.default"] == "varying", "ranks draw their own numbers"
     assert by_target["whorl.local_rows.default"] == "sharded"
     product = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.mm.default)
-    assert found[product] is Layout.VARYING, "it is used as it is, too"
+    assert layouts[product] is Layout.VARYING, "it is used as it is, too"
 
 
 def test_a_value_that_is_only_summed_is_partial() -> None:
     gm = captured(norm_of_sum, ARGUMENTS, False)
-    found = infer(gm.graph, collectives.group_name(None), SHARDED, frozenset())
+    layouts = infer(gm.graph, collectives.group_name(None), SHARDED, frozenset())
     product = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.mm.default)
-    assert found[product] is Layout.PARTIAL
+    assert layouts[product] is Layout.PARTIAL
 
 
 def test_constants_that_differ_between_ranks_are_varying() -> None:
     gm = captured(lambda x, w, y: (summed(x @ w) + y) * 3.0, ARGUMENTS, False)
     name = next(n.name for n in gm.graph.nodes if n.target is torch.ops.aten.mul.Tensor)
-    found = infer(gm.graph, collectives.group_name(None), SHARDED, frozenset([name]))
-    assert next(layout for n, layout in found.items() if n.name == name) is Layout.VARYING
+    layouts = infer(gm.graph, collectives.group_name(None), SHARDED, frozenset([name]))
+    assert next(layout for n, layout in layouts.items() if n.name == name) is Layout.VARYING
 
 
 def test_an_operator_of_unknown_hands_is_varying() -> None:
@@ -168,9 +164,9 @@ def test_a_collective_over_more_ranks_makes_all_of_a_group_alike() -> None:
 
     graph = captured(function, (ARGUMENTS[0],), False).graph
     inputs = {n.name: Layout.VARYING for n in graph.nodes if n.op == "placeholder"}
-    for group, found in ((world, ["replicated", "varying"]), (part, ["replicated", "replicated"])):
+    for group, expected in ((world, ["replicated", "varying"]), (part, ["replicated", "replicated"])):
         layouts = infer(graph, group, inputs, set())
-        assert [layouts[n].value for n in graph.nodes if "wait_tensor" in str(n.target)] == found
+        assert [layouts[n].value for n in graph.nodes if "wait_tensor" in str(n.target)] == expected
 
 
 # ---- the registry
@@ -261,8 +257,8 @@ def test_a_wide_head_is_behind_the_gather_and_a_narrow_one_before() -> None:
 
 def test_what_the_graph_returns_is_not_rounded() -> None:
     for function, is_rounded in ((lambda x, w: summed(x @ w).relu(), 0), (lambda x, w: summed(x @ w).relu() @ w, 1)):
-        found = kinds(rewritten(function, ARGUMENTS[:2], quantize="int8"))
-        assert (found.get("all_gather", 0), found.get("all_gather_quantized", 0)) == (1 - is_rounded, is_rounded)
+        counts = kinds(rewritten(function, ARGUMENTS[:2], quantize="int8"))
+        assert (counts.get("all_gather", 0), counts.get("all_gather_quantized", 0)) == (1 - is_rounded, is_rounded)
 
 
 def test_only_a_slice_of_the_first_rows_cuts_off_padding() -> None:
@@ -388,8 +384,8 @@ def test_min_tokens_from_the_cost_model() -> None:
     auto = SequenceParallel(cost=table("ethernet"))
     assert least_tokens(auto, report) == NEVER, "the bytes of an all-reduce, in two messages"
     packed = rewritten(norm_of_sum, ARGUMENTS, quantize="int8").meta["report"]
-    found = least_tokens(dataclasses.replace(auto, quantize="int8"), packed)
-    assert 1 < found < 1 << 20
+    threshold = least_tokens(dataclasses.replace(auto, quantize="int8"), packed)
+    assert 1 < threshold < 1 << 20
     assert packed.predicted_gain is not None
     assert least_tokens(SequenceParallel(min_tokens=17), report) == 17
 

@@ -38,14 +38,14 @@ def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32, whole: bool
 
 def operators(rank: int, world: int) -> dict[str, bool]:
     group = dist.group.WORLD.group_name
-    found = {}
+    results = {}
     for tokens in TOKENS:
         for dtype in (torch.float32, torch.bfloat16):
             for product in ("linear", "mm"):
                 x = data(rank, tokens, K, dtype=dtype, whole=product == "mm")
                 weight = data(rank, *((K, N) if product == "mm" else (N, K)), dtype=dtype, whole=product == "mm")
                 name = f"{tokens} {dtype} {product}"
-                found |= {f"{name}: {what}": same for what, same in both_ways(x, weight, product, group).items()}
+                results |= {f"{name}: {what}": same for what, same in both_ways(x, weight, product, group).items()}
     x, weight = data(rank, 6, K), data(rank, K, N)
     checks = ("test_schema", "test_faketensor")
     for op, arguments in (
@@ -54,7 +54,7 @@ def operators(rank: int, world: int) -> dict[str, bool]:
         (all_gather_matmul, (x, [weight, weight], 6 * world - 1, group)),
     ):
         opcheck(op, arguments, test_utils=checks)
-    return found
+    return results
 
 
 def multiply(x: Tensor, weight: Tensor, product: str) -> Tensor:
@@ -64,7 +64,7 @@ def multiply(x: Tensor, weight: Tensor, product: str) -> Tensor:
 def both_ways(x: Tensor, weight: Tensor, product: str, group: str) -> dict[str, bool]:
     y, tokens = multiply(x, weight, product), x.shape[0]
     rows = collectives.local_rows(x, group)
-    found = {
+    results = {
         "reduce_scatter": torch.equal(
             matmul_reduce_scatter(x, weight, group, True, product), collectives.ordered_reduce_scatter(y, group)
         ),
@@ -81,8 +81,8 @@ def both_ways(x: Tensor, weight: Tensor, product: str, group: str) -> dict[str, 
         same = [torch.equal(gathered, whole)]
         same += [torch.equal(o, multiply(whole, w, product)) for o, w in zip(outs, (weight, 2 * weight), strict=True)]
         # In 8 bits the numbers are whole no more, and sums of aten's mm depend on the rows beside.
-        found[f"all_gather {format}"] = all(same[:1] if format and product == "mm" else same)
-    return found
+        results[f"all_gather {format}"] = all(same[:1] if format and product == "mm" else same)
+    return results
 
 
 def everything() -> dict[str, Any]:
@@ -96,10 +96,10 @@ def found_on_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 def test_the_bits_of_the_unfused_pair(found_on_ranks: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(f["operators"] for f in found_on_ranks):
-        wrong = [name for name, same in found.items() if not same]
+    for rank, result in enumerate(f["operators"] for f in found_on_ranks):
+        wrong = [name for name, same in result.items() if not same]
         assert not wrong, f"rank {rank}: {wrong}"
-        assert len(found) == len(TOKENS) * 2 * 2 * 5
+        assert len(result) == len(TOKENS) * 2 * 2 * 5
 
 
 # ---- graphs, on ranks
@@ -161,7 +161,7 @@ GRAPHS: dict[str, tuple[Callable[..., Tensor], int, dict[str, int]]] = {
 
 def graphs(rank: int, world: int) -> dict[str, Any]:
     group = dist.group.WORLD.group_name
-    found = {}
+    results = {}
     for name, (function, _, _) in GRAPHS.items():
         tokens = 4 * world if name == "functional" else 4 * world - 1
         x = data(rank, 4, K, whole=True)
@@ -179,20 +179,20 @@ def graphs(rank: int, world: int) -> dict[str, Any]:
         module.recompile()
         operators = [getattr(n.target, "_opname", "") for n in module.graph.nodes]
         is_same = torch.equal(module(x, *weights), expected)
-        found[name] = {"count": count, "operators": operators, "same": is_same, "left": left}
-    return found
+        results[name] = {"count": count, "operators": operators, "same": is_same, "left": left}
+    return results
 
 
 def test_graphs(found_on_ranks: list[dict[str, Any]]) -> None:
-    for found in [f["graphs"] for f in found_on_ranks]:
+    for result in [f["graphs"] for f in found_on_ranks]:
         for name, (_, count, operators) in GRAPHS.items():
-            got = found[name]
+            got = result[name]
             assert got["count"] == count, f"{name}: {got}"
             assert {o: got["operators"].count(o) for o in operators} == operators, f"{name}: {got}"
             assert got["same"], name
-        assert "it reduces by 'avg', not 'sum'" in found["averaged"]["left"][0]
-        assert "read elsewhere too" in found["read twice"]["left"][0]
-        assert "a weight depends on what is gathered" in found["circular"]["left"][0]
+        assert "it reduces by 'avg', not 'sum'" in result["averaged"]["left"][0]
+        assert "read elsewhere too" in result["read twice"]["left"][0]
+        assert "a weight depends on what is gathered" in result["circular"]["left"][0]
 
 
 # ---- one process
@@ -223,9 +223,9 @@ def test_another_group_is_left_alone(alone: str) -> None:
 def test_the_platform_is_asked_only_where_order_does_not_matter(alone: str) -> None:
     x, weight = data(0, 4, K), data(0, K, N)
     mine = x @ weight
-    with mock.patch.object(fused, "reduce_scatter", return_value=lambda: mine + 1) as asked:
+    with mock.patch.object(fused, "reduce_scatter", return_value=lambda: mine + 1) as called:
         assert torch.equal(matmul_reduce_scatter(x, weight, alone, True), mine)
-        asked.assert_not_called()
+        called.assert_not_called()
         assert torch.equal(matmul_reduce_scatter(x, weight, alone, False), mine + 1)
     assert fused.reduce_scatter(x, weight, alone) is None  # a CPU has none
     assert fused.all_gather(x, [weight], 4, alone) is None
@@ -242,12 +242,12 @@ def test_symmetric_memory_where_nccl_serves_the_device(
     """The engine's groups have a backend for the host, too."""
     from torch.distributed import _symmetric_memory
 
-    asked: list[str] = []
+    requested: list[str] = []
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    monkeypatch.setattr(_symmetric_memory, "get_symm_mem_workspace", lambda group, min_size: asked.append(group))
+    monkeypatch.setattr(_symmetric_memory, "get_symm_mem_workspace", lambda group, min_size: requested.append(group))
     fused.has_symmetric_memory.cache_clear()
     assert fused.has_symmetric_memory(alone) == asks
-    assert asked == [alone] * asks
+    assert requested == [alone] * asks
     fused.has_symmetric_memory.cache_clear()
 
 

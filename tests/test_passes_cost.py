@@ -31,8 +31,8 @@ def test_bytes_are_those_of_a_ring(world: int) -> None:
 def test_bytes_against_an_all_reduce(gathered: int, choice: cost.Choice, ratio: float) -> None:
     """1.00, 0.75 and, gathering DeepSeek's 2112 latent channels of 7168, 0.65 of an all-reduce."""
     traffic = Traffic.of_norm(7168, BF16, gathered)
-    found = WIRE.seconds(choice, 4096, 8, traffic) / WIRE.seconds("all_reduce", 4096, 8, traffic)
-    assert found == pytest.approx(ratio, abs=1e-3)
+    actual = WIRE.seconds(choice, 4096, 8, traffic) / WIRE.seconds("all_reduce", 4096, 8, traffic)
+    assert actual == pytest.approx(ratio, abs=1e-3)
 
 
 def test_steps() -> None:
@@ -193,8 +193,8 @@ def on_a_rank() -> dict[str, object]:
 
 
 def test_measured_on_ranks() -> None:
-    found = shared(2).run(on_a_rank)
-    assert found[0] == found[1], "every rank must choose alike"
-    assert set(found[0]["fitted"]) == {"all_reduce", "reduce_scatter", "all_gather", "all_gather_quantized"}
-    assert all(line[1] > 0 for line in found[0]["fitted"].values())
-    assert all(1e-6 < s < 10 for s in (*found[0]["seconds"].values(), found[0]["elsewhere"]))
+    measured = shared(2).run(on_a_rank)
+    assert measured[0] == measured[1], "every rank must choose alike"
+    assert set(measured[0]["fitted"]) == {"all_reduce", "reduce_scatter", "all_gather", "all_gather_quantized"}
+    assert all(line[1] > 0 for line in measured[0]["fitted"].values())
+    assert all(1e-6 < s < 10 for s in (*measured[0]["seconds"].values(), measured[0]["elsewhere"]))

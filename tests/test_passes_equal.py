@@ -40,11 +40,11 @@ RATIOS = {"qwen3-int8": 0.75, "qwen3-vl-int8": 0.8, "deepseek-mla": 0.96, "qwen3
 
 
 def equal(size: int, shape: Shape, tokens: tuple[int, ...], dynamic: bool = False, **options: Any) -> dict[str, Any]:
-    found = shared(size).run(run_model, shape, tokens, dynamic, options, timeout=300)
-    assert all(each["equal"] for each in found), found[0]
-    assert len({each["hash"] for each in found}) == 1
-    assert found[0]["rewrites"] > 0
-    return found[0]
+    results = shared(size).run(run_model, shape, tokens, dynamic, options, timeout=300)
+    assert all(each["equal"] for each in results), results[0]
+    assert len({each["hash"] for each in results}) == 1
+    assert results[0]["rewrites"] > 0
+    return results[0]
 
 
 # The others have what they show beside something else.
@@ -55,9 +55,9 @@ QUICK = {"llama", "qwen3-int8", "qwen3-moe-expert-parallel", "qwen3-vl-int8", "d
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
 def test_models(name: str) -> None:
-    found = equal(2, MODELS[name], (7,))
-    assert found["ratio"] <= RATIOS.get(name, 1.0) + 1e-3
-    assert found["exactness"] == "bitwise"
+    result = equal(2, MODELS[name], (7,))
+    assert result["ratio"] <= RATIOS.get(name, 1.0) + 1e-3
+    assert result["exactness"] == "bitwise"
 
 
 @pytest.mark.slow
@@ -92,24 +92,24 @@ def test_fixed_small_numbers_of_tokens(tokens: int) -> None:
 
 def test_aten_products_are_bounded() -> None:
     """A product of aten's that sees fewer rows may differ in its last bits, and the report says so."""
-    found = shared(2).run(run_model, Shape(kind="mla", hidden=64, latent=8), (33,), False, {})[0]
-    assert found["gemms"]
-    assert "does not depend on the rows beside it" in found["exactness"]
-    assert found["error"] <= 16 * torch.finfo(torch.float32).eps * found["scale"]
+    result = shared(2).run(run_model, Shape(kind="mla", hidden=64, latent=8), (33,), False, {})[0]
+    assert result["gemms"]
+    assert "does not depend on the rows beside it" in result["exactness"]
+    assert result["error"] <= 16 * torch.finfo(torch.float32).eps * result["scale"]
 
 
 @pytest.mark.parametrize("format", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_quantised_gather(format: str) -> None:
     """Gathering in 8 bits rounds each activation by half a step of its row's scale; the result moves by little."""
     shape = Shape(kind="qwen3", hidden=128, layers=2, vl=True)
-    found = shared(2).run(run_model, shape, (9,), False, {"quantize": format})
-    assert not found[0]["equal"]
-    assert len({each["error"] for each in found}) == 1, "every rank rounds alike"
+    results = shared(2).run(run_model, shape, (9,), False, {"quantize": format})
+    assert not results[0]["equal"]
+    assert len({each["error"] for each in results}) == 1, "every rank rounds alike"
     # int8: half of 1/127 a gather, fp8: 1/16; four gathers behind norms
-    assert found[0]["error"] <= {"int8": 0.04, "fp8": 0.2}[format] * found[0]["scale"]
-    assert found[0]["ratio"] < 0.75
-    assert found[0]["exactness"].startswith("rounds")
-    assert found[0]["gathers"] == [(format, 128 + 4)] * 4
+    assert results[0]["error"] <= {"int8": 0.04, "fp8": 0.2}[format] * results[0]["scale"]
+    assert results[0]["ratio"] < 0.75
+    assert results[0]["exactness"].startswith("rounds")
+    assert results[0]["gathers"] == [(format, 128 + 4)] * 4
 
 
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -126,9 +126,9 @@ def test_random_graphs_on_four_ranks(steps: list[str], tokens: int) -> None:
 
 
 def check_program(size: int, steps: list[str], tokens: int) -> None:
-    found = shared(size).run(run_program, steps, tokens)
-    assert all(each["equal"] for each in found), (steps, tokens, found[0])
-    assert found[0]["ratio"] <= 1 + 1e-9, "a rewrite never sends more"
+    results = shared(size).run(run_program, steps, tokens)
+    assert all(each["equal"] for each in results), (steps, tokens, results[0])
+    assert results[0]["ratio"] <= 1 + 1e-9, "a rewrite never sends more"
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def check_program(size: int, steps: list[str], tokens: int) -> None:
     ],
 )
 def test_rows_chosen_by_a_mask(name: str, shape: tuple[int, ...], chosen: int, sliced: int) -> None:
-    for found in shared(2).run(run_masked, name, shape, chosen):
-        assert found["equal"]
-        assert found["gathers"] == [("float32", 4 * C)]
-        assert found["kinds"]["ordered_reduce_scatter"] == found["kinds"]["add_rms_norm"] == 1
-        assert len(found["sliced"]) == sliced
+    for result in shared(2).run(run_masked, name, shape, chosen):
+        assert result["equal"]
+        assert result["gathers"] == [("float32", 4 * C)]
+        assert result["kinds"]["ordered_reduce_scatter"] == result["kinds"]["add_rms_norm"] == 1
+        assert len(result["sliced"]) == sliced
 
 
 # ---- through torch.compile
@@ -154,47 +154,47 @@ def test_rows_chosen_by_a_mask(name: str, shape: tuple[int, ...], chosen: int, s
 
 def test_one_capture_two_graphs() -> None:
     """A toy of a reader's own: a chain nobody has a pattern for, an unusual epsilon, odd numbers of tokens."""
-    found = shared(2).run(compiled_toy, (41, 31, 32, 5, 33), "eager", 32)
-    assert all(each["equal"] for each in found), found[0]
-    assert found[0]["runs"] == ["rewritten", "plain", "rewritten", "plain", "rewritten"]
-    assert found[0]["captures"] == 1
-    assert found[0]["rewrites"] == 1
+    results = shared(2).run(compiled_toy, (41, 31, 32, 5, 33), "eager", 32)
+    assert all(each["equal"] for each in results), results[0]
+    assert results[0]["runs"] == ["rewritten", "plain", "rewritten", "plain", "rewritten"]
+    assert results[0]["captures"] == 1
+    assert results[0]["rewrites"] == 1
 
 
 def test_the_threshold_is_measured_and_the_same_on_every_rank() -> None:
-    found = shared(2).run(compiled_toy, (5, 9), "eager", "auto")
-    assert all(each["equal"] for each in found), found[0]
-    assert found[0]["text"] == found[1]["text"]
-    assert "predicted: communication" in found[0]["text"]
+    results = shared(2).run(compiled_toy, (5, 9), "eager", "auto")
+    assert all(each["equal"] for each in results), results[0]
+    assert results[0]["text"] == results[1]["text"]
+    assert "predicted: communication" in results[0]["text"]
 
 
 def test_the_capture_gets_no_guard() -> None:
-    found = shared(2).run(guarded_toy)[0]
-    assert found["without"]
-    assert found["with"] == found["without"]
+    result = shared(2).run(guarded_toy)[0]
+    assert result["without"]
+    assert result["with"] == result["without"]
 
 
 def test_inductor_rounds_both_graphs_alike() -> None:
     """Left to itself it keeps bf16 in fp32 inside a kernel, and rounds where a graph is cut."""
-    for found in shared(2).run(gated_in_bf16, 7, timeout=600):
-        assert found["runs"] == ["rewritten", "plain", "rewritten"]
-        assert found["equal"] == [True, True]
+    for result in shared(2).run(gated_in_bf16, 7, timeout=600):
+        assert result["runs"] == ["rewritten", "plain", "rewritten"]
+        assert result["equal"] == [True, True]
 
 
 @pytest.mark.slow
 def test_inductor() -> None:
     """The toy, compiled to machine code."""
-    found = shared(2).run(compiled_toy, (11, 3, 2, 16), "inductor", 3, timeout=600)
-    assert all(each["equal"] for each in found), found[0]
-    assert found[0]["runs"] == ["rewritten", "rewritten", "plain", "rewritten"]
-    assert found[0]["captures"] == 1
+    results = shared(2).run(compiled_toy, (11, 3, 2, 16), "inductor", 3, timeout=600)
+    assert all(each["equal"] for each in results), results[0]
+    assert results[0]["runs"] == ["rewritten", "rewritten", "plain", "rewritten"]
+    assert results[0]["captures"] == 1
 
 
 def test_a_dtensor_model_is_captured_and_rewritten() -> None:
-    found = shared(2).run(compiled_dtensor, 7)
-    assert all(each["equal"] for each in found), found[0]
-    assert found[0]["rewrites"] == 2
-    assert found[0]["close_to_one_process"]
+    results = shared(2).run(compiled_dtensor, 7)
+    assert all(each["equal"] for each in results), results[0]
+    assert results[0]["rewrites"] == 2
+    assert results[0]["close_to_one_process"]
 
 
 # ---- ranks that disagree

@@ -259,10 +259,10 @@ def test_collectives_of_every_kind_are_in_the_report() -> None:
         return gated(weight, x), own, moved, functional.all_gather_tensor(part, 0, alone)
 
     report = rewritten(function, X).meta["report"]
-    found = {c.kind: c.reason for c in report.collectives}
-    assert found["reduce_scatter"].startswith("the model itself scatters here")
-    assert "exchanges rows between ranks" in found["all_to_all"]
-    assert "it is over group" in found["all_gather"]
+    reasons = {c.kind: c.reason for c in report.collectives}
+    assert reasons["reduce_scatter"].startswith("the model itself scatters here")
+    assert "exchanges rows between ranks" in reasons["all_to_all"]
+    assert "it is over group" in reasons["all_gather"]
     row = 4 * C
     assert report.bytes_before() == 6 * row + 3 * row + 3 * row
 

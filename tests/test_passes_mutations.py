@@ -22,7 +22,7 @@ def test_mutation_is_caught(name: str) -> None:
 def test_without_a_mutation_nothing_is_caught() -> None:
     from passes_rows import run_row
 
-    assert all(found["equal"] for found in shared(2).run(run_row, "Qwen3VLMiddleAllReduceRMSNorm", 8, {}))
+    assert all(result["equal"] for result in shared(2).run(run_row, "Qwen3VLMiddleAllReduceRMSNorm", 8, {}))
 
 
 def test_one_ranks_graph_in_the_hands_of_another_is_caught() -> None:
@@ -37,4 +37,4 @@ def test_stale_compile_cache_is_caught(tmp_path: Path) -> None:
     right = shared(2).run(stale_cache, str(tmp_path / "right"), False, timeout=600)
     wrong = shared(2).run(stale_cache, str(tmp_path / "wrong"), True, timeout=600)
     assert right == [[True, True]] * 2, "a cold and a warm cache, on both ranks"
-    assert not all(all(found) for found in wrong), wrong
+    assert not all(all(caught) for caught in wrong), wrong

@@ -15,82 +15,82 @@ ALL = 4 * C  # bytes of a row in fp32
 def row(name: str, tokens: int = 7, **options: Any) -> dict[str, Any]:
     first, *others = shared(2).run(run_row, name, tokens, options)
     assert all(other["hash"] == first["hash"] for other in others)
-    assert all(found["equal"] for found in (first, *others)), first
+    assert all(result["equal"] for result in (first, *others)), first
     return first
 
 
-def expect(found: dict[str, Any], **counts: int) -> None:
-    kinds = found["kinds"]
+def expect(result: dict[str, Any], **counts: int) -> None:
+    kinds = result["kinds"]
     assert {name: kinds.get(name, 0) for name in counts} == counts, kinds
 
 
 @pytest.mark.parametrize("tokens", [8, 7])
 def test_middle_all_reduce_rms_norm(tokens: int) -> None:
-    found = row("MiddleAllReduceRMSNorm", tokens)
-    expect(found, ordered_reduce_scatter=2, all_gather=2, ordered_all_reduce=0, local_rows=1, add_rms_norm=2)
-    assert found["rewrites"] == 2
+    result = row("MiddleAllReduceRMSNorm", tokens)
+    expect(result, ordered_reduce_scatter=2, all_gather=2, ordered_all_reduce=0, local_rows=1, add_rms_norm=2)
+    assert result["rewrites"] == 2
 
 
 def test_last_all_reduce_rms_norm() -> None:
-    found = row("LastAllReduceRMSNorm")
-    expect(found, ordered_reduce_scatter=1, all_gather=1, ordered_all_reduce=0, local_rows=1)
+    result = row("LastAllReduceRMSNorm")
+    expect(result, ordered_reduce_scatter=1, all_gather=1, ordered_all_reduce=0, local_rows=1)
 
 
 def test_qwen3_vl_middle_all_reduce_rms_norm() -> None:
-    found = row("Qwen3VLMiddleAllReduceRMSNorm")
-    expect(found, ordered_reduce_scatter=2, all_gather=2, ordered_all_reduce=0, local_rows=2)
-    assert len(found["sliced"]) == 2, "the residual and the vision embeddings, each once"
+    result = row("Qwen3VLMiddleAllReduceRMSNorm")
+    expect(result, ordered_reduce_scatter=2, all_gather=2, ordered_all_reduce=0, local_rows=2)
+    assert len(result["sliced"]) == 2, "the residual and the vision embeddings, each once"
 
 
 @pytest.mark.parametrize("tokens", [8, 7])
 def test_middle_layer_allgather_add_rms_norm(tokens: int) -> None:
-    found = row("MiddleLayerAllgatherAddRMSNorm", tokens)
-    expect(found, ordered_reduce_scatter=2, all_gather=2, local_rows=1, all_gather_into_tensor=0)
+    result = row("MiddleLayerAllgatherAddRMSNorm", tokens)
+    expect(result, ordered_reduce_scatter=2, all_gather=2, local_rows=1, all_gather_into_tensor=0)
 
 
 def test_last_layer_allgather_rms_norm() -> None:
-    found = row("LastLayerAllgatherRMSNorm")
-    expect(found, ordered_reduce_scatter=1, all_gather=1, local_rows=1)
+    result = row("LastLayerAllgatherRMSNorm")
+    expect(result, ordered_reduce_scatter=1, all_gather=1, local_rows=1)
 
 
 def test_qwen3_vl_middle_layer_allgather_add_rms_norm() -> None:
-    found = row("Qwen3VLMiddleLayerAllgatherAddRMSNorm")
-    expect(found, ordered_reduce_scatter=2, all_gather=2, local_rows=2)
+    result = row("Qwen3VLMiddleLayerAllgatherAddRMSNorm")
+    expect(result, ordered_reduce_scatter=2, all_gather=2, local_rows=2)
 
 
 @pytest.mark.parametrize(("tokens", "padded"), [(8, 0), (7, 1)])
 def test_all_gather_chunk_no_op(tokens: int, padded: int) -> None:
-    found = row("AllGatherChunkNoOp", tokens)
-    expect(found, all_gather=0, all_gather_into_tensor=0, local_rows=0, zero_padding=padded)
+    result = row("AllGatherChunkNoOp", tokens)
+    expect(result, all_gather=0, all_gather_into_tensor=0, local_rows=0, zero_padding=padded)
 
 
 def test_flash_comm_mla_gathers_after_the_down_projection() -> None:
-    found = row("FlashCommMLA")
-    assert found["gathers"][0] == ("float32", 4 * LATENT)
-    assert found["exactness"] == "bitwise"
+    result = row("FlashCommMLA")
+    assert result["gathers"][0] == ("float32", 4 * LATENT)
+    assert result["exactness"] == "bitwise"
 
 
 def test_flash_comm_moe_gathers_after_gating_and_quantisation() -> None:
-    found = row("FlashCommMoE")
-    behind, returned = found["gathers"][:-1], found["gathers"][-1]
+    result = row("FlashCommMoE")
+    behind, returned = result["gathers"][:-1], result["gathers"][-1]
     assert sorted(behind) == [("float32", 4), ("float32", 8), ("int32", 8), ("int8", C)]
     assert returned == ("float32", ALL), "the graph's own output is not quantised"
-    assert found["ratio"] < 0.9
+    assert result["ratio"] < 0.9
 
 
 @pytest.mark.parametrize("name", ["MiddleAllReduceRMSNorm", "MiddleLayerAllgatherAddRMSNorm", "FlashCommMLA"])
 def test_torchs_own_collectives(name: str) -> None:
     """With `ordered` off both graphs sum as the backend likes; two ranks have one order."""
-    found = row(name, 7, ordered=False)
-    expect(found, ordered_reduce_scatter=0, all_gather=0, reduce_scatter_tensor=2, all_gather_into_tensor=2)
+    result = row(name, 7, ordered=False)
+    expect(result, ordered_reduce_scatter=0, all_gather=0, reduce_scatter_tensor=2, all_gather_into_tensor=2)
 
 
 def test_products_and_collectives_as_one() -> None:
     """A product that is cut by rank sees fewer rows: aten's may differ in its last bits, here by none to 3 eps."""
-    found = shared(2).run(run_row, "MiddleAllReduceRMSNorm", 7, {"fuse": True})[0]
-    expect(found, matmul_reduce_scatter=2, all_gather_matmul=1)
-    assert found["error"] <= 16 * torch.finfo(torch.float32).eps * found["scale"]
-    assert found["exactness"].startswith("bitwise where")
+    result = shared(2).run(run_row, "MiddleAllReduceRMSNorm", 7, {"fuse": True})[0]
+    expect(result, matmul_reduce_scatter=2, all_gather_matmul=1)
+    assert result["error"] <= 16 * torch.finfo(torch.float32).eps * result["scale"]
+    assert result["exactness"].startswith("bitwise where")
 
 
 # ---- the support matrix
@@ -100,12 +100,12 @@ def test_products_and_collectives_as_one() -> None:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_matrix_in_one_graph(backend: str) -> None:
     """{dense, MoE} x {VL, text} x {no quantisation, int8} as blocks; the slow tests have a whole model for each."""
-    for found in shared(2).run(all_cells, backend, (9, 3, 8), timeout=600):
-        assert found["equal"] == [[True] * len(Cells.names)] * 3
-        assert found["runs"] == ["rewritten", "plain", "rewritten"]
-        assert found["captures"] == 1
-        assert found["rewrites"] == 2 * len(Cells.names)
-        assert [dtype for dtype, _ in found["gathers"]].count("int8") == 4
+    for result in shared(2).run(all_cells, backend, (9, 3, 8), timeout=600):
+        assert result["equal"] == [[True] * len(Cells.names)] * 3
+        assert result["runs"] == ["rewritten", "plain", "rewritten"]
+        assert result["captures"] == 1
+        assert result["rewrites"] == 2 * len(Cells.names)
+        assert [dtype for dtype, _ in result["gathers"]].count("int8") == 4
 
 
 CELLS = [
@@ -121,9 +121,9 @@ CELLS = [
 @pytest.mark.parametrize(("experts", "vl", "int8"), CELLS)
 def test_matrix(experts: int, vl: bool, int8: bool, backend: str) -> None:
     shape = Shape(kind="qwen3", experts=experts, vl=vl, int8=int8, exact=True, layers=1, hidden=64)
-    for found in shared(2).run(compiled_model, shape, (9, 3, 8), backend, {"min_tokens": 4}, timeout=600):
-        assert found["equal"], found
-        assert found["rewrites"] == (2 if vl else 3)
-        assert any(dtype == "int8" for dtype, _ in found["gathers"]) == int8
-        assert found["runs"] == ["rewritten", "plain", "rewritten"]
-        assert found["captures"] == 1
+    for result in shared(2).run(compiled_model, shape, (9, 3, 8), backend, {"min_tokens": 4}, timeout=600):
+        assert result["equal"], result
+        assert result["rewrites"] == (2 if vl else 3)
+        assert any(dtype == "int8" for dtype, _ in result["gathers"]) == int8
+        assert result["runs"] == ["rewritten", "plain", "rewritten"]
+        assert result["captures"] == 1

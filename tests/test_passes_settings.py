@@ -21,8 +21,8 @@ def test_off_by_default() -> None:
 
 @pytest.mark.parametrize(("is_moe", "expected"), [(False, 1000), (True, 1)])
 def test_ascend_has_a_default_threshold(is_moe: bool, expected: int) -> None:
-    found = resolve(ON, device="npu", is_moe=is_moe)
-    assert found == SequenceParallel(min_tokens=expected)
+    actual = resolve(ON, device="npu", is_moe=is_moe)
+    assert actual == SequenceParallel(min_tokens=expected)
 
 
 def test_what_is_said_goes_before_the_platform() -> None:
@@ -39,9 +39,9 @@ def test_the_pass_config_goes_before_what_stands_beside_it() -> None:
 
 def test_without_a_threshold_it_goes_off_loudly() -> None:
     with pytest.warns(RuntimeWarning, match="sp_min_token_num is not set and cuda has no default: enable_sp becomes"):
-        found = explain(ON, device="cuda")
-    assert found.sequence_parallel is None
-    assert found.steps[-1].endswith("enable_sp becomes False")
+        explained = explain(ON, device="cuda")
+    assert explained.sequence_parallel is None
+    assert explained.steps[-1].endswith("enable_sp becomes False")
 
 
 def test_a_model_that_is_not_captured_is_refused() -> None:
@@ -56,8 +56,8 @@ def test_a_model_that_is_not_captured_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["compile_ranges_endpoints", "compile_ranges_split_points"])
 def test_ranges_end_where_the_settings_and_the_threshold_say(name: str) -> None:
-    found = explain(ON | {name: [2048, 256]}, device="npu")
-    assert found.ranges == (
+    explained = explain(ON | {name: [2048, 256]}, device="npu")
+    assert explained.ranges == (
         CompileRange(start=1, end=256, sequence_parallel=False),
         CompileRange(start=257, end=999, sequence_parallel=False),
         CompileRange(start=1000, end=2048, sequence_parallel=True),
@@ -73,8 +73,8 @@ def test_a_threshold_above_the_longest_step_is_cut() -> None:
 
 
 def test_options_go_on() -> None:
-    found = resolve(ON, device="npu", quantize="int8", pad=False)
-    assert found == SequenceParallel(min_tokens=1000, quantize="int8", pad=False)
+    actual = resolve(ON, device="npu", quantize="int8", pad=False)
+    assert actual == SequenceParallel(min_tokens=1000, quantize="int8", pad=False)
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -93,9 +93,9 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_settings(name: str) -> None:
-    given, message = WRONG[name]
+    settings, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        resolve(given, device="npu")
+        resolve(settings, device="npu")
 
 
 def test_what_is_not_read_is_said() -> None:

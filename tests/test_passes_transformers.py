@@ -57,9 +57,9 @@ def inputs(kind: str, shape: tuple[int, int], images: int) -> dict[str, Any]:
     }
 
 
-def output(model: Any, given: dict[str, Any]) -> Tensor:
-    found = model(**given, use_cache=False)
-    return found.logits if hasattr(found, "logits") else found.last_hidden_state  # type: ignore[no-any-return]
+def output(model: Any, arguments: dict[str, Any]) -> Tensor:
+    out = model(**arguments, use_cache=False)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state  # type: ignore[no-any-return]
 
 
 def on_a_rank(kind: str, folder: str, calls: tuple[Any, ...]) -> dict[str, Any]:
@@ -77,13 +77,13 @@ def on_a_rank(kind: str, folder: str, calls: tuple[Any, ...]) -> dict[str, Any]:
     equal, runs, errors = [], [], []
     with torch.no_grad():
         for shape, images in calls:
-            given = inputs(kind, shape, images)
-            a = output(short, given)
+            arguments = inputs(kind, shape, images)
+            a = output(short, arguments)
             runs.append(short.last_run)
             short.force = "plain"
-            equal.append(torch.equal(a, output(short, given)))
+            equal.append(torch.equal(a, output(short, arguments)))
             short.force = ""
-            errors.append(float((a - output(whole, given)).abs().max()))
+            errors.append(float((a - output(whole, arguments)).abs().max()))
     return {
         "equal": equal,
         "runs": runs,
@@ -110,22 +110,22 @@ def found_on_ranks(kind: str, folder: Path, *calls: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_tp_plan(kind: str, tmp_path: Path) -> None:
-    found = found_on_ranks(kind, tmp_path, ((2, 11), 0), ((3, 5), 0), ((2, 7), 0))
-    assert found["runs"] == ["rewritten", "rewritten", "plain"]
+    result = found_on_ranks(kind, tmp_path, ((2, 11), 0), ((3, 5), 0), ((2, 7), 0))
+    assert result["runs"] == ["rewritten", "rewritten", "plain"]
     # Both sums of the layer, and from 5.22 on that of the embedding; the gather of logits over the vocabulary stays.
-    sums = 2 + found["splits_embedding"]
-    assert found["rewrites"] == sums
-    assert found["gathered"][-2:] == ["model.layers.0.post_attention_layernorm", "lm_head"]
-    assert len(found["gathered"]) == sums
-    assert found["hooks"] == found["hooks_before"], "hooks for gradients are put back"
+    sums = 2 + result["splits_embedding"]
+    assert result["rewrites"] == sums
+    assert result["gathered"][-2:] == ["model.layers.0.post_attention_layernorm", "lm_head"]
+    assert len(result["gathered"]) == sums
+    assert result["hooks"] == result["hooks_before"], "hooks for gradients are put back"
 
 
 @pytest.mark.slow
 def test_vision_embeddings_added_at_a_mask(tmp_path: Path) -> None:
-    found = found_on_ranks("qwen3_vl", tmp_path, ((2, 11), 5), ((3, 5), 9))
-    assert found["rewrites"] == 4
-    assert "masks 2" in found["text"]
-    assert found["gathered"] == [
+    result = found_on_ranks("qwen3_vl", tmp_path, ((2, 11), 5), ((3, 5), 9))
+    assert result["rewrites"] == 4
+    assert "masks 2" in result["text"]
+    assert result["gathered"] == [
         *("layers.0.post_attention_layernorm", "layers.1.input_layernorm"),
         *("layers.1.post_attention_layernorm", "norm"),
     ], "rows stay on their rank across the embeddings"

@@ -123,8 +123,8 @@ def test_equals_transformers(model_type, rows, merge, pad, data):
     rule = PositionRule.from_hf(config)
     grids = {"image_grid_thw": images, "video_grid_thw": videos, "seconds_per_grid": seconds}
     for type_ids in (types, None):  # given, and derived from the token ids
-        found = multimodal_positions(ids, rule, mm_token_type_ids=type_ids, attention_mask=mask, **grids)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        actual = multimodal_positions(ids, rule, mm_token_type_ids=type_ids, attention_mask=mask, **grids)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     # Without a mask padding counts as text, in both.
     expected = hf_positions(config, ids, types, images, videos, seconds)
     torch.testing.assert_close(multimodal_positions(ids, rule, **grids), expected, rtol=0, atol=0)
@@ -200,8 +200,8 @@ def test_decode_equals_transformers(pad):
     rule = PositionRule.from_hf(config)
     ids, _, images, videos, mask = build(rows, "qwen2_5_vl", 2, pad)
     _, deltas = multimodal_positions(ids, rule, image_grid_thw=images, video_grid_thw=videos, attention_mask=mask)
-    found = decode_positions(mask.sum(1), deltas, 3)
-    assert found.shape == (3, 3, 3)
+    actual = decode_positions(mask.sum(1), deltas, 3)
+    assert actual.shape == (3, 3, 3)
     model = importlib.import_module("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl").Qwen2_5_VLModel
     state = SimpleNamespace(rope_deltas=deltas, config=config)
     cache = SimpleNamespace(get_seq_length=lambda: ids.shape[1])
@@ -215,7 +215,7 @@ def test_decode_equals_transformers(pad):
         attention_mask=longer,
         past_key_values=cache,
     )
-    assert torch.equal(found, expected[..., -3:])
+    assert torch.equal(actual, expected[..., -3:])
 
 
 @pytest.mark.parametrize(
@@ -296,8 +296,8 @@ def test_context_slice_of_one_sequence():
 
 
 def test_packed_positions():
-    found = packed_positions(torch.tensor([0, 3, 3, 5], dtype=torch.int32))
-    assert found.tolist() == [0, 1, 2, 0, 1]
+    actual = packed_positions(torch.tensor([0, 3, 3, 5], dtype=torch.int32))
+    assert actual.tolist() == [0, 1, 2, 0, 1]
     for bad in ([1, 2], [0, 3, 2], [[0, 1]], []):
         with pytest.raises(ValueError, match="cu_seqlens"):
             packed_positions(np.array(bad, dtype=int))

@@ -112,8 +112,12 @@ def test_one_node_each_in_a_graph() -> None:
 def test_sharded_by_tokens() -> None:
     sharding = dynamic_quant.sharding
     assert sharding is not None
-    found = sharding({"x": torch.empty(2, 3, 4), "format": "int8"})
-    assert [str(places[0]) for places, _ in found] == ["R", "S(0)", "S(1)"]  # never the channels: a row has one scale
+    shardings = sharding({"x": torch.empty(2, 3, 4), "format": "int8"})
+    assert [str(places[0]) for places, _ in shardings] == [
+        "R",
+        "S(0)",
+        "S(1)",
+    ]  # never the channels: a row has one scale
 
 
 QUANTIZED = dynamic_quant.reference(torch.randn(4, 8))

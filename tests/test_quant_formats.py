@@ -23,8 +23,8 @@ KINDS = ("llama", "qwen3", "moe")
 
 
 def load(path: Path, **options: Any) -> Any:
-    asked = {"device": "cpu", "dtype": "float32", "progress": False, "unpack": False} | options
-    return weights.load_model(path, **asked)
+    arguments = {"device": "cpu", "dtype": "float32", "progress": False, "unpack": False} | options
+    return weights.load_model(path, **arguments)
 
 
 def logits(model: Any) -> Tensor:
@@ -59,9 +59,9 @@ def test_values_and_logits_are_those_of_the_dequantised_model(name: str, kind: s
     for dtype in ("float32", "bfloat16"):
         model, plain = (load(each, dtype=dtype) for each in (path, dense))
         assert check_values(model, expected) > 10
-        found = logits(model)
-        assert torch.equal(found, logits(plain))
-    assert torch.equal(found, logits(load(path, dtype="bfloat16", unpack=True)))
+        actual = logits(model)
+        assert torch.equal(actual, logits(plain))
+    assert torch.equal(actual, logits(load(path, dtype="bfloat16", unpack=True)))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_shared and case.sizes is EVEN])
@@ -88,13 +88,13 @@ def test_ranks_hold_the_values_between_them(name: str, tmp_path: Path) -> None:
 def test_the_engine_generates_with_it(name: str, kind: str, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=3)
     tokenizer: Any = ByteTokenizer()
-    found = []
+    outputs = []
     for path, unpack in zip(write(tmp_path, CASES[name], kind), (False, None), strict=True):
         model = load(path, unpack=unpack)
         llm = LLM(model=model, tokenizer=tokenizer, device="cpu", num_blocks=16)
-        found.append(llm.generate([[1, 2, 3], [9] * 20], params, progress=False))
-    assert [output.token_ids for output in found[0]] == [output.token_ids for output in found[1]]
-    assert [output.logprobs for output in found[0]] == [output.logprobs for output in found[1]]
+        outputs.append(llm.generate([[1, 2, 3], [9] * 20], params, progress=False))
+    assert [output.token_ids for output in outputs[0]] == [output.token_ids for output in outputs[1]]
+    assert [output.logprobs for output in outputs[0]] == [output.logprobs for output in outputs[1]]
 
 
 def test_large_matrices_are_unpacked_a_tile_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,5 +200,5 @@ def test_what_is_packed_is_unpacked_where_it_fits(tmp_path: Path, monkeypatch: p
 def test_memory_of_this_machine() -> None:
     from whorl.engine.weights.room import free_memory
 
-    found = free_memory()
-    assert found is None or 1 << 20 < found < 1 << 50
+    free = free_memory()
+    assert free is None or 1 << 20 < free < 1 << 50

@@ -171,13 +171,13 @@ def test_gptq_dynamic() -> None:
         r"+:model\.layers\.1\..*": {"bits": 8, "group_size": 32},
         ".*down_proj": {"desc_act": True},
     }
-    found = formats(**GROUPS, dynamic=dynamic)
-    of: Any = found.of
+    parsed = formats(**GROUPS, dynamic=dynamic)
+    of: Any = parsed.of
     assert of("model.layers.1.self_attn.o_proj") == DENSE
     assert (of("model.layers.1.mlp.down_proj").bits, of("model.layers.1.mlp.down_proj").group) == (8, 32)
     assert of("model.layers.0.mlp.down_proj").has_act_order
     assert (of("model.layers.0.mlp.up_proj").bits, of("lm_head")) == (4, DENSE)
-    assert found.unit == nn.Unit(rows=8, columns=32)
+    assert parsed.unit == nn.Unit(rows=8, columns=32)
     assert formats(**GROUPS, lm_head=True).of("lm_head") != DENSE
     some: Any = formats(**GROUPS, modules_in_block_to_quantize=[["self_attn.q_proj"], ["mlp.up_proj"]]).of
     assert (some("a.self_attn.q_proj").bits, some("a.self_attn.o_proj")) == (4, DENSE)

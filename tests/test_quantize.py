@@ -41,10 +41,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def whole(path: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 def by_the_library(path: Path) -> dict[str, Tensor]:
@@ -56,13 +56,13 @@ def by_the_library(path: Path) -> dict[str, Tensor]:
     )
     (scheme,) = settings.config_groups.values()
     compressor = base.BaseCompressor.get_value_from_registry(settings.format)
-    tensors, found = whole(path), {}
+    tensors, weights = whole(path), {}
     for name in tensors:
         module = name.removesuffix(".weight_scale")
         if module != name:
             ends = {n.removeprefix(f"{module}."): t for n, t in tensors.items() if n.startswith(f"{module}.")}
-            found[module] = compressor.decompress(ends, scheme)["weight"]
-    return found
+            weights[module] = compressor.decompress(ends, scheme)["weight"]
+    return weights
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -72,7 +72,7 @@ def test_the_library_reads_the_same_numbers(
 ) -> None:
     monkeypatch.setattr(rewrite, "SHARD_BYTES", 30_000)
     out = tmp_path / "out"
-    found = rewrite.quantize_folder(str(folders[kind]), out, scheme=scheme, progress=False)
+    report = rewrite.quantize_folder(str(folders[kind]), out, scheme=scheme, progress=False)
     theirs, original = by_the_library(out), whole(folders[kind])
     model = load(out, dtype="bfloat16")
     count = 0
@@ -83,10 +83,10 @@ def test_the_library_reads_the_same_numbers(
             assert torch.equal(values[part.place], theirs[source]), source
             error = (theirs[source].double() - original[f"{source}.weight"].double()).norm()
             relative = float(error / original[f"{source}.weight"].double().norm())
-            assert found.modules[source].error == pytest.approx(relative, rel=0.05)  # theirs is rounded to bf16
-    assert count == len(theirs) == len(found.modules) > 10
+            assert report.modules[source].error == pytest.approx(relative, rel=0.05)  # theirs is rounded to bf16
+    assert count == len(theirs) == len(report.modules) > 10
     limits = {"w4a16": 0.12, "w8a8": 0.01, "fp8": 0.03}
-    assert 0.0005 < max(each.error for each in found.modules.values()) < limits[scheme]
+    assert 0.0005 < max(each.error for each in report.modules.values()) < limits[scheme]
     assert model.lm_head.format == DENSE
     # everything else is as it was
     after = whole(out)
@@ -190,13 +190,13 @@ def test_numbers_that_cannot_be_rounded(folders: dict[str, Path], tmp_path: Path
 def test_the_engine_quantises_while_loading(folders: dict[str, Path]) -> None:
     tokenizer: Any = ByteTokenizer()
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    found = {}
+    outputs = {}
     for unpack in (True, False):
         settings: Any = {"device": "cpu", "num_blocks": 16, "quantize": "w4a16", "unpack": unpack}
         llm = LLM(folders["llama"], tokenizer=tokenizer, **settings)
-        found[unpack] = llm.generate([[1, 2, 3]], params, progress=False)[0].token_ids
+        outputs[unpack] = llm.generate([[1, 2, 3]], params, progress=False)[0].token_ids
         assert (llm.model.model.layers[0].mlp.down_proj.format == DENSE) == unpack  # type: ignore[attr-defined]
-    assert found[True] == found[False]
+    assert outputs[True] == outputs[False]
 
 
 def test_a_gguf_file_is_quantised_anew(tmp_path: Path) -> None:

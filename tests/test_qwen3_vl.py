@@ -91,15 +91,15 @@ def test_the_towers_hidden_states_are_transformers(both: tuple[Any, Any], grid: 
     with torch.inference_mode():
         expected = theirs.model.visual(made, torch.tensor([grid]), output_hidden_states=True)
     encoding = ours.tower.begin(made, grid)
-    found = [encoding.x]
+    states = [encoding.x]
     features = None
     while features is None:
         features = ours.tower.advance(encoding, 1)
-        found.append(encoding.x)
+        states.append(encoding.x)
     assert len(expected.hidden_states) >= len(ours.tower.blocks)
-    for mine, their in zip(found, expected.hidden_states, strict=False):
+    for mine, their in zip(states, expected.hidden_states, strict=False):
         close(mine, their)
-    close(found[-1], expected.last_hidden_state)
+    close(states[-1], expected.last_hidden_state)
     assert len(features) == 1 + len(expected.deepstack_features)
     close(features[0], expected.pooler_output)
     for mine, their in zip(features[1:], expected.deepstack_features, strict=True):
@@ -113,16 +113,16 @@ def test_several_pictures_at_once_are_each_by_itself(both: tuple[Any, Any]) -> N
     with torch.inference_mode():
         packed = torch.cat([torch.from_numpy(each.patches) for each in items])
         expected = theirs.model.visual(packed, torch.tensor([each.grid for each in items])).pooler_output
-    found = [ours.tower.encode(torch.from_numpy(each.patches), each.grid) for each in items]
-    close(torch.cat([each[0] for each in found]), expected)
-    for each, features in zip(items, found, strict=True):
+    encodings = [ours.tower.encode(torch.from_numpy(each.patches), each.grid) for each in items]
+    close(torch.cat([each[0] for each in encodings]), expected)
+    for each, features in zip(items, encodings, strict=True):
         encoding = ours.tower.begin(torch.from_numpy(each.patches), each.grid)
         assert ours.tower.advance(encoding, 2) is None
         again = ours.tower.advance(encoding, 9)
         assert torch.equal(again, features)
     joined = [ours.tower.begin(torch.from_numpy(each.patches), each.grid) for each in items]
     assert ours.tower.advance_all(joined, 2) == [None] * 3
-    for mine, features in zip(ours.tower.advance_all(joined, 9), found, strict=True):
+    for mine, features in zip(ours.tower.advance_all(joined, 9), encodings, strict=True):
         close(mine, features)
 
 
@@ -223,10 +223,10 @@ def test_a_segments_bits_are_its_own() -> None:
     for start, stop in itertools.pairwise(bounds):
         part = slice(start, stop)
         alone = torch.tensor([0, stop - start], dtype=torch.int32)
-        found = ops.packed_attention(q[part], k[part], v[part], alone, scale=0.25)
-        assert torch.equal(found, packed[part])
+        actual = ops.packed_attention(q[part], k[part], v[part], alone, scale=0.25)
+        assert torch.equal(actual, packed[part])
         heads = [x[part].transpose(0, 1)[None] for x in (q, k, v)]
-        close(found, torch.nn.functional.scaled_dot_product_attention(*heads, scale=0.25)[0].transpose(0, 1))
+        close(actual, torch.nn.functional.scaled_dot_product_attention(*heads, scale=0.25)[0].transpose(0, 1))
 
 
 def test_ids_of_the_tiny_model() -> None:

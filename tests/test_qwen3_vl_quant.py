@@ -69,8 +69,8 @@ def write(folder: Path, case: Case, kind: str) -> tuple[Path, Path]:
     dense: dict[str, Tensor] = {}
 
     def made(module: str, rows: int, columns: int) -> Tensor:
-        found, exact = case.make(module, rows, columns, generator)
-        packed.update({f"{module}.{end}": tensor.contiguous() for end, tensor in found.items()})
+        tensors, exact = case.make(module, rows, columns, generator)
+        packed.update({f"{module}.{end}": tensor.contiguous() for end, tensor in tensors.items()})
         return exact
 
     for name, slot in nn.destinations(random_model(values, device="cpu", dtype=torch.float32)).items():

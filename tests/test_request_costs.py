@@ -114,8 +114,8 @@ class Limited:
 
     grammar_from_json_schema = staticmethod(llguidance.LLMatcher.grammar_from_json_schema)
 
-    def __new__(cls, *given: Any, **options: Any) -> Any:
-        return LLMATCHER(*given, **options, limits=llguidance.LLParserLimits(max_lexer_states=300))
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        return LLMATCHER(*arguments, **options, limits=llguidance.LLParserLimits(max_lexer_states=300))
 
 
 LLMATCHER = llguidance.LLMatcher
@@ -207,13 +207,13 @@ class Watched(dict[int, float]):
 
 
 def test_biases_are_read_once_for_all_copies_and_steps() -> None:
-    found = []
+    counts = []
     for num_tokens in (2, 20):
         biases = Watched(dict.fromkeys(range(200), 1.0))
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logit_bias=biases, n=4)
         engine().generate([1, 2], params, progress=False)
-        found.append(biases.num_read)
-    assert found[0] == found[1]
+        counts.append(biases.num_read)
+    assert counts[0] == counts[1]
 
 
 def naive(logits: torch.Tensor, sample: Sample) -> torch.Tensor:
@@ -234,7 +234,7 @@ def naive(logits: torch.Tensor, sample: Sample) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_kept_from_step_to_step_is_what_is_asked(seed: int) -> None:
     rng, size = random.Random(seed), 40
-    asked: list[dict[str, Any]] = [
+    cases: list[dict[str, Any]] = [
         {"repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": -0.5},
         {"frequency_penalty": 0.75, "logit_bias": {3: 1.0, 39: -2.0, 41: 5.0}, "min_tokens": 3},
         {"logit_bias": {7: 100.0}},
@@ -243,7 +243,7 @@ def test_what_is_kept_from_step_to_step_is_what_is_asked(seed: int) -> None:
     ]
     sequences = [
         Sequence([rng.randrange(45) for _ in range(9)], SamplingParams(**params), max_len=99, eos_ids=[5, 44])
-        for params in asked
+        for params in cases
     ]
     kept = adjust.Adjuster(size)
     for step in range(8):
@@ -253,9 +253,9 @@ def test_what_is_kept_from_step_to_step_is_what_is_asked(seed: int) -> None:
             chunk.draft = draft
         samples = [Sample(chunk, k, step + k) for chunk in chunks for k in range(4)]
         logits = torch.randn(len(samples), 45, generator=torch.Generator().manual_seed(step))
-        found = kept.adjust(logits, samples)
+        actual = kept.adjust(logits, samples)
         expected = torch.stack([naive(row[:size], sample) for row, sample in zip(logits, samples, strict=True)])
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
         for seq in sequences:
             kept_length = rng.randint(max(seq.prompt_len, len(seq.token_ids) - 3), len(seq.token_ids))
             if seq.counts is not None:  # as a draft model does with what was not taken
@@ -270,9 +270,9 @@ def test_what_is_kept_from_step_to_step_is_what_is_asked(seed: int) -> None:
 def first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
     """The earliest to end; of those that end in one piece the earliest to begin."""
     for end in range(1, len(text) + 1):
-        found = [(end - len(stop), stop) for stop in stops if text[:end].endswith(stop)]
-        if found:
-            return min(found)
+        matches = [(end - len(stop), stop) for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            return min(matches)
     return None
 
 
@@ -287,13 +287,13 @@ def test_stop_strings_in_every_text_of_two_letters() -> None:
                     sent += out.take(is_finished=is_stopped)
                     if is_stopped:
                         break
-                found = first_stop(text, stops)
-                assert out.match == (found and found[1])
-                held = text[: found[0]] if found else text
+                match = first_stop(text, stops)
+                assert out.match == (match and match[1])
+                held = text[: match[0]] if match else text
                 assert out.value == held
                 assert held.startswith(sent)
                 tails = [n for n in range(len(held) + 1) if any(s.startswith(held[n:]) for s in stops)]
-                assert found or sent == held[: min(tails)]
+                assert match or sent == held[: min(tails)]
 
 
 def test_long_stop_strings_take_no_longer_than_the_text() -> None:

@@ -179,8 +179,8 @@ def test_deepseek_softmax_scale(values: dict[str, Any]) -> None:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
     config = RopeConfig.from_hf(values)
-    wanted = yarn_apply_mscale({"rope_type": "yarn", **values["rope_scaling"]}, 192**-0.5)
-    assert 192**-0.5 * config.softmax_scale_correction == pytest.approx(wanted)
+    expected = yarn_apply_mscale({"rope_type": "yarn", **values["rope_scaling"]}, 192**-0.5)
+    assert 192**-0.5 * config.softmax_scale_correction == pytest.approx(expected)
     assert config.softmax_scale_correction > 1.1
     assert RopeConfig.from_hf(GPT_OSS).softmax_scale_correction == 1.0
 
@@ -272,16 +272,16 @@ def test_dual_chunk_positions() -> None:
         {**QWEN3_30B, "dual_chunk_attention_config": {"chunk_size": 16, "local_size": 4, "original_max_position": 9}}
     )
     positions = np.arange(40)
-    found = config.dual_chunk_positions(positions)
+    actual = config.dual_chunk_positions(positions)
     local = positions % 12
-    assert np.array_equal(found.intra, local)
-    assert np.array_equal(found.succ, np.minimum(local + 12, 16))
-    assert np.array_equal(found.inter, np.full(40, 16))
-    assert np.array_equal(found.succ_critical, local + 12)
-    assert np.array_equal(found.inter_critical, local + 16)
+    assert np.array_equal(actual.intra, local)
+    assert np.array_equal(actual.succ, np.minimum(local + 12, 16))
+    assert np.array_equal(actual.inter, np.full(40, 16))
+    assert np.array_equal(actual.succ_critical, local + 12)
+    assert np.array_equal(actual.inter_critical, local + 16)
     tensors = config.dual_chunk_positions(torch.arange(40))
-    assert all(np.array_equal(a, b.numpy()) for a, b in zip(found, tensors, strict=True))
-    assert max(int(each.max()) for each in found) < config.table_rows == 28
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(actual, tensors, strict=True))
+    assert max(int(each.max()) for each in actual) < config.table_rows == 28
 
 
 def keywords(**changes: Any) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Family(NamedTuple):
 
 def families() -> Iterator[Family]:
     root = Path(transformers.models.__path__[0])
-    for name in sorted(found.name for found in pkgutil.iter_modules([str(root)])):
+    for name in sorted(module.name for module in pkgutil.iter_modules([str(root)])):
         source = root / name / f"modeling_{name}.py"
         if not source.exists() or "RotaryEmbedding" not in source.read_text():
             continue
@@ -182,11 +182,11 @@ def judge(family: Family) -> Iterator[tuple[str, str]]:
         if their_function(family.module, config) is None:
             continue  # musicflamingo: a Qwen2 whose sound has a rotation of its own
         try:
-            found = difference(family, layer, config, rotary, rope)
+            distance = difference(family, layer, config, rotary, rope)
         except (AssertionError, RuntimeError, TypeError) as error:
             yield name, f"{family.name}, layers {layer}, cannot be compared: {error}"
             continue
-        yield name, "agrees" if found < 1e-4 else f"{family.name}, layers {layer}: off by {found:.3g}"
+        yield name, "agrees" if distance < 1e-4 else f"{family.name}, layers {layer}: off by {distance:.3g}"
         yield name, _judge_defaults(config, layer, rope)
         yield name, _judge_softmax_scale(family, name)
 
@@ -214,9 +214,9 @@ def test_no_family_is_taken_for_llama_in_silence() -> None:
     for family in families():
         for name, verdict in judge(family):
             judged.setdefault(name.removesuffix("_text"), set()).add(verdict)
-    wrong = {name: found - {"agrees", "warns", "refused"} for name, found in judged.items()}
-    assert {name: found for name, found in wrong.items() if found} == {}
-    agreed = {name for name, found in judged.items() if "agrees" in found}
+    wrong = {name: outcomes - {"agrees", "warns", "refused"} for name, outcomes in judged.items()}
+    assert {name: outcomes for name, outcomes in wrong.items() if outcomes} == {}
+    agreed = {name for name, outcomes in judged.items() if "agrees" in outcomes}
     assert len(agreed) > 120, "the sweep found few families: has transformers moved its modules?"
     in_transformers = {name.removesuffix("_text") for name in CONFIG_MAPPING}
     unproven = (MODELS.keys() & in_transformers) - agreed - ELSEWHERE - NO_TEXT
@@ -227,11 +227,11 @@ def test_no_family_is_taken_for_llama_in_silence() -> None:
 def test_families_that_were_taken_for_llama(name: str) -> None:
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {name}")
-    found = [family for family in families() if family.config_class.model_type == name]
-    for family in found:
+    chosen = [family for family in families() if family.config_class.model_type == name]
+    for family in chosen:
         verdicts = dict(judge(family))
         assert set(verdicts.values()) == {"agrees"}, verdicts
-    assert found
+    assert chosen
 
 
 def test_an_unknown_family_is_named() -> None:

@@ -106,12 +106,12 @@ def test_apply_rotates_as_the_model_does(name: str, by: str) -> None:
     # transformers cuts MLA's rotary channels out itself.
     start = config.head_dim - config.rotary_dim if config.where == "trailing" else 0
     turned = of_transformers(package, function)(q[..., start:], k[..., start:], cos, sin, unsqueeze_dim=2)
-    wanted = [torch.cat((x[..., :start], y), dim=-1) for x, y in zip((q, k), turned, strict=True)]
-    found = table.apply(q, k, rows if by == "rows" else positions)
-    torch.testing.assert_close(found, tuple(wanted), rtol=0, atol=2e-6)
-    torch.testing.assert_close(table.apply(q, None, rows), (found[0], None))
+    expected = [torch.cat((x[..., :start], y), dim=-1) for x, y in zip((q, k), turned, strict=True)]
+    actual = table.apply(q, k, rows if by == "rows" else positions)
+    torch.testing.assert_close(actual, tuple(expected), rtol=0, atol=2e-6)
+    torch.testing.assert_close(table.apply(q, None, rows), (actual[0], None))
     if config.pairs_out == "pairs":
-        back = table.apply(*found, rows, inverse=True)
+        back = table.apply(*actual, rows, inverse=True)
         torch.testing.assert_close(back, (q, k), rtol=0, atol=2e-5)
 
 
@@ -143,8 +143,8 @@ def test_longrope_lengths_in_turn_do_not_mix() -> None:
     slow = get_rope(**QWEN3_SMALL, rope_type="linear", factor=4.0)
     for last in (63, 64, 63, 64):
         positions = torch.tensor([1, 5, last])
-        wanted = plain if last < 64 else slow
-        torch.testing.assert_close(table.lookup(positions), wanted.lookup(positions))
+        expected = plain if last < 64 else slow
+        torch.testing.assert_close(table.lookup(positions), expected.lookup(positions))
     torch.testing.assert_close(table.lookup(torch.tensor([1]), seq_len=65), slow.lookup(torch.tensor([1])))
 
 
@@ -157,10 +157,12 @@ def test_dynamic_is_recomputed_past_the_trained_length(seq_len: int) -> None:
                          rope_parameters=dict(rope))  # fmt: skip
     positions = torch.arange(seq_len)[None]
     cos, sin = of_transformers("llama", "LlamaRotaryEmbedding")(theirs)(torch.zeros(1), positions)
-    wanted = torch.cat((cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]), dim=-1)
+    expected = torch.cat((cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]), dim=-1)
     table = get_rope(**QWEN3_SMALL, **rope, grow=True)
-    torch.testing.assert_close(table.lookup(positions), wanted, rtol=0, atol=1e-6 * seq_len)
-    torch.testing.assert_close(table.cos_sin("cpu", seq_len=seq_len)[:seq_len], wanted[0], rtol=0, atol=1e-6 * seq_len)
+    torch.testing.assert_close(table.lookup(positions), expected, rtol=0, atol=1e-6 * seq_len)
+    torch.testing.assert_close(
+        table.cos_sin("cpu", seq_len=seq_len)[:seq_len], expected[0], rtol=0, atol=1e-6 * seq_len
+    )
     # Shorter sequences are not disturbed by a longer one before them; transformers' module keeps the longer base.
     torch.testing.assert_close(table.lookup(torch.arange(300)), get_rope(**QWEN3_SMALL).lookup(torch.arange(300)))
 
@@ -170,8 +172,8 @@ def test_dynamic_with_mrope_past_the_trained_length() -> None:
     positions = torch.randint(600, (3, 9))
     positions[0, 0] = 899
     whole = table.cos_sin("cpu", seq_len=900)
-    wanted = whorl.rope_table.ops.merge_mrope(whole, positions, (6, 5, 5), "interleaved")
-    torch.testing.assert_close(table.lookup(positions), wanted)
+    expected = whorl.rope_table.ops.merge_mrope(whole, positions, (6, 5, 5), "interleaved")
+    torch.testing.assert_close(table.lookup(positions), expected)
 
 
 class FirstCallCache:
@@ -189,18 +191,18 @@ def test_two_tables_used_in_turn_do_not_mix() -> None:
     """Gemma-3: five local layers, one global, over and over, in one process."""
     positions = torch.randint(ROWS, (13,))
     tables = {kind: get_rope(GEMMA3, layer_type=kind, rows=ROWS) for kind in ("sliding_attention", "full_attention")}
-    wanted = {}
+    expected = {}
     for kind, table in tables.items():
         angles = positions.double()[:, None] * torch.from_numpy(table.config.frequencies()).double()
-        wanted[kind] = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+        expected[kind] = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
     static = FirstCallCache()
     static_is_wrong = False
     for layer in range(12):
         kind = "full_attention" if layer % 6 == 5 else "sliding_attention"
         table = get_rope(GEMMA3, layer_type=kind, rows=ROWS)
         assert table is tables[kind]
-        torch.testing.assert_close(table.lookup(positions), wanted[kind], rtol=0, atol=1e-4)
-        static_is_wrong |= not torch.allclose(static.lookup(table, positions), wanted[kind], atol=1e-2)
+        torch.testing.assert_close(table.lookup(positions), expected[kind], rtol=0, atol=1e-4)
+        static_is_wrong |= not torch.allclose(static.lookup(table, positions), expected[kind], atol=1e-2)
     assert static_is_wrong
 
 
@@ -234,22 +236,22 @@ def test_threads_get_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
         return build(self, *arguments)
 
     monkeypatch.setattr(RopeTable, "_build", slow_build)
-    start, found = threading.Barrier(8), []
+    start, tables = threading.Barrier(8), []
 
     def work() -> None:
         start.wait()
         table = get_rope(**QWEN3_SMALL, grow=True)
-        found.append((table, table.lookup(torch.arange(2000))))
+        tables.append((table, table.lookup(torch.arange(2000))))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8
-    assert len({id(table) for table, _ in found}) == 1
+    assert len(tables) == 8
+    assert len({id(table) for table, _ in tables}) == 1
     assert len(builds) == 1
-    assert all(torch.equal(rows, found[0][1]) for _, rows in found)
+    assert all(torch.equal(rows, tables[0][1]) for _, rows in tables)
 
 
 def test_growth_keeps_the_bits() -> None:
@@ -324,7 +326,7 @@ def test_angles_are_fp32_whatever_surrounds_them() -> None:
     config = RopeConfig.from_keywords(head_dim=128, max_position=131072, rope_theta=1e6)
     positions = torch.arange(131072 - 64, 131072)
     exact = np.outer(positions.numpy(), 1e6 ** -(np.arange(0, 128, 2) / 128))
-    wanted = torch.from_numpy(np.concatenate((np.cos(exact), np.sin(exact)), axis=1)).float()
+    expected = torch.from_numpy(np.concatenate((np.cos(exact), np.sin(exact)), axis=1)).float()
 
     def rows() -> Tensor:
         whorl.rope_table._tables.clear()
@@ -332,13 +334,13 @@ def test_angles_are_fp32_whatever_surrounds_them() -> None:
         model = torch.nn.Linear(2, 2)
         model.table = table
         model.to(torch.bfloat16)
-        found = table.lookup(positions)
-        assert found.dtype == table.cos_sin("cpu").dtype == torch.float32
-        return found
+        rows = table.lookup(positions)
+        assert rows.dtype == table.cos_sin("cpu").dtype == torch.float32
+        return rows
 
     plain = rows()
     # Angles near 2^17 are rounded to 2^-8, after a frequency rounded to 2^-24 of itself: 0.004 + 0.008.
-    torch.testing.assert_close(plain, wanted, rtol=0, atol=0.016)
+    torch.testing.assert_close(plain, expected, rtol=0, atol=0.016)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(rows(), plain)
     torch.set_default_dtype(torch.bfloat16)
@@ -397,8 +399,8 @@ def test_dual_chunk_keeps_near_distances() -> None:
     chunk = torch.arange(512) // 48
     distance = torch.arange(512)[:, None] - torch.arange(512)
     apart = chunk[:, None] - chunk
-    found = place.intra[:, None] - place.intra
-    assert torch.equal(found[apart == 0], distance[apart == 0])
+    distances = place.intra[:, None] - place.intra
+    assert torch.equal(distances[apart == 0], distance[apart == 0])
     before = place.succ_critical[:, None] - place.intra
     assert torch.equal(before[apart == 1], distance[apart == 1])
     # Clamped, a key in the local window keeps its distance and no distance reaches past the chunk.

@@ -24,7 +24,7 @@ def import_graph(sources: dict[str, tuple[Path, str]]) -> dict[str, set[str]]:
         # `from whorl.ops import rope` names a module or something in one: the longest that there is.
         parts = [name.split(".") for name in named]
         prefixes = [[".".join(p[:n]) for n in range(len(p), 0, -1)] for p in parts]
-        graph[module] = {found for tries in prefixes if (found := next((t for t in tries if t in sources), module))}
+        graph[module] = {owner for tries in prefixes if (owner := next((t for t in tries if t in sources), module))}
         graph[module].discard(module)
     return graph
 
@@ -37,13 +37,13 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
 
 
 def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    found: set[str] = set()
+    reached: set[str] = set()
     todo = [start]
     while todo:
-        more = graph[todo.pop()] - found
-        found |= more
+        more = graph[todo.pop()] - reached
+        reached |= more
         todo.extend(more)
-    return found
+    return reached
 
 
 def module_name(path: Path) -> str:
@@ -65,8 +65,8 @@ def test_the_rule_sees_circles_through_functions_and_not_those_of_types() -> Non
         "whorl.e": "from .d import D",
     }
     paths = {m: ROOT / (m.replace(".", "/") + ("/__init__.py" if m == "whorl.c" else ".py")) for m in texts}
-    found = circles(import_graph({m: (paths[m], text) for m, text in texts.items()}))
-    assert found == {frozenset({"whorl.a", "whorl.b", "whorl.c.inner"})}
+    actual = circles(import_graph({m: (paths[m], text) for m, text in texts.items()}))
+    assert actual == {frozenset({"whorl.a", "whorl.b", "whorl.c.inner"})}
 
 
 # ---- size
@@ -102,8 +102,8 @@ def test_a_long_file_is_a_kernel_or_has_a_reason() -> None:
 
 
 def test_the_rule_sees_relative_imports() -> None:
-    found = list(imports(PACKAGE / "ops" / "rope" / "x.py", ast.parse("from .._op import Op\nfrom . import cases")))
-    assert found == ["whorl.ops._op.Op", "whorl.ops.rope.cases"]
+    actual = list(imports(PACKAGE / "ops" / "rope" / "x.py", ast.parse("from .._op import Op\nfrom . import cases")))
+    assert actual == ["whorl.ops._op.Op", "whorl.ops.rope.cases"]
 
 
 def test_type_checkers_of_others_read_our_types() -> None:

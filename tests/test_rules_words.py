@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[1]
 REFUSED = {"found", "given", "asked", "wanted"}
 # `found` is a key of what the doctor prints with --json.
 DOCTOR_FIELDS = {f"whorl/doctor/{name}.py" for name in ("report", "rules", "ten_cases")}
-FILES = sorted([*(ROOT / "whorl").rglob("*.py"), *(ROOT / "docs" / "source").glob("*.py")])
+FOLDERS = ("whorl", "tests", "examples", "docs/source")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def names(tree: ast.AST) -> Iterator[tuple[str, int]]:

@@ -83,13 +83,13 @@ def test_an_end_frees_its_lane_and_blocks_for_the_next() -> None:
     llm = engine(model, max_num_seqs=1, num_blocks=7, use_prefix_cache=False)
     stop = greedy(max_tokens=12, stop_token_ids=(first[3],))
     sequences = [llm.add(prompt, stop)[0] for prompt in (PROMPT, list(b"another one"), PROMPT)]
-    found = record(llm)
+    recorded = record(llm)
     drain(llm)
     for seq in sequences:
         prompt = seq.token_ids[: seq.prompt_len]
         plain, logits = alone(model, ByteTokenizer(), prompt, stop)
         assert seq.output_ids == plain.output_ids
-        assert all(torch.equal(found[seq.id][i], logits[i]) for i in range(seq.num_outputs))
+        assert all(torch.equal(recorded[seq.id][i], logits[i]) for i in range(seq.num_outputs))
     assert sequences[0].num_outputs == first.index(first[3]) + 1
     assert llm.pool.num_used == 0
 
@@ -130,14 +130,14 @@ def test_preemption_with_a_step_under_way() -> None:
     """The token under way is kept: it was sampled before the blocks changed hands."""
     model, params = MockModel(), greedy(max_tokens=20, ignore_eos=True)
     llm = engine(model, num_blocks=8, max_num_seqs=4)
-    num_preempted, found = preempted_under_way(llm), record(llm)
+    num_preempted, recorded = preempted_under_way(llm), record(llm)
     sequences = [llm.add([i] * 5, params)[0] for i in range(6)]
     drain(llm)
     assert num_preempted() > 2
     for seq in sequences:
         plain, logits = alone(model, ByteTokenizer(), seq.token_ids[:5], params)
         assert seq.output_ids == plain.output_ids
-        assert all(torch.equal(found[seq.id][i], logits[i]) for i in range(20))
+        assert all(torch.equal(recorded[seq.id][i], logits[i]) for i in range(20))
     assert llm.pool.num_used == 0
 
 
@@ -155,13 +155,13 @@ def test_batches_that_grow_and_shrink() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"frequency_penalty": 2.0}, {"logprobs": 1}, {"min_tokens": 3}, {"logit_bias": {65: 3.0}}]
+    "options", [{"frequency_penalty": 2.0}, {"logprobs": 1}, {"min_tokens": 3}, {"logit_bias": {65: 3.0}}]
 )
-def test_what_looks_at_tokens_is_not_run_ahead(asked: dict) -> None:
+def test_what_looks_at_tokens_is_not_run_ahead(options: dict) -> None:
     """And neither are its neighbours, as long as it runs."""
     model = MockModel()
     llm = engine(model)
-    plain, special = greedy(max_tokens=12, ignore_eos=True), greedy(max_tokens=6, ignore_eos=True, **asked)
+    plain, special = greedy(max_tokens=12, ignore_eos=True), greedy(max_tokens=6, ignore_eos=True, **options)
     first = llm.add(PROMPT, plain)[0]
     llm.step()
     second = llm.add(list(b"other"), special)[0]

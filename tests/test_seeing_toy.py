@@ -31,10 +31,10 @@ def served() -> Iterator[Served]:
 
 def ask(served: Served, *parts: Any) -> str:
     body = {"messages": [{"role": "user", "content": list(parts)}], "temperature": 0, "max_tokens": 16}
-    found = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()
-    assert "choices" in found, found
-    assert found["choices"][0]["finish_reason"] == "stop"
-    return found["choices"][0]["message"]["content"]  # type: ignore[no-any-return]
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()
+    assert "choices" in answer, answer
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    return answer["choices"][0]["message"]["content"]  # type: ignore[no-any-return]
 
 
 def named(served: Served, kinds: Sequence[tuple[str, str]], seed: int) -> list[str]:
@@ -49,9 +49,9 @@ def named(served: Served, kinds: Sequence[tuple[str, str]], seed: int) -> list[s
 
 def test_it_names_what_it_sees(served: Served) -> None:
     """Every number of every colour; a model that only guessed would have one of twelve right."""
-    found = named(served, TOY.KINDS, seed=UNSEEN)
+    names = named(served, TOY.KINDS, seed=UNSEEN)
     right = [TOY.answer(*kind) for kind in TOY.KINDS]
-    assert sum(a == b for a, b in zip(found, right, strict=True)) >= 11, found
+    assert sum(a == b for a, b in zip(names, right, strict=True)) >= 11, names
 
 
 def test_swapped_pictures_swap_the_answers(served: Served) -> None:
@@ -78,8 +78,8 @@ def test_a_large_picture_is_the_same_picture(served: Served) -> None:
 def test_the_terminal_sees(tmp_path: Path) -> None:
     file = tmp_path / "picture.png"
     file.write_bytes(picture("three", "yellow", UNSEEN))
-    given = ["generate", str(PRETRAINED), "--chat", "-p", TOY.ONE, "--image", str(file), "--device", "cpu"]
-    done = CliRunner().invoke(app, given)
+    arguments = ["generate", str(PRETRAINED), "--chat", "-p", TOY.ONE, "--image", str(file), "--device", "cpu"]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert done.stdout.strip() == "three yellow squares"
 
@@ -118,5 +118,5 @@ def test_it_learns_to_see(tmp_path: Path) -> None:
     TOY.train(tmp_path)
     with prepared(tmp_path, ENGINE) as running:
         kinds = [TOY.KINDS[index % len(TOY.KINDS)] for index in range(100)]
-        found = named(running, kinds, seed=UNSEEN + 1000)
-    assert sum(a == TOY.answer(*kind) for a, kind in zip(found, kinds, strict=True)) >= 95
+        names = named(running, kinds, seed=UNSEEN + 1000)
+    assert sum(a == TOY.answer(*kind) for a, kind in zip(names, kinds, strict=True)) >= 95

@@ -69,12 +69,12 @@ def test_close_and_same_see_a_difference() -> None:
 def test_the_whole_command() -> None:
     """Every check, each a job of two processes."""
     done = CliRunner().invoke(app, ["selftest", "--ranks", "2", "--device", "cpu", "--json"])
-    found = json.loads(done.stdout)
-    wrong = {o["name"]: o["detail"] for o in found["outcomes"] if o["status"] in ("failed", "hung")}
+    report = json.loads(done.stdout)
+    wrong = {o["name"]: o["detail"] for o in report["outcomes"] if o["status"] in ("failed", "hung")}
     assert wrong == {}
     assert done.exit_code == 0
-    assert {o["name"] for o in found["outcomes"]} == set(checks.CHECKS)
-    assert sum(o["status"] == "passed" for o in found["outcomes"]) >= len(checks.CHECKS) - 1
+    assert {o["name"] for o in report["outcomes"]} == set(checks.CHECKS)
+    assert sum(o["status"] == "passed" for o in report["outcomes"]) >= len(checks.CHECKS) - 1
 
 
 def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:

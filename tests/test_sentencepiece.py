@@ -42,9 +42,9 @@ IDS = {token: i for i, token in enumerate(TOKENS)}
 
 
 def write(path: Path, **changes: Any) -> Path:
-    found = {"tokens": TOKENS, "scores": SCORES, "token_type": TYPES, "model": "llama"} | changes
+    metadata = {"tokens": TOKENS, "scores": SCORES, "token_type": TYPES, "model": "llama"} | changes
     writer = gguf.GGUFWriter(path, "llama")
-    for name, value in found.items():
+    for name, value in metadata.items():
         if isinstance(value, list):
             writer.add_array(f"tokenizer.ggml.{name}", value)
         elif isinstance(value, bool):
@@ -98,9 +98,9 @@ def test_ids_are_those_of_the_rule(both: tuple[Tokenizer, bool]) -> None:
     tokenizer, has_prefix = both
     used = set()
     for text in texts(150):
-        found = tokenizer.encode(text, add_special=False)
-        assert found == joined(text, has_prefix), text
-        used |= set(found)
+        actual = tokenizer.encode(text, add_special=False)
+        assert actual == joined(text, has_prefix), text
+        used |= set(actual)
     assert len(used) > 80
     assert any(TYPES[i] == BYTE for i in used), "no text had a letter that no piece spells"
 
@@ -120,9 +120,9 @@ def test_texts_come_back(both: tuple[Tokenizer, bool]) -> None:
 def test_tokens_that_are_no_pieces(both: tuple[Tokenizer, bool]) -> None:
     """As llama.cpp does, the text after one begins anew, with its space."""
     tokenizer, has_prefix = both
-    found = tokenizer.encode("<s>the<tag>the\n\nthe</s>", add_special=False)
+    actual = tokenizer.encode("<s>the<tag>the\n\nthe</s>", add_special=False)
     the = joined("the", has_prefix)
-    assert found == [1, *the, 4, *the, 5, *the, 2]
+    assert actual == [1, *the, 4, *the, 5, *the, 2]
     assert tokenizer.eos_ids == (2, 3), "a turn ends with <end_of_turn>, too"
     assert tokenizer.bos_id == 1
     assert tokenizer.decode([1, IDS["an"], 2]) == "an"

@@ -70,17 +70,17 @@ def stream(served: Served, text: str, **options: Any) -> list[Any]:
 
 def joined(events: list[Any], index: int = 0) -> dict[str, Any]:
     """The message that a stream adds up to."""
-    found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     for choice in [c for event in events[:-1] for c in event["choices"] if c["index"] == index]:
         delta = choice["delta"]
         for key in ("content", "reasoning_content"):
-            found[key] += delta.get(key) or ""
+            message[key] += delta.get(key) or ""
         for call in delta.get("tool_calls", ()):
-            if call["index"] == len(found["tool_calls"]):
-                found["tool_calls"].append({"id": call["id"], "type": call["type"], "function": call["function"]})
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append({"id": call["id"], "type": call["type"], "function": call["function"]})
             else:
-                found["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-    return found
+                message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return message
 
 
 # ---- shapes
@@ -316,8 +316,8 @@ def test_a_conversation_with_tools_reaches_the_template(served: Served) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
     ]
-    found = served.post("/tokenize", messages=messages, tools=TOOLS[1:])
-    text = served.post("/detokenize", tokens=found["tokens"])["prompt"]
+    tokenized = served.post("/tokenize", messages=messages, tools=TOOLS[1:])
+    text = served.post("/detokenize", tokens=tokenized["tokens"])["prompt"]
     assert text == (
         '<|im_start|>system\n{"type": "function", "function": {"name": "clock", "description": "The time."}}\n'
         "<|im_end|>\n"
@@ -332,13 +332,13 @@ def test_a_conversation_with_tools_reaches_the_template(served: Served) -> None:
 @pytest.mark.parametrize("question", ["json", "hi", "thinkjson"])
 def test_an_answer_follows_its_schema(served: Served, question: str) -> None:
     choice = served.chat(question, temperature=0, response_format=FORMAT, max_tokens=200, n=2)["choices"][1]
-    found = json.loads(choice["message"]["content"])
-    assert found.keys() == {"n", "kind"}
-    assert found["kind"] in ("a", "b")
-    assert isinstance(found["n"], int)
+    answer = json.loads(choice["message"]["content"])
+    assert answer.keys() == {"n", "kind"}
+    assert answer["kind"] in ("a", "b")
+    assert isinstance(answer["n"], int)
     assert choice["finish_reason"] == "stop"
     if question != "hi":  # what the model says is allowed, and is what it says
-        assert found == {"n": 3, "kind": "b"}
+        assert answer == {"n": 3, "kind": "b"}
     assert choice["message"].get("reasoning_content") == ("hm" if question == "thinkjson" else None)
 
 
@@ -401,10 +401,10 @@ def test_a_forced_call_in_qwen3s_own_tokens() -> None:
 
 
 def test_tokens(served: Served) -> None:
-    found = served.post("/tokenize", prompt="h\u00e9<think>", return_token_strs=True)
-    assert (found["count"], found["max_model_len"]) == (4, 1024)
-    assert found["token_strs"] == ["h", "bytes:\\xc3", "bytes:\\xa9", "<think>"]
-    assert served.post("/detokenize", tokens=found["tokens"]) == {"prompt": "h\u00e9<think>"}
+    tokenized = served.post("/tokenize", prompt="h\u00e9<think>", return_token_strs=True)
+    assert (tokenized["count"], tokenized["max_model_len"]) == (4, 1024)
+    assert tokenized["token_strs"] == ["h", "bytes:\\xc3", "bytes:\\xa9", "<think>"]
+    assert served.post("/detokenize", tokens=tokenized["tokens"]) == {"prompt": "h\u00e9<think>"}
     info = served.http.get("/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", None)
     assert "im_start" in info["chat_template"]

@@ -85,8 +85,8 @@ def test_a_page_elsewhere_makes_the_server_do_nothing() -> None:
         body = {"messages": [{"role": "user", "content": "hi"}], "model": "told", "max_tokens": 5}
         for path in (CHAT, MESSAGES):
             evil = {"Origin": "http://evil.example"}
-            asked = evil | {"Access-Control-Request-Method": "POST"}
-            refused = [served.http.options(path, headers=asked), served.http.post(path, headers=evil, json=body)]
+            headers = evil | {"Access-Control-Request-Method": "POST"}
+            refused = [served.http.options(path, headers=headers), served.http.post(path, headers=evil, json=body)]
             for response in refused:
                 assert response.status_code == 403
                 assert "access-control-allow-origin" not in response.headers
@@ -252,11 +252,11 @@ def test_the_end_of_the_drain_is_told_in_the_streams_own_words(path: str) -> Non
     body: dict[str, Any] = {"stream": True, "model": "told"}
     body |= {"input": "hi"} if path == "/v1/responses" else {"messages": messages, "max_tokens": 500}
     with serving(told({"hi": "x" * 900}, delay=0.02), drain_seconds=0.3) as served:
-        thread, found = in_background(served, body, path)
+        thread, responses = in_background(served, body, path)
         wait_until(lambda: served.llm.pool.num_used > 0)
         served.server.should_exit = True
         thread.join(20)
-    name, data = found[0].text.rstrip().split("\n\n")[-1].split("\n")
+    name, data = responses[0].text.rstrip().split("\n\n")[-1].split("\n")
     assert name == "event: error"
     assert "gave running requests 0.3 seconds" in json.loads(data[6:])["error"]["message"]
     assert served.server.exit_code == 1

@@ -37,13 +37,13 @@ def connect(port: int) -> socket.socket:
 
 def rest(line: socket.socket) -> bytes:
     """Everything until the server closes the connection."""
-    found = b""
+    received = b""
     try:
         while piece := line.recv(65536):
-            found += piece
+            received += piece
     except ConnectionResetError:
         pass
-    return found
+    return received
 
 
 def error_of(answer: bytes, status: int) -> dict[str, Any]:
@@ -265,10 +265,10 @@ def test_hosts_by_address() -> None:
 def test_what_the_command_allows_and_warns_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: Any, allowed: Any, warns: bool
 ) -> None:
-    found: list[Any] = []
+    settings: list[Any] = []
 
     def run(self: HttpServer, sockets: list[Listener]) -> None:
-        found.append(self._service.settings)
+        settings.append(self._service.settings)
         assert all(isinstance(one, Listener) for one in sockets)
         assert len({one.getsockname()[1] for one in sockets}) == 1
         for one in sockets:
@@ -276,7 +276,7 @@ def test_what_the_command_allows_and_warns_about(
 
     monkeypatch.setattr(HttpServer, "run", run)
     assert openai.run("told", llm=told(), port=0, **options) == 0
-    assert found[0].allowed_hosts == allowed
+    assert settings[0].allowed_hosts == allowed
     assert ("anybody may use it" in caplog.text) == warns
 
 

@@ -59,35 +59,35 @@ def theirs(folder: Path) -> dict[str, np.ndarray]:
     """By transformers: the last hidden state of the last token, which is the end's, of length 1."""
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     words = byte_tokenizer()
-    found = {}
+    embeddings = {}
     for text in TEXTS:
         ids = [*words.encode(text), words.token_id("<|endoftext|>")]
         with torch.inference_mode():
             hidden = model(torch.tensor([ids])).last_hidden_state[0, -1]
-        found[text] = torch.nn.functional.normalize(hidden, dim=0).numpy()
-    return found
+        embeddings[text] = torch.nn.functional.normalize(hidden, dim=0).numpy()
+    return embeddings
 
 
 def test_they_are_transformers(served: Served, theirs: dict[str, np.ndarray]) -> None:
-    found = served.post("/v1/embeddings", input=TEXTS, model=MODEL)
-    assert [one["index"] for one in found["data"]] == [0, 1, 2, 3]
-    for one, text in zip(found["data"], TEXTS, strict=True):
+    response = served.post("/v1/embeddings", input=TEXTS, model=MODEL)
+    assert [one["index"] for one in response["data"]] == [0, 1, 2, 3]
+    for one, text in zip(response["data"], TEXTS, strict=True):
         assert np.allclose(one["embedding"], theirs[text], atol=1e-5)
         assert np.isclose(np.linalg.norm(one["embedding"]), 1)
     num_tokens = sum(len(text.encode()) + 1 for text in TEXTS)
-    assert found["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    assert response["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     # Alone, behind what the prefix cache holds, or as ids.
     for index, text in enumerate(TEXTS):
-        for given in (text, served.post("/tokenize", prompt=text)["tokens"]):
-            again = served.post("/v1/embeddings", input=given)["data"][0]["embedding"]
-            assert np.allclose(again, found["data"][index]["embedding"], atol=1e-6)
+        for source in (text, served.post("/tokenize", prompt=text)["tokens"]):
+            again = served.post("/v1/embeddings", input=source)["data"][0]["embedding"]
+            assert np.allclose(again, response["data"][index]["embedding"], atol=1e-6)
     assert served.is_idle()
 
 
 def test_fewer_dimensions(served: Served, theirs: dict[str, np.ndarray]) -> None:
-    found = served.post("/v1/embeddings", input="a cat", dimensions=8)["data"][0]["embedding"]
+    actual = served.post("/v1/embeddings", input="a cat", dimensions=8)["data"][0]["embedding"]
     expected = theirs["a cat"][:8] / np.linalg.norm(theirs["a cat"][:8])
-    assert np.allclose(found, expected, atol=1e-5)
+    assert np.allclose(actual, expected, atol=1e-5)
     refused = served.http.post("/v1/embeddings", json={"input": "a", "dimensions": SIZE + 1})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dimensions")
 
@@ -95,8 +95,8 @@ def test_fewer_dimensions(served: Served, theirs: dict[str, np.ndarray]) -> None
 def test_openais_client(served: Served, theirs: dict[str, np.ndarray]) -> None:
     """It asks for base64 by itself, and reads it."""
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-    found = client.embeddings.create(model=MODEL, input=TEXTS[:2])
-    assert np.allclose(found.data[1].embedding, theirs[TEXTS[1]], atol=1e-5)
+    response = client.embeddings.create(model=MODEL, input=TEXTS[:2])
+    assert np.allclose(response.data[1].embedding, theirs[TEXTS[1]], atol=1e-5)
     packed = served.post("/v1/embeddings", input="a cat", encoding_format="base64")["data"][0]["embedding"]
     assert np.allclose(np.frombuffer(base64.b64decode(packed), "<f4"), theirs["a cat"], atol=1e-5)
     with pytest.raises(openai.BadRequestError, match="tokens"):

@@ -99,8 +99,10 @@ def test_a_fault_of_one_request_is_answered(served: Served, monkeypatch: pytest.
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fails_with(error))
             for path in paths:
-                asked = ASK.get(path)
-                for body in [asked] if asked is None or path[1] != "v" else [asked, asked | {"stream": True}]:
+                question = ASK.get(path)
+                for body in (
+                    [question] if question is None or path[1] != "v" else [question, question | {"stream": True}]
+                ):
                     send = served.http.get(path) if body is None else served.http.post(path, json=body)
                     assert ends_well(send)["message"], (name, path)
     assert served.complete("a", max_tokens=2)["choices"][0]["text"] == "bc"
@@ -127,7 +129,7 @@ def test_a_fault_of_the_engine_is_everybodys(monkeypatch: pytest.MonkeyPatch, pl
 
     with serving(told(delay=0.01)) as served:
         body = {"prompt": "a", "max_tokens": 400, "stream": is_stream}
-        thread, found = in_background(served, body)
+        thread, responses = in_background(served, body)
         wait_until(lambda: served.llm.pool.num_used > 0)
         llm = served.llm
         owner, name = {
@@ -138,7 +140,7 @@ def test_a_fault_of_the_engine_is_everybodys(monkeypatch: pytest.MonkeyPatch, pl
         }[place]
         monkeypatch.setattr(owner, name, fails_with(Panic("it broke")))
         thread.join(20)
-        assert "it broke" in ends_well(found[0], status=503)["message"]
+        assert "it broke" in ends_well(responses[0], status=503)["message"]
         assert "it broke" in ends_well(served.http.post(COMPLETIONS, json=body), status=503)["message"]
 
 
@@ -185,30 +187,30 @@ def test_a_panic_is_a_value_error_of_the_tokenizer() -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_the_end_of_the_drain_is_told(is_stream: bool) -> None:
     with serving(told(delay=0.02), drain_seconds=0.3) as served:
-        thread, found = in_background(served, {"prompt": "a", "max_tokens": 1000, "stream": is_stream})
+        thread, responses = in_background(served, {"prompt": "a", "max_tokens": 1000, "stream": is_stream})
         wait_until(lambda: served.llm.pool.num_used > 0)
         served.server.should_exit = True
         thread.join(20)
-    assert "gave running requests 0.3 seconds" in ends_well(found[0], status=503)["message"]
+    assert "gave running requests 0.3 seconds" in ends_well(responses[0], status=503)["message"]
     assert served.server.exit_code == 1
     assert served.is_idle()
 
 
 def test_a_request_that_is_still_prepared_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, asked = threading.Event(), threading.Event()
+    held, is_asked = threading.Event(), threading.Event()
     with serving(told(), drain_seconds=0.3) as served:
-        monkeypatch.setattr(Worker, "ask", lambda worker, name, **more: (asked.set(), held.wait(20)))
-        thread, found = in_background(served, {"prompt": "a"})
-        assert asked.wait(20)
+        monkeypatch.setattr(Worker, "ask", lambda worker, name, **more: (is_asked.set(), held.wait(20)))
+        thread, responses = in_background(served, {"prompt": "a"})
+        assert is_asked.wait(20)
         served.server.should_exit = True
         thread.join(20)
         held.set()
-    assert "shutting down" in ends_well(found[0], status=503)["message"]
+    assert "shutting down" in ends_well(responses[0], status=503)["message"]
 
 
 def test_the_exit_code_says_that_not_all_were_answered() -> None:  # 0: tests/test_serve_clients.py
     with own_process("drain_seconds=1, llm=told(delay=0.05)") as (process, url):
-        found = stopped_in_a_stream(process, url, signal.SIGINT, {"prompt": "a", "max_tokens": 500})
-        assert found[-1] == "data: [DONE]"
-        assert is_documented(json.loads(found[-2].removeprefix("data: ")))
+        lines = stopped_in_a_stream(process, url, signal.SIGINT, {"prompt": "a", "max_tokens": 500})
+        assert lines[-1] == "data: [DONE]"
+        assert is_documented(json.loads(lines[-2].removeprefix("data: ")))
         assert process.wait(30) == 1

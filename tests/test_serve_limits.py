@@ -236,9 +236,9 @@ def test_a_full_queue() -> None:
         response = served.http.post(COMPLETIONS, json=body)
         assert refused(response, 429)["code"] == "queue_full"
         assert response.headers["retry-after"] == "1"
-        for thread, found in threads:
+        for thread, responses in threads:
             thread.join()
-            assert found[0].status_code == 200
+            assert responses[0].status_code == 200
         assert served.complete("a", max_tokens=1)["choices"][0]["text"] == "b"
 
 
@@ -273,12 +273,12 @@ def test_an_engine_that_fails_fails_everybody_and_says_so(slow: Served, is_strea
     failures: list[bool] = []
     slow.app.state.service.engine.on_failure = lambda: failures.append(True)
     body = {"prompt": "a", "max_tokens": 500, "stream": is_stream}
-    thread, found = in_background(slow, body)
+    thread, responses = in_background(slow, body)
     wait_until(lambda: slow.llm.pool.num_used > 0)
     slow.llm.model.failure = RuntimeError("device lost")  # type: ignore[attr-defined]
     thread.join(20)
-    assert "device lost" in found[0].text
-    assert is_stream or refused(found[0], 503)
+    assert "device lost" in responses[0].text
+    assert is_stream or refused(responses[0], 503)
     assert "device lost" in refused(slow.http.post(COMPLETIONS, json=body), 503)["message"]
     refused(slow.http.get("/health"), 503)
     assert failures == [True]
@@ -305,11 +305,11 @@ def test_a_request_waits_no_longer_than_its_time_for_a_step_that_hangs() -> None
 
 def test_shutdown_lets_running_requests_finish() -> None:
     with serving(told(delay=0.02)) as served:
-        thread, found = in_background(served, {"prompt": "a", "max_tokens": 25, "temperature": 0})
+        thread, responses = in_background(served, {"prompt": "a", "max_tokens": 25, "temperature": 0})
         wait_until(lambda: served.llm.pool.num_used > 0)
         served.server.should_exit = True  # what SIGTERM does
         thread.join(20)
-        assert found[0].json()["choices"][0]["text"] == ALPHABET[1:]
+        assert responses[0].json()["choices"][0]["text"] == ALPHABET[1:]
 
 
 def test_shutdown_does_not_wait_for_ever() -> None:

@@ -89,17 +89,17 @@ def test_a_picture_by_the_other_interfaces(served: Served) -> None:
     ask(served, image(uri), TEXT)
     ids, (item,) = last(served)
     parts = [{"type": "input_image", "image_url": uri, "detail": "auto"}, {"type": "input_text", "text": TEXT["text"]}]
-    asked = {"input": [{"role": "user", "content": parts}], "temperature": 0}
-    assert served.post("/v1/responses", **asked)["output"][0]["content"][0]["text"] == "a cat"
-    found, (other,) = last(served)
-    assert found == ids
+    request = {"input": [{"role": "user", "content": parts}], "temperature": 0}
+    assert served.post("/v1/responses", **request)["output"][0]["content"][0]["text"] == "a cat"
+    actual, (other,) = last(served)
+    assert actual == ids
     assert np.array_equal(item.patches, other.patches)
     source = {"type": "base64", "media_type": "image/png", "data": uri.partition(",")[2]}
     messages = [{"role": "user", "content": [{"type": "image", "source": source}, TEXT]}]
     body = {"model": "told", "max_tokens": 20, "temperature": 0, "messages": messages, "thinking": {"type": "adaptive"}}
     assert served.post("/v1/messages", **body)["content"] == [{"type": "text", "text": "a cat"}]
-    found, (other,) = last(served)
-    assert found == ids
+    actual, (other,) = last(served)
+    assert actual == ids
     assert np.array_equal(item.patches, other.patches)
     shown = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": source}]}
     call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
@@ -177,8 +177,8 @@ def test_a_schema_and_a_tool_with_a_picture(served: Served) -> None:
 
 def test_tokens_of_a_conversation_with_a_picture(served: Served) -> None:
     messages = [{"role": "user", "content": [image(data_uri(png(200, 100))), TEXT]}]
-    found = served.post("/tokenize", messages=messages)
-    assert found["tokens"].count(IMAGE_PAD) == 18
+    tokenized = served.post("/tokenize", messages=messages)
+    assert tokenized["tokens"].count(IMAGE_PAD) == 18
 
 
 # ---- what is refused
@@ -259,8 +259,8 @@ def test_patches_are_not_kept_for_the_whole_answer(served: Served) -> None:
     jobs: list[Any] = []
     submit = engine.submit
 
-    async def watched(*given: Any) -> Any:
-        jobs.append(await submit(*given))
+    async def watched(*arguments: Any) -> Any:
+        jobs.append(await submit(*arguments))
         return jobs[-1]
 
     engine.submit = watched
@@ -305,19 +305,19 @@ def test_bodies_are_larger_where_pictures_come(served: Served) -> None:
 def test_many_at_once(served: Served) -> None:
     """Requests with pictures and without, on several threads, each with its own."""
     uris = {seed: data_uri(png(64 + 32 * (seed % 3), 64, seed)) for seed in range(8)}
-    found: dict[int, Any] = {}
+    responses: dict[int, Any] = {}
 
     def one(seed: int) -> None:
         messages = [{"role": "user", "content": [image(uris[seed]), TEXT]}]
         body = {"messages": messages, "temperature": 0}
-        found[seed] = httpx.post(f"{served.url}{CHAT}", json=body, timeout=60).json()
+        responses[seed] = httpx.post(f"{served.url}{CHAT}", json=body, timeout=60).json()
 
     threads = [threading.Thread(target=one, args=(seed,)) for seed in uris]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert {body["choices"][0]["message"]["content"] for body in found.values()} == {"a cat"}
+    assert {body["choices"][0]["message"]["content"] for body in responses.values()} == {"a cat"}
     assert isinstance(served.llm, Looking)
     names = {items[0].digest for _, items in served.llm.seen[-8:]}
     assert len(names) == 8

@@ -38,8 +38,8 @@ def served() -> Iterator[Served]:
 
 def body(text: str, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": text}]
-    asked = {"model": MODEL, "max_tokens": 200, "temperature": 0, "messages": messages}
-    return asked | {"thinking": {"type": "enabled", "budget_tokens": 1024}} | more
+    fields = {"model": MODEL, "max_tokens": 200, "temperature": 0, "messages": messages}
+    return fields | {"thinking": {"type": "enabled", "budget_tokens": 1024}} | more
 
 
 def ask(served: Served, text: str, **more: Any) -> Any:
@@ -49,9 +49,9 @@ def ask(served: Served, text: str, **more: Any) -> Any:
 def events(served: Served, text: str, **more: Any) -> list[Any]:
     response = served.http.post(MESSAGES, json=body(text, stream=True, **more))
     assert response.headers["content-type"].startswith("text/event-stream")
-    found = [block.split("\n") for block in response.text.removesuffix("\n\n").split("\n\n")]
-    assert all(name == f"event: {json.loads(data[6:])['type']}" for name, data in found)
-    return [json.loads(data[6:]) for _, data in found]
+    blocks = [block.split("\n") for block in response.text.removesuffix("\n\n").split("\n\n")]
+    assert all(name == f"event: {json.loads(data[6:])['type']}" for name, data in blocks)
+    return [json.loads(data[6:]) for _, data in blocks]
 
 
 def joined(stream: list[Any]) -> dict[str, Any]:
@@ -78,15 +78,20 @@ def joined(stream: list[Any]) -> dict[str, Any]:
 
 def test_a_whole_answer(served: Served) -> None:
     response = served.http.post(MESSAGES, json=body("hi"), headers={"X-Request-Id": "n-7"})
-    found = response.json()
+    message = response.json()
     assert response.headers["request-id"] == response.headers["x-request-id"] == "n-7"
-    assert (found["id"], found["type"], found["role"], found["model"]) == ("msg_n-7", "message", "assistant", MODEL)
-    assert found["content"] == [{"type": "text", "text": "Hello there!"}]
-    assert (found["stop_reason"], found["stop_sequence"]) == ("end_turn", None)
-    usage = found["usage"]
+    assert (message["id"], message["type"], message["role"], message["model"]) == (
+        "msg_n-7",
+        "message",
+        "assistant",
+        MODEL,
+    )
+    assert message["content"] == [{"type": "text", "text": "Hello there!"}]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+    usage = message["usage"]
     assert usage["output_tokens"] == len("Hello there!") + 1
-    asked = {name: value for name, value in body("hi").items() if name in ("model", "messages", "thinking")}
-    counted = served.post(f"{MESSAGES}/count_tokens", **asked)
+    request = {name: value for name, value in body("hi").items() if name in ("model", "messages", "thinking")}
+    counted = served.post(f"{MESSAGES}/count_tokens", **request)
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
     again = ask(served, "hi")["usage"]
     assert again["cache_read_input_tokens"] > 0
@@ -111,18 +116,18 @@ def test_a_stream_adds_up_to_the_whole(served: Served, question: str) -> None:
 
 
 def test_thinking_and_a_call_are_blocks(served: Served) -> None:
-    found = ask(served, "thinkcall", tools=[WEATHER])
-    thought, said, call = found["content"]
+    message = ask(served, "thinkcall", tools=[WEATHER])
+    thought, said, call = message["content"]
     assert thought == {"type": "thinking", "thinking": "hm", "signature": ""}
     assert said["text"] == "Let me see."
-    assert (call["name"], call["input"], found["stop_reason"]) == ("weather", {"city": "Rome"}, "tool_use")
+    assert (call["name"], call["input"], message["stop_reason"]) == ("weather", {"city": "Rome"}, "tool_use")
 
 
 def test_thinking_is_off_unless_asked_for(served: Served) -> None:
     """The template closes the tag itself, so the prompt is longer."""
-    asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    request = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
     counts = [
-        served.post(f"{MESSAGES}/count_tokens", **asked, **more)["input_tokens"]
+        served.post(f"{MESSAGES}/count_tokens", **request, **more)["input_tokens"]
         for more in ({}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}})
     ]
     assert counts[0] == counts[1] > counts[2]
@@ -139,7 +144,7 @@ def test_a_conversation_is_the_chats(served: Served) -> None:
         {"role": "user", "content": [result | marked, {"type": "text", "text": "and now?"}]},
     ]
     system = [{"type": "text", "text": "Be kind."} | marked, {"type": "text", "text": "Be short."}]
-    asked = {"model": MODEL, "system": system, "tools": [WEATHER | marked], "thinking": {"type": "adaptive"}}
+    request = {"model": MODEL, "system": system, "tools": [WEATHER | marked], "thinking": {"type": "adaptive"}}
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}
     calls = [{"id": "c1", "type": "function", "function": function}]
     messages = [
@@ -151,7 +156,7 @@ def test_a_conversation_is_the_chats(served: Served) -> None:
     ]
     about = {"name": "weather", "description": "The weather.", "parameters": WEATHER["input_schema"]}
     theirs = served.post("/tokenize", messages=messages, tools=[{"type": "function", "function": about}])["count"]
-    assert served.post(f"{MESSAGES}/count_tokens", messages=blocks, **asked) == {"input_tokens": theirs}
+    assert served.post(f"{MESSAGES}/count_tokens", messages=blocks, **request) == {"input_tokens": theirs}
 
 
 def test_choices_of_tools(served: Served) -> None:
@@ -165,8 +170,8 @@ def test_choices_of_tools(served: Served) -> None:
 
 
 def test_a_call_that_is_not_whole_is_nobodys(served: Served) -> None:
-    found = ask(served, "cut", tools=[WEATHER])["content"][0]
-    assert (found["name"], list(found["input"])) == ("weather", ["INVALID_JSON"])
+    call = ask(served, "cut", tools=[WEATHER])["content"][0]
+    assert (call["name"], list(call["input"])) == ("weather", ["INVALID_JSON"])
 
 
 def test_how_an_answer_ends(served: Served) -> None:
@@ -184,10 +189,10 @@ def test_how_an_answer_ends(served: Served) -> None:
 
 def refused(response: httpx.Response, status: int, kind: str, says: str) -> None:
     assert response.status_code == status, response.text
-    found = response.json()
-    assert (found["type"], found["error"]["type"]) == ("error", kind)
-    assert found["request_id"] == response.headers["request-id"]
-    assert says in found["error"]["message"]
+    reply = response.json()
+    assert (reply["type"], reply["error"]["type"]) == ("error", kind)
+    assert reply["request_id"] == response.headers["request-id"]
+    assert says in reply["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -246,11 +251,11 @@ def test_anthropics_client(served: Served) -> None:
     anthropic = pytest.importorskip("anthropic")
     client = anthropic.Anthropic(base_url=served.url, api_key=KEY, max_retries=0)
     history: list[Any] = [{"role": "user", "content": "thinkcall"}]
-    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "tools": [WEATHER], "extra_body": {"temperature": 0}}
-    asked["thinking"] = {"type": "enabled", "budget_tokens": 1024}
-    whole = client.messages.create(messages=[{"role": "user", "content": "hi"}], **asked)
+    options: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "tools": [WEATHER], "extra_body": {"temperature": 0}}
+    options["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+    whole = client.messages.create(messages=[{"role": "user", "content": "hi"}], **options)
     assert whole.content[0].text == ANSWERS["hi"]
-    with client.messages.stream(messages=history, **asked) as stream:
+    with client.messages.stream(messages=history, **options) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
     assert {"thinking", "text", "input_json"} <= set(kinds)
@@ -260,7 +265,7 @@ def test_anthropics_client(served: Served) -> None:
     # The answer goes back as the client has it, with the tool's result.
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
     history += [{"role": "assistant", "content": final.content}, {"role": "user", "content": [result]}]
-    assert client.messages.create(messages=history, **asked).stop_reason == "end_turn"
+    assert client.messages.create(messages=history, **options).stop_reason == "end_turn"
     counted = client.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "hi"}])
     assert counted.input_tokens > 10
     with pytest.raises(anthropic.NotFoundError, match="not served here"):
@@ -277,9 +282,9 @@ def test_anthropics_client_meets_an_error_in_a_stream() -> None:
     anthropic = pytest.importorskip("anthropic")
     with serving(told(delay=0.02), timeout=0.3) as slow:
         client = anthropic.Anthropic(base_url=slow.url, api_key="none", max_retries=0)
-        asked = {"model": MODEL, "max_tokens": 500, "messages": [{"role": "user", "content": "hi"}]}
+        options = {"model": MODEL, "max_tokens": 500, "messages": [{"role": "user", "content": "hi"}]}
         with (
             pytest.raises(anthropic.APIError, match="longer than this server allows"),
-            client.messages.stream(**asked) as stream,
+            client.messages.stream(**options) as stream,
         ):
             list(stream)

@@ -36,9 +36,9 @@ def gate(app: Any = _answer, **options: Any) -> Gate:
 
 @pytest.mark.parametrize(("number", "is_kept"), [("a" * 128, True), ("a" * 129, False), ("", False)])
 def test_a_request_keeps_its_number_up_to_128_characters(number: str, is_kept: bool) -> None:
-    found = TestClient(gate()).get("/", headers={"x-request-id": number}).headers["x-request-id"]
-    assert (found == number) == is_kept
-    assert 0 < len(found) <= 128
+    returned = TestClient(gate()).get("/", headers={"x-request-id": number}).headers["x-request-id"]
+    assert (returned == number) == is_kept
+    assert 0 < len(returned) <= 128
 
 
 def test_a_body_of_the_largest_size_is_taken() -> None:
@@ -82,9 +82,9 @@ def test_what_is_impossible_has_a_number() -> None:
 def test_offsets_count_the_text_and_not_the_names_of_its_bytes() -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode("a\u2603b")
-    found = for_completion(TokenTexts(tokenizer), [Logprob(i, -1.0) for i in ids], start=4, num_top=0)
-    assert found["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x98", "bytes:\\x83", "b"]
-    assert found["text_offset"] == [4, 5, 6, 7, 8]
+    logprobs = for_completion(TokenTexts(tokenizer), [Logprob(i, -1.0) for i in ids], start=4, num_top=0)
+    assert logprobs["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x98", "bytes:\\x83", "b"]
+    assert logprobs["text_offset"] == [4, 5, 6, 7, 8]
 
 
 def test_every_byte_is_read_back_from_its_letter() -> None:
@@ -104,8 +104,8 @@ def metrics(monkeypatch: pytest.MonkeyPatch) -> tuple[Metrics, list[float]]:
     return Metrics("m", lambda: defaultdict(lambda: 1)), clock
 
 
-def read(found: Metrics) -> dict[str, float]:
-    families = text_string_to_metric_families(found.render()[0].decode())
+def read(recorded: Metrics) -> dict[str, float]:
+    families = text_string_to_metric_families(recorded.render()[0].decode())
     samples = [sample for family in families for sample in family.samples if "le" not in sample.labels]
     return {s.name.removeprefix("whorl:") + s.labels.get("finished_reason", ""): s.value for s in samples}
 
@@ -117,27 +117,27 @@ def sequence() -> Sequence:
 
 
 def test_tokens_of_one_step_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, clock = metrics(monkeypatch)
+    recorded, clock = metrics(monkeypatch)
     seq = sequence()
-    found.admitted(seq, 1.0)
+    recorded.admitted(seq, 1.0)
     clock[0] = 2.0
-    found.progressed(seq, 1)
+    recorded.progressed(seq, 1)
     clock[0] = 8.0
-    found.progressed(seq, 3)
-    told = read(found)
+    recorded.progressed(seq, 3)
+    told = read(recorded)
     assert (told["inter_token_latency_seconds_count"], told["inter_token_latency_seconds_sum"]) == (3, 6.0)
     assert (told["time_to_first_token_seconds_sum"], told["request_prefill_time_seconds_sum"]) == (2.0, 1.0)
     assert (told["generation_tokens_total"], told["request_queue_time_seconds_sum"]) == (4, 1.0)
 
 
 def test_who_left_is_counted_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = metrics(monkeypatch)
+    recorded, _ = metrics(monkeypatch)
     for reason in (FinishReason.ABORT, FinishReason.STOP):
         seq = sequence()
-        found.admitted(seq, 0.0)
-        found.progressed(seq, 1)
-        found.finished(seq, reason)
-    told = read(found)
+        recorded.admitted(seq, 0.0)
+        recorded.progressed(seq, 1)
+        recorded.finished(seq, reason)
+    told = read(recorded)
     assert (told["request_success_totalabort"], told["request_success_totalstop"]) == (1, 1)
     for name in ("e2e_request_latency_seconds", "request_decode_time_seconds", "request_prompt_tokens"):
         assert told[f"{name}_count"] == 1

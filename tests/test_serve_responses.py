@@ -43,26 +43,26 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def ask(served: Served, given: Any, **options: Any) -> Any:
-    return served.post(RESPONSES, input=given, **({"temperature": 0} | options))
+def ask(served: Served, prompt: Any, **options: Any) -> Any:
+    return served.post(RESPONSES, input=prompt, **({"temperature": 0} | options))
 
 
-def events(served: Served, given: Any, **options: Any) -> list[Any]:
-    body = {"input": given, "temperature": 0, "stream": True} | options
+def events(served: Served, prompt: Any, **options: Any) -> list[Any]:
+    body = {"input": prompt, "temperature": 0, "stream": True} | options
     text = served.http.post(RESPONSES, json=body).text
-    found = [block.split("\n") for block in text.removesuffix("\n\n").split("\n\n")]
-    assert all(name == f"event: {json.loads(data[6:])['type']}" for name, data in found)
-    return [json.loads(data[6:]) for _, data in found]
+    blocks = [block.split("\n") for block in text.removesuffix("\n\n").split("\n\n")]
+    assert all(name == f"event: {json.loads(data[6:])['type']}" for name, data in blocks)
+    return [json.loads(data[6:]) for _, data in blocks]
 
 
 def test_a_whole_answer(served: Served) -> None:
-    found = ask(served, "hi", instructions="Be kind.", metadata={"a": "b"}, max_output_tokens=40)
-    (item,) = found["output"]
-    assert (found["object"], found["status"], found["model"]) == ("response", "completed", MODEL)
+    response = ask(served, "hi", instructions="Be kind.", metadata={"a": "b"}, max_output_tokens=40)
+    (item,) = response["output"]
+    assert (response["object"], response["status"], response["model"]) == ("response", "completed", MODEL)
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
     assert item["content"] == [{"type": "output_text", "text": "Hello there!", "annotations": [], "logprobs": []}]
-    assert (found["instructions"], found["metadata"], found["store"]) == ("Be kind.", {"a": "b"}, False)
-    usage = found["usage"]
+    assert (response["instructions"], response["metadata"], response["store"]) == ("Be kind.", {"a": "b"}, False)
+    usage = response["usage"]
     assert usage["output_tokens"] == len("Hello there!") + 1
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     counted = served.post(f"{RESPONSES}/input_tokens", input="hi", instructions="Be kind.")
@@ -141,21 +141,21 @@ def test_a_forced_call_and_a_schema(served: Served) -> None:
     assert forced["output"][0]["type"] == "function_call"
     assert json.loads(forced["output"][0]["arguments"]).keys() == {"city"}
     form = {"format": {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}}
-    found = ask(served, "json", text=form)
-    assert json.loads(found["output"][0]["content"][0]["text"]) == {"n": 3, "kind": "b"}
-    assert found["text"]["format"]["schema"] == SCHEMA
+    response = ask(served, "json", text=form)
+    assert json.loads(response["output"][0]["content"][0]["text"]) == {"n": 3, "kind": "b"}
+    assert response["text"]["format"]["schema"] == SCHEMA
 
 
 def test_an_answer_that_is_cut_off(served: Served) -> None:
-    found = ask(served, "hi", max_output_tokens=5)
-    assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert (found["output"][0]["status"], found["output"][0]["content"][0]["text"]) == ("incomplete", "Hello")
+    response = ask(served, "hi", max_output_tokens=5)
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (response["output"][0]["status"], response["output"][0]["content"][0]["text"]) == ("incomplete", "Hello")
     assert events(served, "hi", max_output_tokens=5)[-1]["type"] == "response.incomplete"
 
 
 def test_logprobs(served: Served) -> None:
-    found = ask(served, "think", include=["message.output_text.logprobs"], top_logprobs=2)
-    logprobs = found["output"][1]["content"][0]["logprobs"]
+    response = ask(served, "think", include=["message.output_text.logprobs"], top_logprobs=2)
+    logprobs = response["output"][1]["content"][0]["logprobs"]
     assert "".join(one["token"] for one in logprobs).endswith("Yes.")
     assert "hm" not in "".join(one["token"] for one in logprobs)
     assert {len(one["top_logprobs"]) for one in logprobs} == {2}
@@ -220,8 +220,8 @@ def test_the_client_calls_a_tool_and_sends_everything_back(client: openai.OpenAI
 
 
 def test_the_client_parses(client: openai.OpenAI) -> None:
-    found = client.responses.parse(model=MODEL, input="json", text_format=Answer, temperature=0)
-    assert found.output_parsed == Answer(n=3, kind="b")
+    response = client.responses.parse(model=MODEL, input="json", text_format=Answer, temperature=0)
+    assert response.output_parsed == Answer(n=3, kind="b")
 
 
 def test_the_client_meets_errors(client: openai.OpenAI) -> None:

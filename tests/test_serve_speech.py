@@ -180,10 +180,10 @@ class ToldDeepSeek(Told):
         openings = {self.tokenizer.token_id(tag): tag for tag in ("<think>", "</think>")}
         for at in reversed([at for at, token in enumerate(ids) if token in openings]):
             before = self.tokenizer.decode(ids[max(0, at - 200) : at], skip_special=False)
-            asked = before.endswith("<\uff5cAssistant\uff5c>")
-            if asked or before.endswith("</function_results>\n\n"):
+            is_question = before.endswith("<\uff5cAssistant\uff5c>")
+            if is_question or before.endswith("</function_results>\n\n"):
                 text = before.rpartition("<\uff5cUser")[2].partition(">")[2]
-                question = text.partition("<")[0] if asked else "results"
+                question = text.partition("<")[0] if is_question else "results"
                 answer = self.answers.get(f"{openings[ids[at]]}{question}", [])[len(ids) - at - 1 :]
                 return next(iter(answer), self.tokenizer.eos_ids[0])
         return self.tokenizer.eos_ids[0]
@@ -212,10 +212,10 @@ def test_deepseek_thinks_when_asked(deepseek: Served) -> None:
     plain = client(deepseek).create(**ask(deepseek, "hi", tools=None)).choices[0].message
     assert plain.content == "Hello!"
     assert not hasattr(plain, "reasoning_content")
-    for asked in (thinking(deepseek, "hi", tools=None), ask(deepseek, "hi", tools=None, reasoning_effort="high")):
-        message = client(deepseek).create(**asked).choices[0].message
+    for request in (thinking(deepseek, "hi", tools=None), ask(deepseek, "hi", tools=None, reasoning_effort="high")):
+        message = client(deepseek).create(**request).choices[0].message
         assert (message.reasoning_content, message.content) == ("They greet me.", "Hello!")
-        deltas = [c.choices[0].delta for c in client(deepseek).create(**asked, stream=True)]
+        deltas = [c.choices[0].delta for c in client(deepseek).create(**request, stream=True)]
         assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "They greet me."
         assert "".join(delta.content or "" for delta in deltas) == "Hello!"
 
@@ -230,9 +230,9 @@ def test_deepseek_calls_in_parallel_and_goes_on_from_its_thoughts(deepseek: Serv
     history = [{"role": "user", "content": "weather"}, first.message, *results[::-1]]
     second = client(deepseek).create(**thinking(deepseek, "") | {"messages": history}).choices[0].message
     assert (second.reasoning_content, second.content) == ("Sunny it is.", "Sunny in both.")
-    given = [m if isinstance(m, dict) else m.model_dump(exclude_none=True) for m in history]
-    found = deepseek.post("/tokenize", messages=given, chat_template_kwargs={"thinking": True})
-    text = deepseek.post("/detokenize", tokens=found["tokens"])["prompt"]
+    messages = [m if isinstance(m, dict) else m.model_dump(exclude_none=True) for m in history]
+    tokenized = deepseek.post("/tokenize", messages=messages, chat_template_kwargs={"thinking": True})
+    text = deepseek.post("/detokenize", tokens=tokenized["tokens"])["prompt"]
     assert f"<think>Two cities.</think>Let me look.{dsml('Rome', 'Oslo')}<\uff5cend" in text
     assert text.endswith("<result>0</result>\n<result>1</result>\n</function_results>\n\n<think>")
 

@@ -21,12 +21,12 @@ def served() -> Iterator[Served]:
         yield running
 
 
-def said(served: Served, text: str, **asked: Any) -> str:
-    return served.chat(text, max_tokens=60, **asked)["choices"][0]["message"]["content"]
+def said(served: Served, text: str, **options: Any) -> str:
+    return served.chat(text, max_tokens=60, **options)["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize(
-    ("asked", "pattern"),
+    ("options", "pattern"),
     [
         ({"structured_outputs": {"regex": "[xyz]{3}-[0-9]{2}a?"}}, "[xyz]{3}-[0-9]{2}a?"),
         ({"structured_outputs": {"regex": "^[xyz]{3}$"}}, "[xyz]{3}"),
@@ -37,18 +37,18 @@ def said(served: Served, text: str, **asked: Any) -> str:
         ({"guided_grammar": LARK}, "n[0-9]{2}"),
     ],
 )  # fmt: skip
-def test_answers_match(served: Served, asked: Any, pattern: str) -> None:
+def test_answers_match(served: Served, options: Any, pattern: str) -> None:
     """The model would say something else: "Hello there!" matches none of them."""
-    assert re.fullmatch(pattern, said(served, "hi", **asked))
-    completed = served.complete("a", max_tokens=60, **asked)["choices"][0]
+    assert re.fullmatch(pattern, said(served, "hi", **options))
+    completed = served.complete("a", max_tokens=60, **options)["choices"][0]
     assert re.fullmatch(pattern, completed["text"])
     assert completed["finish_reason"] == "stop"
-    item = served.post("/v1/responses", input="hi", temperature=0, max_output_tokens=60, **asked)["output"][0]
+    item = served.post("/v1/responses", input="hi", temperature=0, max_output_tokens=60, **options)["output"][0]
     assert re.fullmatch(pattern, item["content"][0]["text"])
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {"structured_outputs": {"json": SCHEMA}},
         {"structured_outputs": {"json": json.dumps(SCHEMA)}},
@@ -57,9 +57,9 @@ def test_answers_match(served: Served, asked: Any, pattern: str) -> None:
         {"structured_outputs": {"json_object": True}},
     ],
 )
-def test_json(served: Served, asked: Any) -> None:
-    assert json.loads(said(served, "json", **asked)) == {"n": 3, "kind": "b"}
-    assert said(served, "hi", **asked).startswith("{")
+def test_json(served: Served, options: Any) -> None:
+    assert json.loads(said(served, "json", **options)) == {"n": 3, "kind": "b"}
+    assert said(served, "hi", **options).startswith("{")
 
 
 def test_thinking_is_free_before_it(served: Served) -> None:
@@ -75,7 +75,7 @@ def test_openais_client_sends_it_as_vllms_users_do(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "param", "says"),
+    ("options", "param", "says"),
     [
         ({"structured_outputs": {}}, None, "give exactly one of json, json_object, regex, choice, grammar, not 0"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "grammar, not 2"),
@@ -93,11 +93,11 @@ def test_openais_client_sends_it_as_vllms_users_do(served: Served) -> None:
         ({"guided_json": SCHEMA, "min_tokens": 3}, None, "min_tokens and a grammar exclude each other"),
     ],
 )
-def test_what_is_wrong_is_named(served: Served, asked: Any, param: str | None, says: str) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20} | asked
+def test_what_is_wrong_is_named(served: Served, options: Any, param: str | None, says: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20} | options
     response = served.http.post(CHAT, json=body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert says in error["message"]
     assert param is None or error["param"] == param
-    assert served.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 20} | asked).status_code == 400
+    assert served.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 20} | options).status_code == 400

@@ -24,24 +24,24 @@ def ask(served: Served, text: str, **params: Any) -> Any:
 
 
 def test_tokens_and_log_probabilities_are_the_completions(served: Served) -> None:
-    found = ask(served, "abc", max_tokens=3, logprobs=2, prompt_logprobs=1)
-    (choice,) = found["choices"]
+    answer = ask(served, "abc", max_tokens=3, logprobs=2, prompt_logprobs=1)
+    (choice,) = answer["choices"]
     assert (choice["token_ids"], choice["finish_reason"]) == (ids(served, "def"), "length")
     theirs = served.complete("abc", max_tokens=3, logprobs=2, echo=True)["choices"][0]["logprobs"]
     entries = choice["logprobs"]["content"]
     assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in choice["token_ids"]]
     assert [entry["logprob"] for entry in entries] == theirs["token_logprobs"][3:]
     assert {len(entry["top_logprobs"]) for entry in entries} == {2}
-    first, *scored = found["prompt_logprobs"]
+    first, *scored = answer["prompt_logprobs"]
     assert first is None
     own = [scores[str(i)]["logprob"] for scores, i in zip(scored, ids(served, "bc"), strict=True)]
     assert own == theirs["token_logprobs"][1:3]
-    assert found["usage"]["completion_tokens"] == 3
+    assert answer["usage"]["completion_tokens"] == 3
 
 
 def test_a_stream_adds_up(served: Served) -> None:
-    asked = {"max_tokens": 4, "temperature": 0, "logprobs": 0, "n": 2}
-    *chunks, done = served.events(GENERATE, token_ids=ids(served, "abc"), sampling_params=asked)
+    options = {"max_tokens": 4, "temperature": 0, "logprobs": 0, "n": 2}
+    *chunks, done = served.events(GENERATE, token_ids=ids(served, "abc"), sampling_params=options)
     assert done == "[DONE]"
     for index in range(2):
         own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]

@@ -39,13 +39,13 @@ ASKED = text(" What is it?")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, and files as publishers ship them."""
-    found = tmp_path_factory.mktemp("vl")
+    path = tmp_path_factory.mktemp("vl")
     tokenizer = TOY.make_tokenizer()
     values = TOY.config(tokenizer)
-    save(found, values)
-    (found / "config.json").write_text(json.dumps(values))
-    TOY.write_files(found, tokenizer)
-    return found
+    save(path, values)
+    (path / "config.json").write_text(json.dumps(values))
+    TOY.write_files(path, tokenizer)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,9 @@ def client_of(url: str) -> tuple[openai.OpenAI, str]:
 
 def ask(served: Served, *parts: Any, **more: Any) -> Any:
     client, model = client_of(served.url)
-    given = {"temperature": 0, "max_tokens": COUNT, "logprobs": True, "extra_body": {"ignore_eos": True}}
+    defaults = {"temperature": 0, "max_tokens": COUNT, "logprobs": True, "extra_body": {"ignore_eos": True}}
     messages: Any = [{"role": "user", "content": list(parts)}]
-    return client.chat.completions.create(model=model, messages=messages, **given | more)
+    return client.chat.completions.create(model=model, messages=messages, **defaults | more)
 
 
 def said(answer: Any) -> list[list[int]]:
@@ -102,10 +102,10 @@ class Theirs:
         messages = [{"role": "user", "content": kinds}]
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)  # type: ignore[no-any-return]
 
-    def greedy(self, **given: Any) -> list[int]:
+    def greedy(self, **inputs: Any) -> list[int]:
         with torch.inference_mode():
-            out = self.model.generate(**given, do_sample=False, max_new_tokens=COUNT, pad_token_id=0)
-        return out[0, given["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
+            out = self.model.generate(**inputs, do_sample=False, max_new_tokens=COUNT, pad_token_id=0)
+        return out[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
 
     def answer(self, *parts: Any) -> tuple[int, list[int]]:
         """Tokens of the prompt, and those said. parts: pictures as bytes, text as parts."""
@@ -116,15 +116,15 @@ class Theirs:
 
     def _answer(self, *parts: Any) -> tuple[int, list[int]]:
         pictures = [Image.open(io.BytesIO(part)) for part in parts if isinstance(part, bytes)]
-        prompt, given = self.prompt(*parts), {}
+        prompt, inputs = self.prompt(*parts), {}
         if pictures:
-            given = dict(self.processor(pictures, return_tensors="pt"))
-            for grid in given["image_grid_thw"]:
+            inputs = dict(self.processor(pictures, return_tensors="pt"))
+            for grid in inputs["image_grid_thw"]:
                 prompt = prompt.replace("<|image_pad|>", "<|place|>" * (int(grid.prod()) // TOY.MERGE**2), 1)
         ids = self.tokenizer(prompt.replace("<|place|>", "<|image_pad|>"), add_special_tokens=False)["input_ids"]
         kinds = [[int(i == self.model.config.image_token_id) for i in ids]]
-        given |= {"input_ids": torch.tensor([ids]), "mm_token_type_ids": torch.tensor(kinds, dtype=torch.int)}
-        return len(ids), self.greedy(**given, attention_mask=torch.ones(1, len(ids), dtype=torch.long))
+        inputs |= {"input_ids": torch.tensor([ids]), "mm_token_type_ids": torch.tensor(kinds, dtype=torch.int)}
+        return len(ids), self.greedy(**inputs, attention_mask=torch.ones(1, len(ids), dtype=torch.long))
 
 
 @pytest.fixture(scope="module")
@@ -233,14 +233,14 @@ def test_the_terminal(folder: Path, theirs: Theirs, tmp_path: Path) -> None:
     frames.mkdir()
     for index, frame in enumerate(FRAMES):
         (frames / f"{index}.png").write_bytes(frame)
-    given = ["generate", str(folder), "--chat", "-p", ASKED["text"], "--json", "--device", "cpu", "-n", str(COUNT)]
-    done = CliRunner().invoke(app, [*given, "--image", str(file)])
+    arguments = ["generate", str(folder), "--chat", "-p", ASKED["text"], "--json", "--device", "cpu", "-n", str(COUNT)]
+    done = CliRunner().invoke(app, [*arguments, "--image", str(file)])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
+    answer = json.loads(done.stdout)
     length, expected = theirs.answer(CAT, ASKED)
-    assert found["prompt_tokens"] == length
-    assert found["token_ids"] == _until_the_end(expected, theirs.tokenizer.eos_token_id)
-    done = CliRunner().invoke(app, [*given, "--video", str(frames)])
+    assert answer["prompt_tokens"] == length
+    assert answer["token_ids"] == _until_the_end(expected, theirs.tokenizer.eos_token_id)
+    done = CliRunner().invoke(app, [*arguments, "--video", str(frames)])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["prompt_tokens"] > length
 

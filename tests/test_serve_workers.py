@@ -49,15 +49,15 @@ def refusal(response: httpx.Response) -> dict[str, Any]:
 @contextlib.contextmanager
 def asking(served: Served, *bodies: dict[str, Any]) -> Iterator[list[httpx.Response]]:
     """All at once, beside what is done inside."""
-    found: list[httpx.Response] = []
+    responses: list[httpx.Response] = []
 
     def ask(body: dict[str, Any]) -> None:
-        found.append(httpx.post(f"{served.url}{CHAT}", json=body, timeout=120))
+        responses.append(httpx.post(f"{served.url}{CHAT}", json=body, timeout=120))
 
     threads = [threading.Thread(target=ask, args=(body,)) for body in bodies]
     for thread in threads:
         thread.start()
-    yield found
+    yield responses
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive()
@@ -67,7 +67,7 @@ def asking(served: Served, *bodies: dict[str, Any]) -> Iterator[list[httpx.Respo
 def test_schemas_that_never_compile_end_and_others_are_served_meanwhile() -> None:
     with serving(told(), job_seconds=6, stall_seconds=0.5) as served:
         bombs = [shaped(BOMB | {"multipleOf": BOMB["multipleOf"] + i}) for i in range(3)]
-        with asking(served, *bombs) as found:
+        with asking(served, *bombs) as responses:
 
             def is_told() -> bool:
                 health = served.http.get("/health")
@@ -77,9 +77,9 @@ def test_schemas_that_never_compile_end_and_others_are_served_meanwhile() -> Non
 
             wait_until(is_told, seconds=60)
             assert served.complete("a", max_tokens=3)["choices"][0]["text"] == "bcd"
-            assert not found
-        assert [refusal(each)["code"] for each in found] == ["too_costly"] * 3
-        assert "the JSON schema cannot be compiled" in refusal(found[0])["message"]
+            assert not responses
+        assert [refusal(each)["code"] for each in responses] == ["too_costly"] * 3
+        assert "the JSON schema cannot be compiled" in refusal(responses[0])["message"]
         assert served.http.get("/health").status_code == 200
         started = time.monotonic()
         refusal(served.http.post(CHAT, json=bombs[0]))  # it is known by now, and not tried for its 3 seconds again
@@ -107,8 +107,8 @@ def _post(url: str, body: dict[str, Any]) -> None:
 
 
 def _num_children(pid: int) -> int:
-    found = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True, check=False)
-    return len(found.stdout.split())
+    done = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True, check=False)
+    return len(done.stdout.split())
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def test_every_field_is_documented_and_frozen() -> None:
 
 
 def test_dtypes_by_any_name() -> None:
-    for given in ("float16", "half", torch.float16):
-        assert EngineSettings().changed(dtype=given).dtype == "float16"
+    for dtype in ("float16", "half", torch.float16):
+        assert EngineSettings().changed(dtype=dtype).dtype == "float16"
     assert EngineSettings(dtype="auto") == EngineSettings()
 
 
@@ -53,10 +53,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("message", "given"), WRONG.items())
-def test_what_cannot_be(message: str, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("message", "options"), WRONG.items())
+def test_what_cannot_be(message: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
-        EngineSettings(**given)
+        EngineSettings(**options)
 
 
 def test_a_step_has_room_for_what_was_asked() -> None:
@@ -71,12 +71,12 @@ def test_a_step_has_room_for_what_was_asked() -> None:
 
 def test_an_engine_takes_settings_and_changes() -> None:
     model: Any = MockModel()
-    given = EngineSettings(device="cpu", num_blocks=8, block_size=4, max_num_seqs=3, run_ahead=True)
-    llm = LLM(model=model, settings=given, max_num_seqs=2, use_prefix_cache=False)
-    assert llm.settings == given.changed(max_num_seqs=2, use_prefix_cache=False)
+    settings = EngineSettings(device="cpu", num_blocks=8, block_size=4, max_num_seqs=3, run_ahead=True)
+    llm = LLM(model=model, settings=settings, max_num_seqs=2, use_prefix_cache=False)
+    assert llm.settings == settings.changed(max_num_seqs=2, use_prefix_cache=False)
     assert (llm.pool.num_blocks, llm.pool.block_size, llm.pool.use_prefix_cache) == (8, 4, False)
     assert (llm.scheduler.max_num_seqs, llm.run_ahead) == (2, True)
-    assert LLM(None, given, model=model).settings is not None
+    assert LLM(None, settings, model=model).settings is not None
 
 
 def test_an_unknown_name_says_which_is_nearest() -> None:
@@ -157,10 +157,10 @@ print(json.dumps(found))
 def test_a_new_field_is_an_option_of_every_command() -> None:
     done = subprocess.run([sys.executable, "-c", ONE_MORE_FIELD], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.pop("given") == ["whorl: asked for red\n"] * 2
-    assert list(found) == ["generate", "chat", "serve", "bench decode", "bench serve"]
-    for text in found.values():
+    answers = json.loads(done.stdout)
+    assert answers.pop("given") == ["whorl: asked for red\n"] * 2
+    assert list(answers) == ["generate", "chat", "serve", "bench decode", "bench serve"]
+    for text in answers.values():
         assert "--colour" in text
         assert "What it is painted with." in text
         assert "[default: grey]" in text

@@ -142,7 +142,7 @@ def run_masked(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> list[list[Te
     """out, lse, dq, dk and dv, by the kernels and by torch's derivative of the reference in fp64."""
     bits = selection_mask(indices, k.shape[0])
     dout, dlse = tensors((*q.shape[:2], v.shape[2]), tuple(q.shape[:2]), dtype=q.dtype)
-    found = []
+    outputs = []
     for run, wide in (
         (functools.partial(masked_attention, backend="triton"), q.dtype),
         (masked_attention.reference, torch.float64),
@@ -150,8 +150,8 @@ def run_masked(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> list[list[Te
         leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
         results = run(*leaves, bits, 0.3)
         grads = torch.autograd.grad(results, leaves, (dout.to(wide), dlse.to(wide)))
-        found.append([*(x.detach() for x in results), *grads])
-    return found
+        outputs.append([*(x.detach() for x in results), *grads])
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -229,13 +229,13 @@ def test_the_first_blocks_may_be_masked(first: int) -> None:
     indices = torch.full((3, 4), -1, dtype=torch.int32, device=DEVICE)
     indices[0, 0], indices[2, 0] = first, 199
     bits = selection_mask(indices, 200)
-    found = []
+    results = []
     for backend, wide in (("triton", torch.float32), ("torch", torch.float64)):
         leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
         out, lse = masked_attention(*leaves, bits, 0.3, backend=backend)
         grads = torch.autograd.grad((out.square().sum(), lse[::2].sum()), leaves)
-        found.append([out, lse, *grads])
-    assert_alike(*found)
+        results.append([out, lse, *grads])
+    assert_alike(*results)
 
 
 def test_a_backward_in_many_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,12 +270,12 @@ def test_deterministic_gradients_have_the_same_bits_ten_times() -> None:
 
 
 def test_torchs_switch_asks_for_the_deterministic_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    modes = []
     impl = OPS[BACKWARD].impls["triton"]
     monkeypatch.setitem(
         OPS[BACKWARD].impls,
         "triton",
-        type(impl)("triton", lambda **v: asked.append(v["deterministic"]) or impl.function(**v), impl.accepts),
+        type(impl)("triton", lambda **v: modes.append(v["deterministic"]) or impl.function(**v), impl.accepts),
     )
     q, kv = tensors((1, 1, 16), (3, 1, 16), dtype=torch.float32)
     for switch in (True, False):
@@ -283,7 +283,7 @@ def test_torchs_switch_asks_for_the_deterministic_backward(monkeypatch: pytest.M
         indices = select(1, 3, 2, device=DEVICE)
         out, _ = sparse_attention(q.requires_grad_(), kv, indices, 1.0, backend="triton")
         out.sum().backward()
-    assert asked == [True, False]
+    assert modes == [True, False]
 
 
 @pytest.mark.gpu
@@ -337,9 +337,9 @@ def test_ten_deterministic_backwards_of_real_size_have_the_same_bits() -> None:
 def test_a_backward_of_32k_tokens_takes_a_tenth_of_its_results_beside_them(deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
     call = functools.partial(OPS[BACKWARD], **deepseek_backward(32768, 32768, deterministic), backend="triton")
-    found = workspace(OPS[BACKWARD], call, DEVICE)
-    assert found["result_bytes"] > 32768 * 128 * 576 * 2
-    assert found["workspace_bytes"] <= 0.1 * found["result_bytes"]
+    measured = workspace(OPS[BACKWARD], call, DEVICE)
+    assert measured["result_bytes"] > 32768 * 128 * 576 * 2
+    assert measured["workspace_bytes"] <= 0.1 * measured["result_bytes"]
 
 
 # ---- errors and choices

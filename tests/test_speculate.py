@@ -26,9 +26,9 @@ def draft(tokens: list[int], **options: int) -> list[int]:
 
 
 def test_defaults() -> None:
-    found = PromptLookup()
-    assert (found.k, found.ngram, found.min_hist) == (10, 1, 20)
-    assert (found.guard, found.guard_distinct, found.guard_tail, found.loop_warn) == (True, 3, 6, 8)
+    lookup = PromptLookup()
+    assert (lookup.k, lookup.ngram, lookup.min_hist) == (10, 1, 20)
+    assert (lookup.guard, lookup.guard_distinct, lookup.guard_tail, lookup.loop_warn) == (True, 3, 6, 8)
 
 
 def test_what_followed_is_drafted() -> None:
@@ -196,17 +196,17 @@ class Clock:
     """Takes as many tenths of a second as there are rows."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.timed: list[int] = []
 
     def cost(self, counts: list[int], *, repeats: int) -> dict[int, float]:
-        self.asked += counts
+        self.timed += counts
         return {count: 0.1 * count for count in counts}
 
 
 def test_measuring_ends_when_its_time_is_up() -> None:
     clock = Clock()
     assert measure_cost(clock, (1, 2, 4, 8), 1.0) == pytest.approx({1: 0.1, 2: 0.2, 4: 0.4})
-    assert clock.asked == [1, 2, 4]
+    assert clock.timed == [1, 2, 4]
     assert list(measure_cost(clock, (1, 2, 4, 8), 0.0)) == [1, 2], "one would not tell what a row costs"
 
 

@@ -161,9 +161,9 @@ def test_two_processes_at_once_lose_nothing_that_is_wrong(kept: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    found = json.loads(file_of(kept).read_text())["outcomes"]
-    assert found
-    assert all(value == (int(key.split()[1]) % 2 == 0) for key, value in found.items())
+    outcomes = json.loads(file_of(kept).read_text())["outcomes"]
+    assert outcomes
+    assert all(value == (int(key.split()[1]) % 2 == 0) for key, value in outcomes.items())
 
 
 def test_where_outcomes_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

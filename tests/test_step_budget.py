@@ -17,11 +17,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 def after(budget: StepBudget, seconds_a_token: float, *, steps: int, overhead: float = 0.0) -> list[int]:
     """The budgets of these full steps of a machine that fast."""
-    found = []
+    budgets = []
     for _ in range(steps):
-        found.append(budget.tokens)
+        budgets.append(budget.tokens)
         budget.observe(budget.tokens, overhead + budget.tokens * seconds_a_token)
-    return found
+    return budgets
 
 
 def test_it_follows_the_machine() -> None:

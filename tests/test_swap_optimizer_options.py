@@ -68,13 +68,13 @@ def test_an_option_of_one_group(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_option_that_it_has_not(name: str) -> None:
     params = parameters()[:3]
-    asked = {"params": params[:1], name: REFUSED[name]}
+    group = {"params": params[:1], name: REFUSED[name]}
     message = f"{name} is {REFUSED[name]} in a parameter group, SwapAdamW expects"
     with pytest.raises(ValueError, match=message):
-        SwapAdamW([asked])
+        SwapAdamW([group])
     optimizer = SwapAdamW(params[1:])
     with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group(asked)
+        optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
     optimizer.param_groups[0][name] = REFUSED[name]
     give_gradients(params, 0)

@@ -48,7 +48,7 @@ def resume_sharded(folder: str, weights: dict[str, Tensor]) -> tuple[list[Tensor
     set_optimizer_state_dict(net, optimizer, state, options=FLAT)
     loaded = get_optimizer_state_dict(net, optimizer, options=FLAT)
     kinds = sorted({type(x).__name__ for name, x in loaded.items() if "exp_avg" in name})
-    found = {name: whole(x).clone() for name, x in loaded.items() if isinstance(x, Tensor)}
+    states = {name: whole(x).clone() for name, x in loaded.items() if isinstance(x, Tensor)}
     with torch.no_grad():
         for name, p in net.named_parameters():
             p.copy_(dist.tensor.distribute_tensor(weights[name], p.device_mesh, p.placements))
@@ -56,7 +56,7 @@ def resume_sharded(folder: str, weights: dict[str, Tensor]) -> tuple[list[Tensor
     train(net, optimizer, range(3, 6))
     dcp.save(get_optimizer_state_dict(net, optimizer, options=FLAT), checkpoint_id=f"{folder}_two")
     net(torch.ones(8, 64)).sum().backward()
-    return [whole(p).detach() for p in net.parameters()], found, kinds, optimizer._next
+    return [whole(p).detach() for p in net.parameters()], states, kinds, optimizer._next
 
 
 def test_one_rank_resumes_as_two_and_two_as_one(tmp_path: Path) -> None:
@@ -67,10 +67,10 @@ def test_one_rank_resumes_as_two_and_two_as_one(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "one")
     weights = {name: p.detach().clone() for name, p in net.named_parameters()}
     answers = ranks.shared(2).run(resume_sharded, str(tmp_path / "one"), weights)
-    for _, found, kinds, loading in answers:
+    for _, states, kinds, loading in answers:
         assert kinds == ["DTensor"]
         assert loading > 0, "FSDP's backward starts the loads, too"
-        assert_same((found[name] for name in found), (state[name] for name in found))
+        assert_same((states[name] for name in states), (state[name] for name in states))
     train(net, optimizer, range(3, 6))
     for params, *_ in answers:
         assert_same(params, net.parameters())

@@ -104,11 +104,11 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
         yield prompt, SamplingParams(max_tokens=rng.randint(6, 16), ignore_eos=True, **kind)
 
 
-def check_close(found: Logits, one: Logits, is_same: Callable[[int], bool]) -> float:
+def check_close(actual: Logits, one: Logits, is_same: Callable[[int], bool]) -> float:
     """Up to the first token that may differ, logits are equal to BOUND; the largest error."""
     worst = 0.0
     for place, logits in one.items():
-        worst = max(worst, float((found[place] - logits).abs().max()))
+        worst = max(worst, float((actual[place] - logits).abs().max()))
         assert worst < BOUND, f"logits of output {place} are off by {worst}"
         best = logits.topk(2).values
         if not is_same(place):
@@ -121,23 +121,23 @@ def check_ranks(llm: LLM, path: Path) -> None:
     """Against one rank; then at random, with drafts, preemption and aborts, bit by bit against this engine's own runs
     of one sequence after the other."""
     one_rank: Any = load_model(path, device="cpu", dtype=torch.float32, progress=False)
-    recorded, wanted = record(llm), list(requests())
+    recorded, cases = record(llm), list(requests())
     plain = []
-    for prompt, params in wanted:
+    for prompt, params in cases:
         (seq,) = run(llm, (prompt, params))
         expected, logits = alone(one_rank, ByteTokenizer(), prompt, params)
-        found = recorded[seq.id]
-        check_close(found, logits, lambda i, a=seq, b=expected: a.output_ids[i] == b.output_ids[i])  # type: ignore[misc]
-        plain.append((seq, found))
+        actual = recorded[seq.id]
+        check_close(actual, logits, lambda i, a=seq, b=expected: a.output_ids[i] == b.output_ids[i])  # type: ignore[misc]
+        plain.append((seq, actual))
     texts = [seq.token_ids for seq, _ in plain]
     rng = random.Random(11)
     for proposer in (None, Oracle(texts, k=5, wrong=6), PromptLookup(k=6, min_hist=1, guard=False)):
         llm.proposer = proposer
-        todo = [rng.randrange(len(wanted)) for _ in range(6)]
+        todo = [rng.randrange(len(cases)) for _ in range(6)]
         added: list[tuple[int, Sequence]] = []
         while todo or llm.has_work:
             while todo and rng.random() < 0.7:
-                added.append((todo[-1], llm.add(*wanted[todo.pop()])[0]))
+                added.append((todo[-1], llm.add(*cases[todo.pop()])[0]))
             llm.step()
             if added and rng.random() < 0.05:
                 llm.abort(rng.choice(added)[1])
@@ -207,16 +207,16 @@ def check_interrupts(llm: LLM) -> None:
 
 @pytest.mark.slow
 def test_both_ways_to_sum_give_the_same_bits(engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    outputs = []
     for _ in range(2):
         llm = engine("qwen3", tp=3)
         recorded = record(llm)
         (seq,) = run(llm, (list(range(20)), GREEDY))
-        found.append(recorded[seq.id])
+        outputs.append(recorded[seq.id])
         llm.close()
         sum_in_two_turns(monkeypatch)
-    assert len(found[0]) == 12
-    assert all(torch.equal(found[0][place], found[1][place]) for place in found[0])
+    assert len(outputs[0]) == 12
+    assert all(torch.equal(outputs[0][place], outputs[1][place]) for place in outputs[0])
 
 
 # ---- loss
@@ -399,9 +399,9 @@ def test_the_default_model(by: str) -> None:
             command.append("whorl.cli")
         elif size == 2 and by == "TP_SIZE":
             environment["TP_SIZE"] = "2"
-        given = by.split() if size == 2 and by == "--tp 2" else []
+        options = by.split() if size == 2 and by == "--tp 2" else []
         done = subprocess.run(
-            [*command, *arguments, *given], capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment
+            [*command, *arguments, *options], capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment
         )
         assert done.returncode == 0, done.stderr
         texts.append(json.loads(done.stdout)["text"])
@@ -428,19 +428,19 @@ def test_a_rank_of_torchrun_that_raises_ends_the_run(checkpoints: dict[str, Path
 def test_settings_are_made_and_said_in_a_line(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = COLLECTIVE_SETTINGS[device]
-    for name in wanted:
+    settings = COLLECTIVE_SETTINGS[device]
+    for name in settings:
         monkeypatch.setenv(name, "mine")
         monkeypatch.delenv(name)
     if device == "npu":
-        assert len(wanted) == 6
+        assert len(settings) == 6
         monkeypatch.setenv("HCCL_BUFFSIZE", "128")
     monkeypatch.setattr(launch, "device_count", lambda device: 2)
     monkeypatch.setattr(launch, "Address", None)  # nothing is started
     with pytest.raises(AttributeError):
         launch.start(RankPlace(rank=0, size=2, local_rank=0, is_external=False), device, "none", {})
     (line,) = caplog.messages
-    for name, value in wanted.items():
+    for name, value in settings.items():
         is_mine = (device, name) == ("npu", "HCCL_BUFFSIZE")
         assert os.environ[name] == ("128" if is_mine else value)
         assert (f"{name}={value}" in line) != is_mine

@@ -45,7 +45,7 @@ def test_refused_with_a_line(llm: Scripted, tmp_path: Path, arguments: Any, text
     (tmp_path / "FILE").write_bytes(LATIN)
     done = invoke(*(str(tmp_path / "FILE") if part == "FILE" else part for part in arguments), text=text)
     check_refused(done, what)
-    assert not llm.asked
+    assert not llm.added
 
 
 def test_a_chat_goes_on_and_remembers(llm: Scripted) -> None:
@@ -54,7 +54,7 @@ def test_a_chat_goes_on_and_remembers(llm: Scripted) -> None:
     refusal = "whorl: not sent: it is not UTF-8 text: byte 0xe9 after {} characters\n"
     assert done.exit_code == 0
     assert done.stdout == "one\n" + refusal.format(3) + refusal.format(11) + refusal.format(3) + "two\n"
-    (_, second) = (llm.tokenizer.decode(s.token_ids[: s.prompt_len], skip_special=False) for s in llm.asked)
+    (_, second) = (llm.tokenizer.decode(s.token_ids[: s.prompt_len], skip_special=False) for s in llm.added)
     assert "I am Bob." in second
     assert "Who am I?" in second
 

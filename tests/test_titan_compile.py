@@ -116,13 +116,13 @@ def _no_codegen() -> dict[str, Any]:
 
     from whorl.titan.deepseek_v32.infra import compiled
 
-    asked: collections.Counter[str] = collections.Counter()
+    requested: collections.Counter[str] = collections.Counter()
 
     class Recorder(compiled.KeepInBackward):
         def __call__(self, graph: torch.fx.Graph) -> None:
             super().__call__(graph)
             names = [n.target._opname for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-            asked.update(name for name in names if name in COPIES)
+            requested.update(name for name in names if name in COPIES)
 
     torch._dynamo.reset()
     want = _step(_model("absorbed"))
@@ -134,7 +134,7 @@ def _no_codegen() -> dict[str, Any]:
         compiled.KeepInBackward = plain  # type: ignore[misc]
     with fresh_cache():
         got, codes = run_and_get_code(lambda: _step(model))
-    return {"worst": _worst(got, want), "codes": codes, "asked": dict(asked)}
+    return {"worst": _worst(got, want), "codes": codes, "asked": dict(requested)}
 
 
 @pytest.fixture(scope="module")

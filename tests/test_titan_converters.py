@@ -33,11 +33,11 @@ def tokens(batch: int = 2) -> Tensor:
     return torch.randint(VOCAB, (batch, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
-def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 1e-5) -> None:
+def check_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 1e-5) -> None:
     """Of the largest element of each tensor; float32 sums in another order."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        error = (found[name] - value).abs().max() / value.abs().max().clamp_min(1e-6)
+        error = (actual[name] - value).abs().max() / value.abs().max().clamp_min(1e-6)
         assert error < bound, f"{name}: {error:.3g}"
 
 
@@ -110,11 +110,11 @@ def test_autocast_is_followed() -> None:
     model = build("deepseek_v3")
     converted = convert(copy.deepcopy(model), *OURS[:4])
     with torch.autocast("cpu", torch.bfloat16):
-        expected, found = run(model, tokens()), run(converted, tokens())
-    assert found["logits"].dtype == expected["logits"].dtype
+        expected, actual = run(model, tokens()), run(converted, tokens())
+    assert actual["logits"].dtype == expected["logits"].dtype
     exact = run(model, tokens())
     for name, value in exact.items():
-        theirs, ours = ((x[name].float() - value).square().mean().sqrt() for x in (expected, found))
+        theirs, ours = ((x[name].float() - value).square().mean().sqrt() for x in (expected, actual))
         assert ours < 2 * theirs + 1e-6, name
 
 
@@ -235,12 +235,12 @@ def test_a_compiled_block_has_no_breaks() -> None:
     """Both in one process: torch.compile must not take the code of one for the other's."""
     model = build("llama3")
     converted = convert(copy.deepcopy(model), *OURS[:2])
-    found = []
+    outputs = []
     for one in (model, converted):
         block = torch.compile(one.layers["0"], backend="aot_eager", fullgraph=True)  # type: ignore[index]
         x = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(1))
-        found.append(block(x, one.freqs_cis, None))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+        outputs.append(block(x, one.freqs_cis, None))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-6)
 
 
 # ---- sharded
@@ -274,8 +274,8 @@ def _sharded(name: str, layout: dict[str, int], names: tuple[str, ...]) -> list[
         initialise(model)
         replica = torch.distributed.get_rank() // degrees["tp"]
         mine = tokens(4).chunk(dims.world_size // degrees["tp"])[replica]
-        found = run(model, mine)
-        answers.append({k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in found.items()})
+        results = run(model, mine)
+        answers.append({k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in results.items()})
     return answers
 
 
@@ -291,12 +291,12 @@ def _sharded(name: str, layout: dict[str, int], names: tuple[str, ...]) -> list[
     ids=lambda x: x if isinstance(x, str) else "x".join(f"{k}{v}" for k, v in x.items()),
 )
 def test_sharded_models_compute_the_same(name: str, layout: dict[str, int]) -> None:
-    for expected, found in shared(2).run(_sharded, name, layout, FOR[name], timeout=300):
-        check_equal(found, expected)
+    for expected, actual in shared(2).run(_sharded, name, layout, FOR[name], timeout=300):
+        check_equal(actual, expected)
 
 
 @pytest.mark.slow
 def test_tokens_cut_among_tensor_parallel_ranks() -> None:
     """Whole experts over all ranks: each routes its part of the tokens, and the offset comes by a hook."""
-    for expected, found in shared(4).run(_sharded, "deepseek_v3", {"tp": 2, "ep": 4}, FOR["deepseek_v3"], timeout=300):
-        check_equal(found, expected)
+    for expected, actual in shared(4).run(_sharded, "deepseek_v3", {"tp": 2, "ep": 4}, FOR["deepseek_v3"], timeout=300):
+        check_equal(actual, expected)

@@ -72,9 +72,9 @@ def test_fused_equals_small_operators(path: str, stage: str, queries: list[int] 
     exact = run(core_of("small", **how), make_inputs(batch, torch.float64, queries), queries)
     same = run(core_of(path, **how), make_inputs(batch, torch.float64, queries), queries)
     small = run(core_of("small", **how), make_inputs(batch, torch.float32, queries), queries)
-    found = run(core_of(path, **how), make_inputs(batch, torch.float32, queries), queries)
-    assert len(exact) == len(found) == (10 if stage == "sparse" else 5)
-    for number, (truth, a, b, c) in enumerate(zip(exact, same, small, found, strict=True)):
+    actual = run(core_of(path, **how), make_inputs(batch, torch.float32, queries), queries)
+    assert len(exact) == len(actual) == (10 if stage == "sparse" else 5)
+    for number, (truth, a, b, c) in enumerate(zip(exact, same, small, actual, strict=True)):
         size = truth.double().norm()
         is_log = number == len(exact) - 1  # added up in fp32 in all of them
         assert (a - truth).norm() <= (1e-6 if is_log else 1e-12) * size, number
@@ -99,8 +99,8 @@ def test_fused_on_triton(path: str, stage: str) -> None:
     with contextlib.ExitStack() as stack:
         for name in KERNELS:
             stack.enter_context(OPS[name].using("triton"))
-        found = run(core_of(path, stage=stage), make_inputs(1, torch.float32, HEAD_TAIL), HEAD_TAIL)
-    for truth, a in zip(exact, found, strict=True):
+        actual = run(core_of(path, stage=stage), make_inputs(1, torch.float32, HEAD_TAIL), HEAD_TAIL)
+    for truth, a in zip(exact, actual, strict=True):
         assert (a - truth).norm() < 2e-6 * truth.norm()  # fp32; observed 5e-7
 
 
@@ -151,8 +151,8 @@ def test_heads_of_two_ranks_are_one_target(path: str) -> None:
     assert torch.allclose(seen[0], seen[1] + seen[2], atol=1e-12)
     core = core_of(path)
     core.reduce_target = lambda _: seen[0]
-    found = run(core, half(inputs, slice(0, 2)))
-    for a, b in zip(found[6:], results[0][6:], strict=True):
+    actual = run(core, half(inputs, slice(0, 2)))
+    for a, b in zip(actual[6:], results[0][6:], strict=True):
         assert torch.allclose(a, b, atol=1e-12)
 
 
@@ -185,9 +185,9 @@ def test_loss_is_computed_once_under_checkpointing(path: str, stage: str, monkey
     out = checkpoint(core, *inputs, use_reentrant=False)
     flow = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     out.backward(flow.float())
-    found = [out.detach(), *(x.grad for x in inputs if x.grad is not None), pop_log(core.kl)]
+    checkpointed = [out.detach(), *(x.grad for x in inputs if x.grad is not None), pop_log(core.kl)]
     assert len(calls) == 2  # one for each of the two runs
-    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
 
 
 def test_attached_loss_is_logged_once_for_each_backward() -> None:

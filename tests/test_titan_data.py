@@ -44,5 +44,5 @@ def test_tokens_are_as_wide_as_the_vocabulary(size: int, dtype: Any) -> None:
         def encode(self, text: str, **_: bool) -> list[int]:
             return [size - 1]
 
-    found = encode(Last(), "text")  # type: ignore[arg-type]
-    assert (found.dtype, found.tolist()) == (dtype, [size - 1])
+    encoded = encode(Last(), "text")  # type: ignore[arg-type]
+    assert (encoded.dtype, encoded.tolist()) == (dtype, [size - 1])

@@ -69,15 +69,15 @@ class Running:
 
     def line(self) -> str:
         """What launcher and rank say next; "" when both have ended."""
-        found = b""
-        while not found.endswith(b"\n"):
+        received = b""
+        while not received.endswith(b"\n"):
             ready, _, _ = select.select([self.pipe], [], [], PATIENCE)
             assert ready, "a process was left behind"
             read = self.pipe.read(1)
             if not read:
                 break
-            found += read
-        return found.decode().strip()
+            received += read
+        return received.decode().strip()
 
     def end(self) -> str:
         said = self.process.communicate(timeout=PATIENCE)[1]

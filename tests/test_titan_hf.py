@@ -131,8 +131,8 @@ def test_prediction_layers_may_be_left_aside() -> None:
         name.removeprefix("model.layers.2.") for name in tensors
     }
     without = make_args(n_mtp_layers=0)
-    found = DeepSeekV32StateDictAdapter(without, None).from_hf(tensors)
-    assert found.keys() == make_model(without).state_dict().keys()
+    loaded = DeepSeekV32StateDictAdapter(without, None).from_hf(tensors)
+    assert loaded.keys() == make_model(without).state_dict().keys()
 
 
 def test_transformers_names_are_ours() -> None:
@@ -153,8 +153,8 @@ ONE_VALUE = {"moe_args.score_func", "moe_args.score_before_experts", "moe_args.g
 
 
 def fields(args: DeepSeekV32Args) -> dict[str, Any]:
-    found = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name != "moe_args"}
-    return found | {f"moe_args.{name}": value for name, value in dataclasses.asdict(args.moe_args).items()}
+    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name != "moe_args"}
+    return values | {f"moe_args.{name}": value for name, value in dataclasses.asdict(args.moe_args).items()}
 
 
 def other_values(args: DeepSeekV32Args) -> DeepSeekV32Args:
@@ -313,11 +313,11 @@ def test_biases_that_choose_experts_are_exported_as_exact_as_they_are(tmp_path: 
         state[name].fill_(1 / 3)
     checkpoint.save(state, checkpoint_id=str(tmp_path / "step-1"), no_dist=True)
     export_checkpoint(tmp_path / "step-1", args, tmp_path / "hf", torch.bfloat16)
-    found = load_pretrained(tmp_path / "hf")
-    exported = [value for name, value in found.items() if name.endswith("e_score_correction_bias")]
+    loaded = load_pretrained(tmp_path / "hf")
+    exported = [value for name, value in loaded.items() if name.endswith("e_score_correction_bias")]
     assert len(exported) == len(biases) > 0
     assert all(value.eq(1 / 3).all() and value.dtype == torch.float32 for value in exported)
-    assert found["lm_head.weight"].dtype == torch.bfloat16
+    assert loaded["lm_head.weight"].dtype == torch.bfloat16
 
 
 def test_large_models_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,21 +364,23 @@ def test_dense_checkpoint_needs_asking(tmp_path: Path) -> None:
     dense = {n: v for n, v in whole.items() if ".indexer." not in n}
     with pytest.raises(ValueError, match="bootstrap_indexer"):
         DeepSeekV32StateDictAdapter(args, None).from_hf(dense)
-    asked = DeepSeekV32StateDictAdapter(dataclasses.replace(args, bootstrap_indexer=True), None)
-    found = asked.from_hf(dense)
-    assert found.keys() == model.state_dict().keys()
-    assert all(torch.equal(v, asked.from_hf(dense)[n]) for n, v in found.items())
-    assert found["layers.0.attention.indexer.wk.weight"].std() > 0.01
-    assert not torch.equal(found["layers.0.attention.indexer.wk.weight"], found["layers.1.attention.indexer.wk.weight"])
-    model.load_state_dict(found)
+    adapter = DeepSeekV32StateDictAdapter(dataclasses.replace(args, bootstrap_indexer=True), None)
+    loaded = adapter.from_hf(dense)
+    assert loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(v, adapter.from_hf(dense)[n]) for n, v in loaded.items())
+    assert loaded["layers.0.attention.indexer.wk.weight"].std() > 0.01
+    assert not torch.equal(
+        loaded["layers.0.attention.indexer.wk.weight"], loaded["layers.1.attention.indexer.wk.weight"]
+    )
+    model.load_state_dict(loaded)
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_reader_of_a_dense_checkpoint(asked: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_reader_of_a_dense_checkpoint(bootstrap: bool, tmp_path: Path) -> None:
     """TorchTitan's own way: it loads into the tensors of the model, by a reader that the adapter makes."""
     from torch.distributed import checkpoint
 
-    args = make_args(bootstrap_indexer=asked)
+    args = make_args(bootstrap_indexer=bootstrap)
     adapter = DeepSeekV32StateDictAdapter(args, None)
     source, model = make_model(args), make_model(args, seed=1)
     kept = {n: v.clone() for n, v in model.state_dict().items()}
@@ -388,12 +390,12 @@ def test_reader_of_a_dense_checkpoint(asked: bool, tmp_path: Path) -> None:
     for file in tmp_path.glob("*.safetensors"):
         save_file({n: v for n, v in load_file(file).items() if ".indexer." not in n}, file, metadata={"format": "pt"})
     tensors = adapter.to_hf(model.state_dict())
-    if not asked:
+    if not bootstrap:
         with pytest.raises(ValueError, match="bootstrap_indexer"):
             adapter.get_hf_storage_reader(str(tmp_path))
         return
     checkpoint.load(tensors, storage_reader=adapter.get_hf_storage_reader(str(tmp_path)), no_dist=True)
-    found = adapter.from_hf(tensors)
-    for name, value in found.items():
+    loaded = adapter.from_hf(tensors)
+    for name, value in loaded.items():
         expected = kept if ".indexer." in name else source.state_dict()
         assert torch.equal(value, expected[name]), name

@@ -132,9 +132,9 @@ def test_router_is_torchtitans(groups: int | None, balanced: bool, monkeypatch: 
     ours, theirs = (cls(16, 8, groups, groups and 2, 3, *settings) for cls in (Router, TokenChoiceTopKRouter))
     ours.load_state_dict(theirs.state_dict())
     x, bias = torch.randn(50, 16), torch.randn(8) / 4
-    found, expected = ours(x, bias), theirs(x, bias)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    sorted_ours, sorted_theirs = (cls(8, 3)(*found[:2]) for cls in (Reorderer, TokenReorderer))
+    actual, expected = ours(x, bias), theirs(x, bias)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    sorted_ours, sorted_theirs = (cls(8, 3)(*actual[:2]) for cls in (Reorderer, TokenReorderer))
     assert all(torch.equal(a, b) for a, b in zip(sorted_ours, sorted_theirs, strict=True))
 
 
@@ -155,9 +155,9 @@ def test_chunked_cross_entropy(chunk: int, dtype: torch.dtype) -> None:
     expected = cross_entropy_loss(a, labels)
     (expected / 7).backward()
     x = b * 1  # its memory is overwritten
-    found = chunked_cross_entropy(x, labels, chunk=chunk)
-    (found / 7).backward()
-    assert torch.allclose(found, expected, rtol=1e-6)
+    actual = chunked_cross_entropy(x, labels, chunk=chunk)
+    (actual / 7).backward()
+    assert torch.allclose(actual, expected, rtol=1e-6)
     assert torch.allclose(a.grad, b.grad, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-9)
     assert not b.grad[0, :3].any()
 

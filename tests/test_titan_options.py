@@ -147,17 +147,17 @@ NOT_RUN = {"validate.py", "job_options.py"}
 
 
 def attributes_read() -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for file in RUN:
         if file.name in NOT_RUN or "ft" in file.parts:
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                found.add(node.attr)
+                names.add(node.attr)
             # Ours say getattr(settings, "name") where a job may come without the section.
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and OURS in file.parents:
-                found.add(node.value)
-    return found
+                names.add(node.value)
+    return names
 
 
 def test_every_option_is_read_or_refused() -> None:
@@ -165,8 +165,8 @@ def test_every_option_is_read_or_refused() -> None:
     options = [name for name, _ in job_options.leaves(config)]
     assert {f"whorl.{f.name}" for f in dataclasses.fields(Whorl)} < set(options)
     assert len(options) > 140
-    found = attributes_read()
-    ignored = [name for name in options if name.split(".")[-1] not in found and name not in BEFORE]
+    read = attributes_read()
+    ignored = [name for name in options if name.split(".")[-1] not in read and name not in BEFORE]
     assert {"training.dataset", "fault_tolerance.group_size"} < set(ignored), "else this looks at too much"
     for name in ignored:
         assert any(name == i.name or name.startswith(f"{i.name}.") for i in job_options.IGNORED), name

@@ -20,9 +20,9 @@ from titan_layouts import (
     collect,
     collectives,
     dims,
-    found,
+    expected_result,
     job,
-    wanted,
+    result_of,
 )
 from torch import Tensor
 
@@ -86,7 +86,7 @@ def test_as_one_rank(ranks: int, layout: Degrees) -> None:
 @pytest.mark.parametrize("name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ep", "cp"))])
 def test_in_bfloat16(name: str) -> None:
     """Parameters are rounded for use and stay what they are; gradients are summed in fp32."""
-    got, want = found(2, dataclasses.replace(ALONE[name], dtype="bfloat16")), wanted(2)
+    got, want = result_of(2, dataclasses.replace(ALONE[name], dtype="bfloat16")), expected_result(2)
     assert all(gradient.dtype == torch.float32 for gradient in got["gradients"].values())
     torch.testing.assert_close(got["loss"], want["loss"], rtol=0.01, atol=0)
     torch.testing.assert_close(got["norm"], want["norm"], rtol=0.1, atol=0)
@@ -101,7 +101,7 @@ def test_compiled(name: str) -> None:
 @pytest.mark.parametrize(("name", "micro_batches"), [("fsdp", 2), ("pp", BATCH)])
 def test_bits_are_those_of_micro_batches(name: str, micro_batches: int) -> None:
     """Where one rank can add up in the same order."""
-    got, want = found(2, ALONE[name]), wanted(2, micro_batches)
+    got, want = result_of(2, ALONE[name]), expected_result(2, micro_batches)
     differ = [n for n, gradient in want["gradients"].items() if not torch.equal(gradient, got["gradients"][n])]
     assert not differ
 

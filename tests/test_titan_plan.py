@@ -44,10 +44,10 @@ def test_a_step_of_a_middle_sized_model(tp: int, cp: int, dp: int, ep: int, tmp_
     ranks = str(layout.pp * layout.stage)
     # Several sequences for a rank: with one, the peak may come before all gradients are there.
     job = [ranks, *flags(tmp_path, "debug", layout, seq=64, batch=16)]
-    found = titan_job.run(job, function=titan_bytes.of_a_step)[0].answer
-    predicted = memory_of(shape(found["args"]), layout, PlanSettings(seq=64, batch=16))
+    measured = titan_job.run(job, function=titan_bytes.of_a_step)[0].answer
+    predicted = memory_of(shape(measured["args"]), layout, PlanSettings(seq=64, batch=16))
     for name in ("parameters", "gradients", "optimizer"):
-        assert getattr(predicted, name) * GB == pytest.approx(found[name], rel=NORM), name
+        assert getattr(predicted, name) * GB == pytest.approx(measured[name], rel=NORM), name
 
 
 @pytest.mark.slow
@@ -61,9 +61,9 @@ def test_weights_of_the_whole_model(pp: int, tp: int, ep: int, tmp_path: Path) -
     firsts = [str(stage * layout.stage) for stage in range(layout.pp)]
     answers = [titan_job.run([r, str(ranks), *job], function=titan_bytes.of_a_rank)[0].answer for r in firsts]
     model, settings = shape(answers[0]["args"]), PlanSettings(seq=32768, batch=batch)
-    found = [answer["parameters"] for answer in answers]
+    measured = [answer["parameters"] for answer in answers]
     predicted = [stage_memory(model, layout, settings, stage).parameters * GB for stage in range(layout.pp)]
-    assert predicted == pytest.approx(found, rel=NORM)
+    assert predicted == pytest.approx(measured, rel=NORM)
 
 
 @pytest.mark.parametrize("layers", [8, 27, 61])

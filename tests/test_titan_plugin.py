@@ -105,10 +105,10 @@ def test_importing_the_package_imports_no_torchtitan() -> None:
 def test_torchtitan_is_as_expected(registered: Any) -> None:
     import torchtitan
 
-    found = "\n".join(registered["drift"])
-    assert not found, (
+    drift = "\n".join(registered["drift"])
+    assert not drift, (
         f"TorchTitan {torchtitan.__version__} differs from {upstream.WRITTEN_FOR}, which whorl.titan is written for:\n"
-        f"{found}\nLook at what uses each name, then write down the new state in whorl/titan/upstream.py"
+        f"{drift}\nLook at what uses each name, then write down the new state in whorl/titan/upstream.py"
     )
 
 
@@ -117,15 +117,15 @@ OWN = ("self", "super()")  # whose attributes are a base class's, perhaps
 
 def held() -> dict[str, set[str]]:
     """What the modules of whorl/titan import from TorchTitan, as module:name."""
-    found: dict[str, set[str]] = {}
+    holders: dict[str, set[str]] = {}
     for path in TITAN.rglob("*.py"):
         if path.name == "v030.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchtitan":
                 for alias in node.names:
-                    found.setdefault(f"{node.module}:{alias.name}", set()).add(path.name)
-    return found
+                    holders.setdefault(f"{node.module}:{alias.name}", set()).add(path.name)
+    return holders
 
 
 def test_every_name_that_is_used_is_watched() -> None:
@@ -155,7 +155,7 @@ def test_every_method_and_attribute_that_is_used_is_watched() -> None:
     """Of TorchTitan's classes by classes of ours: what is replaced, and what is read through self and super()."""
     watched = {(upstream.owner(p), p.rpartition(".")[2]) for p in (*upstream.SIGNATURES, *upstream.SOURCES)}
     attributes = {upstream.resolve(p): set(names.split()) for p, names in upstream.ATTRIBUTES.items()}
-    found = 0
+    count = 0
     for cls, node in extended():
         bases = [base for base in cls.__mro__[1:] if base.__module__.split(".")[0] == "torchtitan"]
         used = {a.attr for a in ast.walk(node) if isinstance(a, ast.Attribute) and ast.unparse(a.value) in OWN}
@@ -166,8 +166,8 @@ def test_every_method_and_attribute_that_is_used_is_watched() -> None:
         read = {n for base in bases for n in (used - set_here) & upstream.set_on_self(base)}
         missing |= read - {n for base in bases for n in attributes.get(base, ())}
         assert not missing, f"{missing}, used by {cls.__name__}, are not in upstream.py"
-        found += len(read) + sum(base is not None for base in methods.values())
-    assert found > 30  # so that a walk that finds nothing does not pass
+        count += len(read) + sum(base is not None for base in methods.values())
+    assert count > 30  # so that a walk that finds nothing does not pass
 
 
 def test_drift_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_drift_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(upstream.FIELDS, "torchtitan.models.moe.moe:MoEArgs", "num_experts no_such_field")
     monkeypatch.setitem(upstream.ATTRIBUTES, "torchtitan.train:Trainer", "step no_such_attribute")
     monkeypatch.setattr(upstream, "NAMES", ["torchtitan.nothing:x", "torchtitan.train:no_such_name"])
-    found = "\n".join(upstream.drift())
+    drift = "\n".join(upstream.drift())
     for expected in (
         "torchtitan.models.moe.moe:MoE.forward has changed",
         "torchtitan.models.moe.moe:MoE.__init__ has the signature (self, x, extra), expected (self, moe_args, ",
@@ -193,7 +193,7 @@ def test_drift_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "torchtitan.nothing:x does not exist: No module named 'torchtitan.nothing'",
         "torchtitan.train:no_such_name does not exist",
     ):
-        assert expected in found
+        assert expected in drift
 
 
 def test_a_fingerprint_ignores_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +203,11 @@ def test_a_fingerprint_ignores_comments(tmp_path: Path, monkeypatch: pytest.Monk
         "other": "def f(x):\n    return x + 2\n",
     }
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = {}
+    fingerprints = {}
     for name, text in texts.items():
         (tmp_path / f"printed_{name}.py").write_text(text)
-        found[name] = upstream.fingerprint(upstream.resolve(f"printed_{name}:f"))
-    assert found["plain"] == found["commented"] != found["other"]
+        fingerprints[name] = upstream.fingerprint(upstream.resolve(f"printed_{name}:f"))
+    assert fingerprints["plain"] == fingerprints["commented"] != fingerprints["other"]
 
 
 # ---- CPU
@@ -272,11 +272,11 @@ def python_030(*command: str, **environment: str) -> Any:
 
 @needs_030
 def test_overrides_of_torchtitan_030() -> None:
-    found = python_030(str(ROOT / "tests" / "titan_v030.py"))
-    assert found["version"].startswith("0.3")
-    assert min(found["matched"].values()) >= 5, found
+    report = python_030(str(ROOT / "tests" / "titan_v030.py"))
+    assert report["version"].startswith("0.3")
+    assert min(report["matched"].values()) >= 5, report
     # float32 in another order; the experts' products are rounded to bf16 in both
-    assert max(found["errors"].values()) < 1e-6, found
+    assert max(report["errors"].values()) < 1e-6, report
 
 
 @needs_030

@@ -41,17 +41,17 @@ def contents(folder: Path, step: int) -> dict[str, Any]:
     """All of a checkpoint, read by torch alone; without our record, which names the settings."""
     path = folder / "checkpoint" / f"step-{step}"
     nested = _load_state_dict_from_keys(checkpoint_id=path)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
     def walk(name: str, value: Any) -> None:
         if isinstance(value, dict):
             for key, inner in value.items():
                 walk(f"{name}.{key}" if name else str(key), inner)
         else:
-            found[name] = value
+            values[name] = value
 
     walk("", nested)
-    return {k: v for k, v in found.items() if not k.startswith("whorl.")}
+    return {k: v for k, v in values.items() if not k.startswith("whorl.")}
 
 
 def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -208,12 +208,12 @@ def test_the_folder_of_a_run(plain: Any, tmp_path: Path) -> None:
     copy_checkpoint(plain[0] / "checkpoint", tmp_path / "checkpoint", 2, 4, 6)
     (tmp_path / "checkpoint" / "step-6" / ".metadata").unlink()
     job = flags(tmp_path, "--checkpoint.keep_latest_k", "2")
-    found = titan_job.run(job, function=titan_tasks.folder_rules)[0].answer
-    assert found["purged"] == ["step-4", "step-8"], "the one that can be loaded stays beside the one under way"
-    (left,) = found["left_when_written_again"]
+    answer = titan_job.run(job, function=titan_tasks.folder_rules)[0].answer
+    assert answer["purged"] == ["step-4", "step-8"], "the one that can be loaded stays beside the one under way"
+    (left,) = answer["left_when_written_again"]
     assert set(left) <= NAMES, "old metadata would call a mixture of files whole"
-    assert set(found["written"]) - NAMES == {".metadata", "__0_0.distcp"}
-    assert "step-10: it has only the model" in found["model_alone"]
+    assert set(answer["written"]) - NAMES == {".metadata", "__0_0.distcp"}
+    assert "step-10: it has only the model" in answer["model_alone"]
 
 
 def test_initial_weights_survive_a_kill_in_the_first_save(plain: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import titan_job
 import torch
 from ranks import shared
-from titan_layouts import TIMEOUT, TOLERANCE, Degrees, Result, batch, build, check, collect, dims, job, wanted
+from titan_layouts import TIMEOUT, TOLERANCE, Degrees, Result, batch, build, check, collect, dims, expected_result, job
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -53,8 +53,8 @@ def _unreduced(parts: list[nn.Module]) -> bool:
     """Whether gradients of theirs are there that are not sharded."""
     units = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
     groups = [g for unit in units if (g := unit._get_fsdp_state()._fsdp_param_group) is not None]
-    found = [p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    return any(p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None for p in found)
+    params = [p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    return any(p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None for p in params)
 
 
 def _on_one(csv: str, layout: Degrees) -> Result:
@@ -117,7 +117,7 @@ def _worst(got: Result, want: Result) -> tuple[float, str]:
 @pytest.mark.parametrize("reshard", ["always", "never"])
 def test_backward_with_others_between(reshard: str, order: str, ep: int, tmp_path: Path) -> None:
     got = _run(tmp_path, order, Degrees(reshard=reshard, ep=ep))
-    worst, name = _worst(got, wanted(2))
+    worst, name = _worst(got, expected_result(2))
     assert worst < TOLERANCE, name
     assert any(got["whole"]) == (reshard == "never"), "a stage is gathered, and its gradients are, while it computes"
 

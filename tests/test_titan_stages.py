@@ -68,11 +68,11 @@ def test_warm_up_trains_indexers_only(path: str, mtp: int) -> None:
     model = make_model(tiny(stage="warmup", n_mtp_layers=mtp), path)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {name for name in dict(model.named_parameters()) if is_indexer(name)}
-    found = gradients(model)
-    for name, grad in found.items():
+    grads = gradients(model)
+    for name, grad in grads.items():
         assert (grad is not None) == is_indexer(name), name
         assert grad is None or grad.any(), name
-    assert all(torch.equal(g, gradients(model, 1000.0)[n]) for n, g in found.items() if g is not None)
+    assert all(torch.equal(g, gradients(model, 1000.0)[n]) for n, g in grads.items() if g is not None)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -139,9 +139,9 @@ def test_gradients_of_inputs_and_of_parameters_apart(path: str, stage: str) -> N
     assert min(losses) > 0
     model.zero_grad(set_to_none=True)
     again, out = forward()
-    (found,), groups = stage_backward_input([out], [flow], [again], model.layers.parameters())
+    (grad,), groups = stage_backward_input([out], [flow], [again], model.layers.parameters())
     stage_backward_weight(model.layers.parameters(), groups)
-    assert torch.allclose(found, start.grad, atol=1e-5)
+    assert torch.allclose(grad, start.grad, atol=1e-5)
     for name, parameter in model.layers.named_parameters():
         if expected[name] is None:
             assert parameter.grad is None, name
@@ -175,8 +175,8 @@ def test_recall_and_ties_by_brute_force(path: str) -> None:
     attention.core.register_forward_pre_hook(lambda _, args: kept.append([x.detach() for x in args if x is not None]))
     eyes = health.measure_next_forward([model])
     gradients(model)
-    found = eyes.close()
-    assert sorted(found) == [0, 1, 2]
+    stats = eyes.close()
+    assert sorted(stats) == [0, 1, 2]
     q_nope, q_pe, kv, k_pe, wkv_b, index_q, index_k, weights = (x[0] if x.dim() > 2 else x for x in kept[0])
     recall, ties, chose = 0.0, 0, 0
     for t in range(8, S):
@@ -188,9 +188,9 @@ def test_recall_and_ties_by_brute_force(path: str) -> None:
         logits = torch.einsum("hd,shd->hs", torch.cat((q_nope[t], q_pe[t]), -1), k) * attention.core.settings.scale
         recall += logits.softmax(-1)[:, order[:8]].sum(-1).mean().item()
         chose += 1
-    assert found[1].queries.item() == chose
-    assert found[1].recall.item() == pytest.approx(recall, rel=1e-4)
-    assert found[1].ties.item() == ties
+    assert stats[1].queries.item() == chose
+    assert stats[1].recall.item() == pytest.approx(recall, rel=1e-4)
+    assert stats[1].ties.item() == ties
     gradients(model)
     assert len(eyes.stats) == 3  # closed: it looks no more
 
@@ -198,19 +198,19 @@ def test_recall_and_ties_by_brute_force(path: str) -> None:
 def test_compiled_attention_is_watched_too() -> None:
     """As `whorl.titan.deepseek_v32.infra.compiled` compiles it: the same figures, and hooks leave nothing behind."""
     model = make_model(tiny(index_topk=8), "masked")
-    found = []
+    stats = []
     for compiled in (False, True):
         for layer in model.layers.values():
             if compiled:
                 layer.attention.forward = torch.compile(layer.attention.forward, fullgraph=True, backend="eager")
         eyes = health.measure_next_forward([model])
         gradients(model)
-        found.append(eyes.close())
+        stats.append(eyes.close())
         assert not any(layer.attention.core._forward_pre_hooks for layer in model.layers.values())
-    assert sorted(found[1]) == [0, 1, 2]
-    for layer, choice in found[0].items():
-        assert choice.recall.item() == pytest.approx(found[1][layer].recall.item(), rel=1e-4)
-        assert choice.queries == found[1][layer].queries
+    assert sorted(stats[1]) == [0, 1, 2]
+    for layer, choice in stats[0].items():
+        assert choice.recall.item() == pytest.approx(stats[1][layer].recall.item(), rel=1e-4)
+        assert choice.queries == stats[1][layer].queries
 
 
 def test_ties_are_found() -> None:

@@ -27,18 +27,18 @@ class Choice:
 
 def run_peer(peer: Any, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Logits; of each layer the scores that transformers' indexer takes the highest of, and which it takes."""
-    found = []
+    selected = []
     topk = torch.Tensor.topk
 
     def noted(scores: Tensor, *args: Any, **more: Any) -> Any:
         taken = topk(scores, *args, **more)
         if scores.shape == (len(tokens), tokens.shape[1], tokens.shape[1]):  # the router has others
-            found.append((scores, taken.indices))
+            selected.append((scores, taken.indices))
         return taken
 
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(torch.Tensor, "topk", noted)
-        return peer(tokens).logits, found
+        return peer(tokens).logits, selected
 
 
 def force(model: Any, taken: list[tuple[Tensor, Tensor]]) -> list[Choice]:

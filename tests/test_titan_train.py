@@ -80,8 +80,8 @@ def test_the_whole_model() -> None:
 
     config = parsed("671b")
     degrees = config.parallelism
-    found = (degrees.pipeline_parallel_degree, degrees.tensor_parallel_degree, degrees.expert_parallel_degree)
-    assert (*found, config.training.seq_len, config.optimizer.swap) == (2, 4, 64, 32768, True)
+    parallel = (degrees.pipeline_parallel_degree, degrees.tensor_parallel_degree, degrees.expert_parallel_degree)
+    assert (*parallel, config.training.seq_len, config.optimizer.swap) == (2, 4, 64, 32768, True)
     dims = ParallelDims(dp_shard=-1, dp_replicate=1, cp=1, tp=4, pp=2, ep=64, etp=1, world_size=128)
     assert dims.dp_shard == 16
     schedule_stages = 2
@@ -171,9 +171,9 @@ def write(folder: Path, *added: dict[str, Any], end: str = "\n") -> None:
 def test_a_resumed_run_counts_once(tmp_path: Path) -> None:
     write(tmp_path, HEAD, *lines(1, 2, 3, 4, 5))
     write(tmp_path, HEAD, *lines(3, 4, loss=8))
-    found = display.read(tmp_path).steps
-    assert [line["step"] for line in found] == [1, 2, 3, 4]
-    assert found[-1]["loss"] == 2
+    steps = display.read(tmp_path).steps
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert steps[-1]["loss"] == 2
 
 
 def test_half_a_line_waits(tmp_path: Path) -> None:
@@ -338,8 +338,8 @@ def test_synthetic_tokens_resume(tmp_path: Path) -> None:
     assert expected[0][0].max() >= 257, "of the model's vocabulary, not the tokenizer's"
     again = loader(text_job("synthetic"))
     again.load_state_dict({**first.state_dict(), "seen": 4})
-    for found, wanted in zip(batches(again, 2), expected[2:], strict=True):
-        assert torch.equal(found[0], wanted[0])
+    for batch, expected_batch in zip(batches(again, 2), expected[2:], strict=True):
+        assert torch.equal(batch[0], expected_batch[0])
 
 
 def test_the_default_text_is_the_standard_library() -> None:
@@ -435,8 +435,8 @@ def test_tiny_trains_and_resumes_exactly(tmp_path: Path) -> None:
     assert "step 6  loss" not in done.stdout
     again = display.read(tmp_path / "outputs" / "tiny")
     for key in ("loss", "grad_norm", "indexer_kl", "lr", "tokens"):
-        found, expected = ([line[key] for line in history.steps] for history in (again, whole))
-        assert found == expected, key
+        actual, expected = ([line[key] for line in history.steps] for history in (again, whole))
+        assert actual == expected, key
 
 
 @pytest.mark.slow
@@ -477,11 +477,11 @@ def test_a_signal_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
 
 def ranks_in(folder: Path) -> list[int]:
     """Processes that work there."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if (path / "cwd").resolve() == folder and b"whorl.titan.worker" in (path / "cmdline").read_bytes():
-                found.append(int(path.name))
+                pids.append(int(path.name))
         except OSError:
             continue
-    return found
+    return pids

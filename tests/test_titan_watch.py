@@ -93,8 +93,8 @@ def test_a_checkpoint_that_is_not_finite_is_not_gone_on_from(where: str, swap: t
     said = titan_job.refusal([*flags, "--training.steps", "6"])
     assert f"step-4: {where} of layers.1.ffn_norm" in said
     assert "are not finite. Remove the folder, or set whorl.fall_back, to continue from step-2" in said
-    asked = titan_job.refusal([*flags, "--training.steps", "6", "--checkpoint.load_step", "4"])
-    assert "checkpoint.load_step is 4, and" in asked
+    message = titan_job.refusal([*flags, "--training.steps", "6", "--checkpoint.load_step", "4"])
+    assert "checkpoint.load_step is 4, and" in message
     (told,) = titan_job.run([*flags, "--training.steps", "6", "--whorl.fall_back"])
     assert sorted(told.losses) == [3, 4, 5, 6]
     (again,) = titan_job.run([*flags, "--training.steps", "8"])

@@ -350,8 +350,8 @@ def test_real_templates_as_transformers(name: str, thinking: bool | None) -> Non
     extra = {} if thinking is None else {"enable_thinking": thinking}
     for messages in (*CONVERSATIONS, TOOL_TURNS[:-1] if name == "llama3_1" else TOOL_TURNS):
         for tools in (None, TOOLS):
-            asked = {"tokenize": False, "add_generation_prompt": True, "tools": tools, **extra}
-            expected = other.apply_chat_template(messages, **asked)
+            options = {"tokenize": False, "add_generation_prompt": True, "tools": tools, **extra}
+            expected = other.apply_chat_template(messages, **options)
             assert ours.apply_chat_template(messages, tools=tools, enable_thinking=thinking) == expected
 
 

@@ -139,18 +139,18 @@ def test_the_optimizer_must_be_swapped_on_64_cards(plan: Plan) -> None:
 
 
 def test_32_cards_are_too_few_for_weights_and_gradients() -> None:
-    found = plan_of(32)
-    assert found.feasible == []
-    assert found.problem is not None
-    assert "5368 GB without the indexers" in found.problem
-    assert "32 cards have 4096 GB" in found.problem
+    plan = plan_of(32)
+    assert plan.feasible == []
+    assert plan.problem is not None
+    assert "5368 GB without the indexers" in plan.problem
+    assert "32 cards have 4096 GB" in plan.problem
 
 
 def test_what_else_can_be_too_much_is_named() -> None:
-    found = plan_of(64, memory=44)
-    assert found.problem is not None
-    assert "the smallest layout" in found.problem
-    assert "of a rank's 44, most of it parameters" in found.problem
+    plan = plan_of(64, memory=44)
+    assert plan.problem is not None
+    assert "the smallest layout" in plan.problem
+    assert "of a rank's 44, most of it parameters" in plan.problem
 
 
 def test_every_layout_is_whole(plan: Plan) -> None:
@@ -183,8 +183,8 @@ def test_context_parallel_ranks_take_two_pieces_of_a_sequence_each() -> None:
     """One from its beginning and one from its end, so that every rank has as many keys to see."""
     shape = from_hugging_face({"model_type": "llama", **TINY, "num_hidden_layers": 3, "num_key_value_heads": 4}, "tiny")
     for seq, widest in ((12, 2), (16, 4)):
-        found = {layout.cp for layout in layouts(shape, 4, PlanSettings(seq=seq, batch=4)) if layout.tp == 1}
-        assert max(found) == widest
+        degrees = {layout.cp for layout in layouts(shape, 4, PlanSettings(seq=seq, batch=4)) if layout.tp == 1}
+        assert max(degrees) == widest
 
 
 @pytest.mark.parametrize("layout", [PUBLISHED, Parallelism(pp=4, tp=2, cp=4, dp=4, ep=8, swap=False)])
@@ -254,9 +254,9 @@ def test_load_of_the_fullest_rank() -> None:
 
 def test_dense_models_have_no_expert_parallelism() -> None:
     shape = from_hugging_face(transformers.LlamaConfig(num_key_value_heads=8).to_dict(), "llama")
-    found = list(layouts(shape, 16, PlanSettings(seq=4096, batch=16)))
-    assert {layout.ep for layout in found} == {1}
-    assert max(layout.tp for layout in found) == 8, "a rank has a whole key head"
+    candidates = list(layouts(shape, 16, PlanSettings(seq=4096, batch=16)))
+    assert {layout.ep for layout in candidates} == {1}
+    assert max(layout.tp for layout in candidates) == 8, "a rank has a whole key head"
 
 
 # ---- memory, as it was measured
@@ -298,11 +298,11 @@ def test_memory_is_near_the_allocators_peak(row: Any) -> None:
         fused=has("dsa"),
         chunk=512,
     )
-    found = memory_of(trim(row["layers"]), dataclasses.replace(ALONE, swap=has("swap")), settings)
+    predicted = memory_of(trim(row["layers"]), dataclasses.replace(ALONE, swap=has("swap")), settings)
     if row.get("out_of_memory"):
-        assert found.allocated * GB > 139 * GIB
+        assert predicted.allocated * GB > 139 * GIB
     else:
-        assert found.allocated * GB == pytest.approx(row["allocated_bytes"], rel=0.06 if has("compile") else 0.05)
+        assert predicted.allocated * GB == pytest.approx(row["allocated_bytes"], rel=0.06 if has("compile") else 0.05)
 
 
 def test_what_was_measured_is_varied() -> None:
@@ -311,16 +311,16 @@ def test_what_was_measured_is_varied() -> None:
     assert {row["seq"] for row in rows} == {4096, 8192, 16384, 32768}
     switches = [set(row["switches"]) for row in rows]
     for name in ("dsa", "checkpoint", "swap", "compile"):
-        assert any(name in found for found in switches)
-        assert any(name not in found for found in switches)
+        assert any(name in switched for switched in switches)
+        assert any(name not in switched for switched in switches)
 
 
 def test_peak_follows_backward() -> None:
     first, last = Part(saved=10, working=1, gradients=100), Part(saved=20, working=50, gradients=5)
     assert peak([first, last]).total == 10 + 1 + 105  # the last one's 20 are free, its gradient stays
     assert peak([last]).total == 20 + 50 + 5
-    found = peak([first, last], accumulates=True)
-    assert (found.activations, found.gradients) == (10 + 20 + 50, 105)
+    memory = peak([first, last], accumulates=True)
+    assert (memory.activations, memory.gradients) == (10 + 20 + 50, 105)
 
 
 def test_sizes_are_what_is_asked_for() -> None:
@@ -354,8 +354,8 @@ def test_attention_is_chosen_as_the_operators_do() -> None:
 @pytest.mark.slow
 def test_a_device_without_a_masking_kernel_keeps_absorbed_queries_of_short_sequences_too() -> None:
     """As whorl.ops.choose_attention does on Ascend, whose plan is then that of the absorbed path at every length."""
-    asked = [PlanOptions(hardware=name, seq=4096, dies=2) for name in ("a3", "h200")]
-    plans = [build_plan("deepseek-v3.2", 64, each) for each in asked]
+    options = [PlanOptions(hardware=name, seq=4096, dies=2) for name in ("a3", "h200")]
+    plans = [build_plan("deepseek-v3.2", 64, each) for each in options]
     assert [plan.settings.masked for plan in plans] == [False, True]
     size = {"weight": 2, "gradient": 2, "moment": 2}
     own = [PlanSettings(seq=4096, batch=1, checkpoint=False, masked=masked, **size) for masked in (False, True)]
@@ -406,11 +406,22 @@ def test_the_command_for_one_card(tmp_path: Path) -> None:
         num_hidden_layers=8, n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1
     ).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    asked = ("--plan", str(tmp_path), "--hardware", "h200", "--cards", "1", "--seq", "32768", "--states", "bfloat16")
-    answer = json.loads(run(*asked, "--json").output)
+    arguments = (
+        "--plan",
+        str(tmp_path),
+        "--hardware",
+        "h200",
+        "--cards",
+        "1",
+        "--seq",
+        "32768",
+        "--states",
+        "bfloat16",
+    )
+    answer = json.loads(run(*arguments, "--json").output)
     row = next(row for row in answer["rows"] if not row["layout"]["swap"])
     assert (row["memory_gb"]["total"] - row["memory_gb"]["reserve"]) * GB / GIB == pytest.approx(71.6, rel=0.1)
-    without = json.loads(run(*asked, "--no-checkpointing", "--json").output)
+    without = json.loads(run(*arguments, "--no-checkpointing", "--json").output)
     assert without["feasible"] == 0
     assert "no activation checkpointing" in "".join(without["assumptions"])
 

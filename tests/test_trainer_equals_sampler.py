@@ -31,9 +31,9 @@ def sample(model: Any) -> list[Output]:
 def trained(model: Any, outputs: list[Output]) -> list[Tensor]:
     """The logprobs of each answer, as a trainer has them: with a gradient, all sequences at once."""
     sequences = [output.prompt_ids + output.token_ids for output in outputs]
-    found = nn.trainable(model).logprobs(nn.pack(sequences, "cpu"))
-    assert found.requires_grad
-    parts = found.split([len(sequence) - 1 for sequence in sequences])
+    logprobs = nn.trainable(model).logprobs(nn.pack(sequences, "cpu"))
+    assert logprobs.requires_grad
+    parts = logprobs.split([len(sequence) - 1 for sequence in sequences])
     return [part[len(output.prompt_ids) - 1 :] for part, output in zip(parts, outputs, strict=True)]
 
 
@@ -104,10 +104,10 @@ def test_running_sequences_are_computed_again() -> None:
         llm.step()
     scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     [again] = engine(model).generate([seq.token_ids], scored, progress=False)
-    new, found = ([each.logprob for each in logprobs] for logprobs in (again.prompt_logprobs[11:], seq.logprobs))
+    new, actual = ([each.logprob for each in logprobs] for logprobs in (again.prompt_logprobs[11:], seq.logprobs))
     assert kept > 0
-    assert found[kept:] == new[kept:]
-    assert found[:kept] != new[:kept]
+    assert actual[kept:] == new[kept:]
+    assert actual[:kept] != new[:kept]
 
 
 def test_weights_that_lie_elsewhere_are_refused() -> None:
@@ -161,9 +161,9 @@ def test_gradients_are_transformers(name: str, tmp_path: Path) -> None:
     for parameter in model.parameters():  # the slots of a checkpoint are views of them: of gradients, now
         parameter.data = parameter.grad
     for source, slot in nn.destinations(model).items():
-        found = hf_gradients(hf, source)[slot.index]
+        gradient = hf_gradients(hf, source)[slot.index]
         torch.testing.assert_close(
-            slot.into, found, rtol=1e-3, atol=1e-5, msg=lambda m, source=source: f"{source}: {m}"
+            slot.into, gradient, rtol=1e-3, atol=1e-5, msg=lambda m, source=source: f"{source}: {m}"
         )
 
 
@@ -183,17 +183,17 @@ def sharded(name: str) -> list[Tensor]:
         fully_shard(layer, **how)
     fully_shard(model, **how)
     register_fsdp_forward_method(model, "logprobs")
-    found = model.logprobs(packed)
-    found.sum().backward()
+    logprobs = model.logprobs(packed)
+    logprobs.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    return [plain.logprobs(packed).detach(), found.detach()]
+    return [plain.logprobs(packed).detach(), logprobs.detach()]
 
 
 @pytest.mark.parametrize("name", ["qwen3_bfloat16", "qwen3_moe_bfloat16"])
 def test_fsdp_keeps_the_bits(name: str) -> None:
-    for plain, found in shared(2).run(sharded, name):
-        assert found.isfinite().all()
-        assert torch.equal(found, plain)
+    for plain, actual in shared(2).run(sharded, name):
+        assert actual.isfinite().all()
+        assert torch.equal(actual, plain)
 
 
 def test_autocast_is_refused() -> None:
@@ -214,9 +214,9 @@ def test_inductor_with_its_roundings_keeps_the_bits(name: str) -> None:
     model = nn.trainable(MODELS[name]())
     packed = nn.pack(SEQUENCES, "cpu")
     with torch._inductor.config.patch(emulate_precision_casts=True):
-        found = torch.compile(model.logprobs)(packed)
-        found.sum().backward()
-    assert torch.equal(found, model.logprobs(packed))
+        logprobs = torch.compile(model.logprobs)(packed)
+        logprobs.sum().backward()
+    assert torch.equal(logprobs, model.logprobs(packed))
 
 
 def test_only_plain_weights_are_trained() -> None:

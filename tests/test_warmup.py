@@ -87,8 +87,8 @@ REQUESTS = [
 
 def outputs(llm: LLM) -> list[Any]:
     prompts, params = ([each[i] for each in REQUESTS] for i in (0, 1))
-    found = llm.generate(prompts, params, progress=False)
-    return [(each.token_ids, each.logprobs, each.prompt_logprobs, each.num_cached) for each in found]
+    generated = llm.generate(prompts, params, progress=False)
+    return [(each.token_ids, each.logprobs, each.prompt_logprobs, each.num_cached) for each in generated]
 
 
 @pytest.mark.parametrize("kind", ["full", "short"])
@@ -104,10 +104,10 @@ def test_no_bit_changes(kind: Any, drafting: str) -> None:
 
     warm = make(warmup=kind)
     assert warm.warmed is not None
-    plain, found = outputs(make()), outputs(warm)
+    plain, actual = outputs(make()), outputs(warm)
     if drafting == "model":  # a drawn draft decides with the target what is sampled: the greedy and the scored remain
-        plain, found = [plain[0], plain[2][2:]], [found[0], found[2][2:]]
-    assert found == plain
+        plain, actual = [plain[0], plain[2][2:]], [actual[0], actual[2][2:]]
+    assert actual == plain
 
 
 def test_a_model_with_experts_and_real_attention() -> None:
@@ -126,7 +126,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         return function
 
     monkeypatch.setattr(runner_module, "record_graph", record)
-    monkeypatch.setattr(runner_module, "wants_graphs", lambda device, asked: asked is not False)
+    monkeypatch.setattr(runner_module, "wants_graphs", lambda device, requested: requested is not False)
 
 
 def run_load(llm: LLM) -> None:
@@ -209,8 +209,8 @@ def test_products_of_every_multiple_are_tried() -> None:
     llm = engine(**options)
     for kind, expected in (("full", {128, 256, 384}), ("short", {128, 256})):
         work = WarmUp(llm, kind)  # type: ignore[arg-type]
-        found = {task.description for task in work.tasks()}
-        assert {n for n in range(128, 400, 128) if f"prompt of {n}" in found} == expected
+        descriptions = {task.description for task in work.tasks()}
+        assert {n for n in range(128, 400, 128) if f"prompt of {n}" in descriptions} == expected
 
 
 # ---- when
@@ -283,11 +283,11 @@ def warming() -> Iterator[tuple[Served, Held]]:
 def test_a_server_is_ready_when_it_is_warm(warming: tuple[Served, Held]) -> None:
     served, held = warming
     health = served.http.get("/health")
-    found = health.json()
+    status = health.json()
     assert health.status_code == 503
-    assert (found["status"], found["done"]) == ("warming_up", 3)
-    assert found["total"] > 3
-    assert found["error"]["code"] == "warming_up"
+    assert (status["status"], status["done"]) == ("warming_up", 3)
+    assert status["total"] > 3
+    assert status["error"]["code"] == "warming_up"
     assert 1 <= int(health.headers["Retry-After"]) <= 30
     for path, body in (
         ("/v1/completions", {"prompt": "ab"}),
@@ -358,11 +358,11 @@ def test_ready_is_said_last(tmp_path: Path) -> None:
 def test_every_rank_warms_up(tmp_path: Path) -> None:
     config = Qwen3.tiny(hidden_size=96, intermediate_size=160, num_experts=8)
     (path,) = write_checkpoints(tmp_path, {"tiny": config}).values()
-    found = []
+    results = []
     for kind in ("full", None):
         llm = LLM(path, tokenizer=ByteTokenizer(), tp=2, warmup=kind, **SIZES)
         try:
-            found.append(outputs(llm))
+            results.append(outputs(llm))
         finally:
             llm.close()
-    assert found[0] == found[1]
+    assert results[0] == results[1]

@@ -178,8 +178,8 @@ def test_the_engine_generates_with_it(checkpoints: tuple[Path, Path]) -> None:
         LLM(path, tokenizer=tokenizer, device="cpu", dtype=torch.float32, num_blocks=16, unpack=False)
         for path in checkpoints
     )
-    found, expected = (llm.generate([[1, 2, 3], [9] * 20], params, progress=False) for llm in (paired, dense))
-    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    actual, expected = (llm.generate([[1, 2, 3], [9] * 20], params, progress=False) for llm in (paired, dense))
+    assert [output.token_ids for output in actual] == [output.token_ids for output in expected]
     # A value takes a byte and 4 / 128 instead of 4 bytes; all else that a step moves is the same.
     batch = 500  # in which every expert is chosen
     read = [m.weight.numel() for n, m in matrices(dense.model).items() if not n.endswith(("mlp.gate", "embed_tokens"))]

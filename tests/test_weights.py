@@ -374,9 +374,9 @@ def run_rank(rank: int, size: int, folder: Path, store: str, results: Any) -> No
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     runner = Runner(load(folder, tp=nn.Ranks(rank=rank, size=size)))
-    found = torch.cat([runner.run(PROMPT), runner.run([5])])
+    logits = torch.cat([runner.run(PROMPT), runner.run([5])])
     if rank == size - 1:
-        results.put(found.numpy())
+        results.put(logits.numpy())
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -393,9 +393,9 @@ def test_ranks_together_equal_one(size: int, config: dict[str, Any], tmp_path: P
     for process in started:
         process.start()
     try:
-        found = torch.from_numpy(results.get(timeout=60))
+        actual = torch.from_numpy(results.get(timeout=60))
     finally:
         for process in started:
             process.join(10)
             process.kill()
-    close(found, expected)
+    close(actual, expected)

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 
 def num_bytes(tensors: Iterable[Any]) -> int:
-    found = [x.to_local() if isinstance(x, DTensor) else x for x in tensors if isinstance(x, Tensor)]
-    return sum(x.numel() * x.element_size() for x in found)
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors if isinstance(x, Tensor)]
+    return sum(x.numel() * x.element_size() for x in local)
 
 
 def of_a_step(flags: list[str], tell: Callable[..., None]) -> dict[str, Any]:

@@ -151,9 +151,9 @@ def digest(trainer: Any) -> str:
     import torch.distributed.checkpoint.state_dict as states
 
     options = states.StateDictOptions(full_state_dict=True)
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for part in trainer.model_parts:
         for name, x in sorted(states.get_model_state_dict(part, options=options).items()):
-            found.update(name.encode())
-            found.update(x.detach().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+            sha.update(name.encode())
+            sha.update(x.detach().cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()

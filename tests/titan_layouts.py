@@ -45,10 +45,10 @@ __all__ = [
     "collect",
     "collectives",
     "dims",
-    "found",
+    "expected_result",
     "fuse",
     "job",
-    "wanted",
+    "result_of",
 ]
 TIMEOUT = 300  # the first call imports TorchTitan
 
@@ -59,12 +59,12 @@ def alone(micro_batches: int, stage: str, model: tuple[tuple[str, Any], ...]) ->
 
 
 @functools.cache
-def wanted(ranks: int, micro_batches: int = 1, stage: str = "sparse", model: tuple[Any, ...] = ()) -> Result:
+def expected_result(ranks: int, micro_batches: int = 1, stage: str = "sparse", model: tuple[Any, ...] = ()) -> Result:
     """Of one rank, by a process that has TorchTitan loaded already."""
     return shared(ranks).run(alone, micro_batches, stage, model, timeout=TIMEOUT)[0]
 
 
-def found(ranks: int, layout: Degrees) -> Result:
+def result_of(ranks: int, layout: Degrees) -> Result:
     """What the ranks have together."""
     return merge_ranks(shared(ranks).run(run, layout, timeout=TIMEOUT), layout)
 
@@ -72,7 +72,7 @@ def found(ranks: int, layout: Degrees) -> Result:
 def check(ranks: int, layout: Degrees) -> None:
     if "V" in layout.schedule and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 lets a rank of a V-shaped schedule send to itself first, where gloo hangs")
-    compare(found(ranks, layout), wanted(ranks, 1, layout.stage, layout.model), layout)
+    compare(result_of(ranks, layout), expected_result(ranks, 1, layout.stage, layout.model), layout)
 
 
 def cases(ranks: int, layouts: dict[str, Degrees], *marks: Any) -> list[Any]:

@@ -68,7 +68,7 @@ def copy_checkpoint(source: Path, case: Path, *steps: int) -> Path:
 def folder_rules(flags: list[str], tell: Tell) -> dict[str, Any]:
     """What becomes of a folder with steps 2 and 4 whole and 6 half written."""
     trainer = build(flags, tell)
-    checkpoints, found = trainer.checkpointer, {}
+    checkpoints, folders = trainer.checkpointer, {}
     folder = Path(checkpoints.folder)
 
     def names() -> list[str]:
@@ -78,7 +78,7 @@ def folder_rules(flags: list[str], tell: Tell) -> dict[str, Any]:
     (folder / "step-8").mkdir()  # under way
     checkpoints._writing = str(folder / "step-8")
     checkpoints._purge_stale_checkpoints()
-    found["purged"] = names()
+    folders["purged"] = names()
 
     seen: list[list[str]] = []
     above = type(checkpoints).__mro__[1]
@@ -91,16 +91,16 @@ def folder_rules(flags: list[str], tell: Tell) -> dict[str, Any]:
     above.dcp_save = watched
     checkpoints.keep_latest_k = 0
     checkpoints.save(4)
-    found["left_when_written_again"] = [*seen]
-    found["written"] = sorted(p.name for p in (folder / "step-4").iterdir())
+    folders["left_when_written_again"] = [*seen]
+    folders["written"] = sorted(p.name for p in (folder / "step-4").iterdir())
 
     checkpoints.last_save_model_only = True
     checkpoints.save(10, last_step=True)
     try:
         checkpoints.load()
     except ValueError as e:
-        found["model_alone"] = str(e)
-    return found
+        folders["model_alone"] = str(e)
+    return folders
 
 
 def first_weights(flags: list[str], tell: Tell) -> bool:
@@ -127,7 +127,7 @@ def poisoned(flags: list[str], tell: Tell, *, plain: bool = False) -> str:
     *flags, where = flags
     name, direction, rank, step = where.split()
     trainer = build(flags, tell, plain=plain)
-    found = [part.get_submodule(name) for part in trainer.model_parts if name in dict(part.named_modules())]
+    modules = [part.get_submodule(name) for part in trainer.model_parts if name in dict(part.named_modules())]
 
     def spoil(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
         if trainer.step < int(step) or torch.distributed.get_rank() != int(rank):
@@ -138,7 +138,7 @@ def poisoned(flags: list[str], tell: Tell, *, plain: bool = False) -> str:
             output.register_hook(lambda grad: grad * torch.nan)
         return None
 
-    for module in found:
+    for module in modules:
         if direction == "overflow":
             module.weight.data.sign_().mul_(2e38)
         else:

@@ -70,8 +70,8 @@ def dispatch(kind: Any) -> float:
     counts = torch.bincount(ids.flatten(), minlength=5)
 
     def run(dispatcher: Any) -> list[Tensor]:
-        rows, found, metadata = dispatcher.dispatch(x, scores, ids, counts)
-        factors = torch.arange(1, 6).repeat_interleave(found)
+        rows, rows_per_expert, metadata = dispatcher.dispatch(x, scores, ids, counts)
+        factors = torch.arange(1, 6).repeat_interleave(rows_per_expert)
         return with_gradients((dispatcher.combine(rows * factors[:, None], metadata, x),), [x, scores])
 
     return difference(run, config.build(), v030.whorl_permute(config).build())

@@ -32,8 +32,8 @@ def use_cpu() -> None:
         "current_device": lambda: 0,
     }
     host.__dict__.update(answers)
-    found: Any = torch._utils
-    found._get_available_device_type, found._get_device_module = (lambda: "cpu"), (lambda device: host)
+    utilities: Any = torch._utils
+    utilities._get_available_device_type, utilities._get_device_module = (lambda: "cpu"), (lambda device: host)
     barrier, histc, changed = dist.barrier, torch.histc, dist
     changed.barrier = lambda *args, device_ids=None, **more: barrier(*args, **more)  # type: ignore[assignment]
     if not hasattr(dist, "set_timeout"):  # newer than torch 2.13

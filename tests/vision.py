@@ -66,22 +66,22 @@ def hf_inputs(
     rows = [[0] * (longest - len(ids)) + ids for ids, _ in prompts]
     ids = torch.tensor(rows)
     mask = torch.tensor([[0] * (longest - len(i)) + [1] * len(i) for i, _ in prompts])
-    found = {"input_ids": ids, "attention_mask": mask}
-    found["mm_token_type_ids"] = ((ids == image_id) + 2 * (ids == video_id)).int()
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    inputs["mm_token_type_ids"] = ((ids == image_id) + 2 * (ids == video_id)).int()
     for kind, pixels, grids in (
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),
     ):
         chosen = [each for _, items in prompts for each in items if each.kind == kind]
         if chosen:
-            found[pixels] = torch.cat([torch.from_numpy(each.patches) for each in chosen])
-            found[grids] = torch.tensor([each.grid for each in chosen])
-    return found
+            inputs[pixels] = torch.cat([torch.from_numpy(each.patches) for each in chosen])
+            inputs[grids] = torch.tensor([each.grid for each in chosen])
+    return inputs
 
 
 def hf_greedy(model: Any, prompts: Sequence[tuple[list[int], list[MediaItem]]], count: int) -> list[list[int]]:
-    given = hf_inputs(prompts)
+    inputs = hf_inputs(prompts)
     options = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0}
     with torch.inference_mode():
-        out = model.generate(**given, **options)
-    return out[:, given["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
+        out = model.generate(**inputs, **options)
+    return out[:, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]

@@ -40,11 +40,11 @@ def error(model: ChatOpenAI) -> str:
 def conversation(model: ChatOpenAI) -> str:
     """A call, its result, and the answer; messages go back as the library has them."""
     with_tools = model.bind_tools([weather])
-    asked = [HumanMessage("call")]
-    first = with_tools.invoke(asked)
+    question = [HumanMessage("call")]
+    first = with_tools.invoke(question)
     (call,) = first.tool_calls
     result = ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])
-    return f"{call['name']} {call['args']['city']}: {with_tools.invoke([*asked, first, result]).text}"
+    return f"{call['name']} {call['args']['city']}: {with_tools.invoke([*question, first, result]).text}"
 
 
 whole = None

@@ -19,9 +19,9 @@ TOOLS = [
 
 def ask(text: str, messages: list | None = None, *, model: str = "openai/told", key: str = "sk-test", **more):
     base = ROOT if model.startswith("anthropic/") else f"{ROOT}/v1"
-    asked = messages or [{"role": "user", "content": text}]
+    conversation = messages or [{"role": "user", "content": text}]
     return litellm.completion(
-        model=model, api_base=base, api_key=key, messages=asked, temperature=0, timeout=60, **more
+        model=model, api_base=base, api_key=key, messages=conversation, temperature=0, timeout=60, **more
     )
 
 

@@ -57,8 +57,8 @@ async def error(model) -> str:
 async def main() -> None:
     pieces = await streamed(by_openai())
     kinds = {"tool": by_openai(), "responses_tool": by_openai(OpenAIResponsesModel), "messages_tool": by_anthropic()}
-    found = {name: (await agent(model).run("call")).output for name, model in kinds.items()}
-    found |= {
+    answers = {name: (await agent(model).run("call")).output for name, model in kinds.items()}
+    answers |= {
         "streamed": "".join(pieces),
         "pieces": len(pieces),
         "messages_streamed": "".join(await streamed(by_anthropic())),
@@ -67,7 +67,7 @@ async def main() -> None:
         "bad_key": await error(by_openai(key="wrong")),
         "bad_model": await error(by_openai(name="gpt-9")),
     }
-    print(json.dumps(found))
+    print(json.dumps(answers))
 
 
 asyncio.run(main())

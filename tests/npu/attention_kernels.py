@@ -121,8 +121,8 @@ def fused_infer_attention_score(call: Call) -> tuple[Tensor, Tensor]:
         starts = [0, *queries[:-1]]
         lengths = [end - start for start, end in zip(starts, queries, strict=True)]
     else:
-        given = queries if queries and not is_single else [q.shape[1]]
-        starts, lengths = [0] * q.shape[0], list(given) * (q.shape[0] if len(given) == 1 else 1)
+        query_lens = queries if queries and not is_single else [q.shape[1]]
+        starts, lengths = [0] * q.shape[0], list(query_lens) * (q.shape[0] if len(query_lens) == 1 else 1)
     if block_table is not None and kv_lengths is not None:
         assert sum(-(-n // block_size) for n in kv_lengths) <= key.shape[0], "too few blocks"
     joined = value.dim() == 3 and (layout == "BSH" or block_table is not None)

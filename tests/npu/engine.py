@@ -67,16 +67,16 @@ NPU_KERNELS = {name: refusing(name, kernel) for name, kernel in ALL_KERNELS.item
 CYCLE = 12  # tokens that follow one another in a circle
 
 
-def main(out: Path, folder: Path, asked: list[str]) -> None:
-    found: dict[str, Any] = {}
+def main(out: Path, folder: Path, cases: list[str]) -> None:
+    results: dict[str, Any] = {}
     paths = write_checkpoints(folder, CONFIGS)
     for path in paths.values():
         give_margins(path / "model.safetensors")
-    for what in asked:
+    for what in cases:
         model, kind = what.split(":")
         chosen = [(*request, []) for request in requests(is_crowded=kind == "crowded")]
-        found[what] = compare(paths[model], KINDS[kind], with_pictures(chosen) if model == "vision" else chosen)
-    out.write_text(json.dumps(found, indent=1))
+        results[what] = compare(paths[model], KINDS[kind], with_pictures(chosen) if model == "vision" else chosen)
+    out.write_text(json.dumps(results, indent=1))
 
 
 def give_margins(path: Path) -> None:
@@ -134,17 +134,17 @@ def requests(is_crowded: bool) -> list[tuple[list[int], SamplingParams]]:
 def with_pictures(chosen: list[Any]) -> list[Any]:
     """The same with a picture, or a video of two frames, behind the first tokens of long prompts."""
     picture, video = item(0, (1, 8, 8)), item(1, (2, 4, 8), "video")
-    found = []
+    requests = []
     for number, (prompt, params, _) in enumerate(chosen):
         text = [1 if token in (IMAGE, VIDEO, START, END) else token for token in prompt]
         if len(text) < 20:
-            found.append((text, params, []))
+            requests.append((text, params, []))
         elif number == 2:
             frames = [START, *[VIDEO] * 8, END, 7, START, *[VIDEO] * 8, END]
-            found.append((text[:9] + frames + text[9:], params, [video]))
+            requests.append((text[:9] + frames + text[9:], params, [video]))
         else:
-            found.append((text[:9] + [START, *[IMAGE] * 16, END] + text[9:], params, [picture]))
-    return found
+            requests.append((text[:9] + [START, *[IMAGE] * 16, END] + text[9:], params, [picture]))
+    return requests
 
 
 def compare(path: Path, options: dict[str, Any], chosen: list[Any]) -> dict[str, Any]:
@@ -183,9 +183,9 @@ def generate(path: Path, device: str, chosen: list[Any], speculate: Any = None, 
     }
 
 
-def difference(found: list[Logits], expected: list[Logits]) -> dict[str, float]:
+def difference(actual: list[Logits], expected: list[Logits]) -> dict[str, float]:
     """Of the logits at the same places, in units of their own spread; and what tells the highest from the next."""
-    pairs = [(mine[i], theirs[i]) for mine, theirs in zip(found, expected, strict=True) for i in mine if i in theirs]
+    pairs = [(mine[i], theirs[i]) for mine, theirs in zip(actual, expected, strict=True) for i in mine if i in theirs]
     errors = [((mine - theirs).square().mean().sqrt() / theirs.std()).item() for mine, theirs in pairs]
     gaps = [torch.sub(*theirs.topk(2).values).item() for _, theirs in pairs]
     return {

@@ -24,7 +24,7 @@ def inputs(name: str, queries: int, keys: int, device: str = "cpu") -> Values:
     more: Values = {"dtype": torch.bfloat16, "device": device}
     is_dense = name.startswith("dense")
     dim = 192 if is_dense else 576
-    found: Values = {
+    values: Values = {
         "q": torch.randn(queries, 8, 128, **more),
         "k": torch.randn(keys, 128, **more),
         "weights": torch.randn(queries, 8, **more) * (8 * 128) ** -0.5,
@@ -33,10 +33,10 @@ def inputs(name: str, queries: int, keys: int, device: str = "cpu") -> Values:
         "main_lse": 2 + torch.rand(queries, 32, device=device),
     }
     if not is_dense and device == "cpu":
-        found["indices"] = select(queries, keys, 17, causal=True, device=device)
+        values["indices"] = select(queries, keys, 17, causal=True, device=device)
     elif not is_dense:
-        found["indices"] = torch.zeros(queries, 17, dtype=torch.int32, device=device)
-    return found
+        values["indices"] = torch.zeros(queries, 17, dtype=torch.int32, device=device)
+    return values
 
 
 def gradients(name: str, values: Values, **options: Any) -> tuple[Tensor, ...]:
@@ -71,7 +71,7 @@ def on_fake(fake: Callable[[], AbstractContextManager[None]], reads: Callable[..
     for name in LOSSES:
         with fake(), reads([], read=lambda _: [1]):
             values = inputs(name, *SIZES[0], device=device)
-            loss, *found = gradients(name, values)
-            made = [(g.shape, g.dtype, g.device) for g in found]
+            loss, *grads = gradients(name, values)
+            made = [(g.shape, g.dtype, g.device) for g in grads]
             if loss.shape == () and made == [(values[n].shape, values[n].dtype, values[n].device) for n in LEAVES]:
                 yield name

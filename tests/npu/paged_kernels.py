@@ -29,7 +29,7 @@ def indexer(call: Call) -> tuple[Tensor, Tensor]:
     assert call.layout_query == "TND"
     assert all(x.is_contiguous() for x in (query, call.key, weights, call.block_table))
     assert not call.return_value, "not with pages"
-    found = torch.full((len(query), 1, count), NOT_WRITTEN, dtype=torch.int32)
+    indices = torch.full((len(query), 1, count), NOT_WRITTEN, dtype=torch.int32)
     for rows, positions, (key,) in sequences(call, call.actual_seq_lengths_key, call.key):
         dots = torch.einsum("qnd,kd->qnk", query[rows].float(), key.float()).relu()
         scores = torch.einsum("qnk,qn->qk", dots, weights[rows].float())
@@ -37,9 +37,9 @@ def indexer(call: Call) -> tuple[Tensor, Tensor]:
             scores = scores.masked_fill(torch.arange(len(key)) > positions[:, None], -torch.inf)
         best = torch.sort(scores, dim=-1, descending=True, stable=True)
         chosen = best.indices.masked_fill(best.values == -torch.inf, -1)[:, :count]
-        found[rows] = -1
-        found[rows, 0, : chosen.shape[1]] = chosen.int()
-    return found, query.new_empty(0)
+        indices[rows] = -1
+        indices[rows, 0, : chosen.shape[1]] = chosen.int()
+    return indices, query.new_empty(0)
 
 
 def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:

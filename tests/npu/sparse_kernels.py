@@ -64,8 +64,8 @@ def sparse_flash_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     total = weights.sum(-1, keepdim=True)
     out = torch.einsum("bsnk,bskd->bsnd", weights / total, rows[..., : call.query.shape[-1]])
     has_statistics = call.return_softmax_lse
-    found = (x.transpose(1, 3).transpose(2, 3) if has_statistics else x.new_empty(0) for x in (top, total))
-    return out.to(call.query.dtype), *found
+    statistics = (x.transpose(1, 3).transpose(2, 3) if has_statistics else x.new_empty(0) for x in (top, total))
+    return out.to(call.query.dtype), *statistics
 
 
 @by_schema("npu_sparse_flash_attention_grad")
@@ -85,8 +85,8 @@ def sparse_flash_attention_grad(call: Call) -> tuple[Tensor, ...]:
         shares = torch.einsum("bsnk,bsnd->bskd", each, heads)
         for b in range(len(key)):
             total_of[b].index_add_(0, at[b].flatten(), shares[b].flatten(0, 1))
-    found = (dq[..., :dim], dk[:, :, None, :dim], dv[:, :, None], dq[..., dim:], dk[:, :, None, dim:])
-    return tuple(x.to(query.dtype).contiguous() for x in found)
+    gradients = (dq[..., :dim], dk[:, :, None, :dim], dv[:, :, None], dq[..., dim:], dk[:, :, None, dim:])
+    return tuple(x.to(query.dtype).contiguous() for x in gradients)
 
 
 def _index_scores(query: Tensor, key: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,27 +58,27 @@ class Npu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        mine = [x for x in given if isinstance(x, NpuTensor)]
-        asked = kwargs.get("device")
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        mine = [x for x in tensors if isinstance(x, NpuTensor)]
+        device = kwargs.get("device")
         if kwargs.pop("pin_memory", None) or func._schema.name == "aten::pin_memory":
             assert not mine, f"{func} pins memory of npu:0"
             return self._pin(func, args, kwargs)
-        is_there = bool(mine) if asked is None else torch.device(asked).type == "npu"
-        self._refuse_mixed(func, given, mine)
+        is_there = bool(mine) if device is None else torch.device(device).type == "npu"
+        self._refuse_mixed(func, tensors, mine)
         self._refuse_pageable(func, args, kwargs)
-        if asked is not None and is_there:
+        if device is not None and is_there:
             kwargs["device"] = "cpu"
         if (mine and not is_there) or func is torch.ops.aten._local_scalar_dense.default:
             self.num_reads += bool(mine)
         out = self._run(func, *tree_map_only(NpuTensor, lambda x: x.data_, (args, kwargs)))
         return self._wrap(func, args, out) if is_there else out
 
-    def _refuse_mixed(self, func: Any, given: list[Tensor], mine: list[Tensor]) -> None:
+    def _refuse_mixed(self, func: Any, tensors: list[Tensor], mine: list[Tensor]) -> None:
         """As a device does; copies go between devices, and a number of the host may be mixed with anything."""
         if not mine or func in self.copies:
             return
-        strange = [x for x in given if not isinstance(x, NpuTensor) and x.dim()]
+        strange = [x for x in tensors if not isinstance(x, NpuTensor) and x.dim()]
         assert not strange, f"{func}: tensors on npu:0 and on {strange[0].device}"
 
     def _refuse_pageable(self, func: Any, args: Any, kwargs: Any) -> None:

@@ -91,8 +91,8 @@ def run(stage: str, folder: str, called: list[str]) -> Values:
         called.clear()
         fallbacks.clear()
         batch = a_batch(trainer)
-        found = loss_and_gradients(trainer, batch)
-    row: Values = {"compared": compared(found, loss_and_gradients(trainer, batch))}
+        actual = loss_and_gradients(trainer, batch)
+    row: Values = {"compared": compared(actual, loss_and_gradients(trainer, batch))}
     with cpu_is_npu() as more:
         called.clear()
         before = {name: p.detach().clone() for name, p in trainer.model_parts[0].named_parameters()}
@@ -118,19 +118,19 @@ def loss_and_gradients(trainer: Any, batch: Values) -> dict[str, Tensor]:
     (model,) = trainer.model_parts
     trainer.optimizers.zero_grad()
     loss = trainer.forward_backward_step(**batch | {"input_dict": dict(batch["input_dict"])})
-    found = {"loss": loss.detach().float()}
+    values = {"loss": loss.detach().float()}
     for name, module in model.named_modules():
         if isinstance(module, Core):
-            found[f"{name}.kl"] = pop_log(module.kl)
-    found |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            values[f"{name}.kl"] = pop_log(module.kl)
+    values |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     trainer.optimizers.zero_grad()
-    return found
+    return values
 
 
-def compared(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def compared(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """By name, the norm of the difference as a part of what was expected."""
-    assert found.keys() == expected.keys()
-    differences = {name: float((found[name].double() - x.double()).norm()) for name, x in expected.items()}
+    assert actual.keys() == expected.keys()
+    differences = {name: float((actual[name].double() - x.double()).norm()) for name, x in expected.items()}
     return {name: d / max(float(expected[name].double().norm()), 1e-12) for name, d in differences.items()}
 
 

@@ -11,8 +11,8 @@ def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None, mode:
     queries, keys = query.shape[1], key.shape[1]
     group = query.shape[2] // key.shape[2]
     hidden = hidden_keys(queries, keys, mode, mask, UNLIMITED, UNLIMITED, is_single=False)
-    found = torch.einsum("bsnd,btnd->bnst", query.float(), key.float().repeat_interleave(group, 2)) * scale
-    return found.masked_fill(hidden, -torch.inf)
+    scores = torch.einsum("bsnd,btnd->bnst", query.float(), key.float().repeat_interleave(group, 2)) * scale
+    return scores.masked_fill(hidden, -torch.inf)
 
 
 def _check(call: Call, *more: Tensor) -> None:

@@ -112,15 +112,15 @@ def _routing(**more: Any) -> Call:
 def beyond(fake: Callable[[], AbstractContextManager[None]]) -> Iterator[Values]:
     """Which calls reached torch_npu, and whether with every argument as it was given."""
     for name, make in BEYOND.items():
-        given: list[Any] = []
+        calls: list[Any] = []
         original = getattr(torch_npu, name)
         row: Values = {"name": name}
         try:
             with fake():
                 args, keywords = make()
-                setattr(torch_npu, name, lambda *a, seen=given, **k: seen.append((a, k)))
+                setattr(torch_npu, name, lambda *a, seen=calls, **k: seen.append((a, k)))
                 getattr(ascend, name)(*args, **keywords)
-                ((by_place, by_name),) = given
+                ((by_place, by_name),) = calls
                 passed = [*by_place, *by_name.values()]
                 if not all(any(_same(a, p) for p in passed) for a in [*args, *keywords.values()]):
                     row["error"] = f"was given {args}, {keywords}, passed {passed}"
