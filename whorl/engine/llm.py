@@ -169,7 +169,7 @@ class LLM:
         self.runner = (Runner if self._lead is None else self._lead.runner)(self.model, **options, sp=sp)
         if (draft_head := self._draft_head) is not None and self.proposer is not None:
             runner = Runner(draft_head, **options, share_tables_with=self.runner)
-            self.proposer.attach(self.pool, runner, max_tokens=settings.step_tokens)
+            self.proposer.attach(self.pool, runner, max_rows=settings.step_tokens)
 
     @property
     def _draft_head(self) -> Model | None:

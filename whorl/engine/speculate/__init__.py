@@ -61,8 +61,8 @@ class Proposer(Protocol):
         """Load the draft head, if it uses hidden states. path: the target's checkpoint; None: there is only a model."""
         return
 
-    def attach(self, pool: "BlockPool", runner: "Runner", *, max_tokens: int) -> None:
-        """Receive the target's blocks and the runner of the draft head, if it uses hidden states. max_tokens: the most
+    def attach(self, pool: "BlockPool", runner: "Runner", *, max_rows: int) -> None:
+        """Receive the target's blocks and the runner of the draft head, if it uses hidden states. max_rows: the most
         tokens of one call."""
         return
 

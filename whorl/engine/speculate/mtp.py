@@ -102,10 +102,10 @@ class MTP(Proposer):
 
         self.draft_head = load_prediction(path if self.path is None else self.path, model)
 
-    def attach(self, pool: BlockPool, runner: Runner, *, max_tokens: int) -> None:
+    def attach(self, pool: BlockPool, runner: Runner, *, max_rows: int) -> None:
         if self._drafter is not None:
             raise ValueError("MTP: it already drafts for another engine; create one for each engine")
-        self._pool, self._drafter = pool, OneByOne(runner, max_tokens=max_tokens)
+        self._pool, self._drafter = pool, OneByOne(runner, max_tokens=max_rows)
 
     @property
     def drafter(self) -> OneByOne:
