@@ -78,12 +78,12 @@ def run_whole(model: Any, token_ids: Sequence[int], states: Tensor | None = None
 def guesses(target: Any, layer: Any, token_ids: list[int], k: int) -> list[int]:
     """What the layer drafts behind these tokens, all of it computed anew for every one."""
     states, tokens = run_whole(target, token_ids[:-1]), token_ids[1:]
-    found: list[int] = []
-    while len(found) < k:
+    guessed: list[int] = []
+    while len(guessed) < k:
         hidden = run_whole(layer, tokens, states)
-        found.append(int(layer.logits(hidden[-1:]).argmax()))
-        states, tokens = torch.cat((states, hidden[-1:])), [*tokens, found[-1]]
-    return found
+        guessed.append(int(layer.logits(hidden[-1:]).argmax()))
+        states, tokens = torch.cat((states, hidden[-1:])), [*tokens, guessed[-1]]
+    return guessed
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -100,7 +100,7 @@ def test_the_layer_computes_what_the_trainer_does(tmp_path: Path) -> None:
         further.block.moe.expert_bias.normal_(std=0.2)
         further.norm.weight.normal_(1, 0.2)
         further.hnorm.weight.normal_(1, 0.2)
-        handle = model.norm.register_forward_hook(lambda *given: seen.append(given[-1]))
+        handle = model.norm.register_forward_hook(lambda *arguments: seen.append(arguments[-1]))
         tokens = torch.tensor([TOKENS])
         model(tokens)
         handle.remove()
@@ -111,8 +111,8 @@ def test_the_layer_computes_what_the_trainer_does(tmp_path: Path) -> None:
     for path in (folder, tmp_path / "exported"):
         target = weights.load_model(path, device="cpu", progress=False)
         layer = weights.load_prediction(path, target, progress=False)
-        found = layer.logits(run_whole(layer, TOKENS[1:], run_whole(target, TOKENS[:-1])))
-        assert float((found - expected).abs().max() / expected.abs().max()) < 2e-6
+        actual = layer.logits(run_whole(layer, TOKENS[1:], run_whole(target, TOKENS[:-1])))
+        assert float((actual - expected).abs().max() / expected.abs().max()) < 2e-6
         swapped = layer.logits(run_whole(layer, TOKENS[:-1], run_whole(target, TOKENS[:-1])))
         assert float((swapped - expected).abs().max() / expected.abs().max()) > 0.01
 
@@ -202,7 +202,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return replay
 
     monkeypatch.setattr(runner_module, "record_graph", keep)
-    monkeypatch.setattr(runner_module, "wants_graphs", lambda device, asked: asked is not False)
+    monkeypatch.setattr(runner_module, "wants_graphs", lambda device, requested: requested is not False)
     return replayed
 
 
@@ -297,17 +297,17 @@ GREEDY: list[dict[str, Any]] = [{}, {"frequency_penalty": 0.7, "repetition_penal
 def test_greedy_output_is_the_targets(name: str, seeds: range) -> None:
     target, layer = pair(name)
     kinds = [{"temperature": 0, **kind} for kind in GREEDY * 2]
-    given = list(requests(random.Random(3), 97, kinds, fewest=6))
-    plain = [alone(target, None, *request) for request in given]
+    cases = list(requests(random.Random(3), 97, kinds, fewest=6))
+    plain = [alone(target, None, *request) for request in cases]
     seen: Counter[str] = Counter()
     for seed in seeds:
         rng = random.Random(seed)
         settings = random_settings(rng, seqs=rng.choice((1, 4, 6)), block_size=rng.choice((1, 2, 5)))
         proposer = MTP(layer=layer, k=rng.randint(1, 6))
         llm = LLM(model=target, settings=settings, speculate=proposer, draft_length="fixed")
-        found = record(llm)
-        for index, seq in run_at_random(rng, llm, given):
-            compare(*plain[index], seq, found.get(seq.id, {}))
+        recorded = record(llm)
+        for index, seq in run_at_random(rng, llm, cases):
+            compare(*plain[index], seq, recorded.get(seq.id, {}))
         assert llm.pool.num_used == 0
         seen += Counter(llm.stats())
     assert seen["num_accepted"] > 10, seen
@@ -409,9 +409,9 @@ def test_published_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "coded" / "config.json").write_text(json.dumps(config))
     save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
     tokens, states = [5, 3, 8, 1], torch.randn(4, 32)
-    plain, found = layer_of(tmp_path), layer_of(tmp_path / "coded")
+    plain, from_codes = layer_of(tmp_path), layer_of(tmp_path / "coded")
     expected = plain.logits(run_whole(plain, tokens, states))
-    assert torch.equal(found.logits(run_whole(found, tokens, states)), expected)
+    assert torch.equal(from_codes.logits(run_whole(from_codes, tokens, states)), expected)
     how: dict[str, Any] = {"tokenizer": ByteTokenizer(), "device": "cpu", "num_blocks": 16}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     llm = LLM(tmp_path, speculate=MTP(k=2), draft_length="fixed", **how)

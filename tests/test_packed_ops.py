@@ -37,10 +37,10 @@ def made(op: str, kind: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **c
     return OPS[op]._bind((), OPS[op].make(**case, **kind, dtype=dtype, device=DEVICE))
 
 
-def rounded_to_powers(given: dict[str, Any]) -> dict[str, Any]:
+def rounded_to_powers(values: dict[str, Any]) -> dict[str, Any]:
     """The same with inputs and scales that leave nothing to round: sums are then exact in every order."""
-    exact = dict(given)
-    for name, value in given.items():
+    exact = dict(values)
+    for name, value in values.items():
         if name == "x":
             exact[name] = torch.randint(-3, 4, value.shape, device=DEVICE).to(value.dtype)
         elif name.endswith("scales"):
@@ -83,8 +83,8 @@ def test_where_bytes_stand(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("backend", backends("packed_linear"))
 def test_values_are_rounded_once(backend: str, kind: dict[str, Any]) -> None:
     """Products with the unit vectors are the weight's values, computed here one group at a time."""
-    given = made("packed_linear", kind, tokens=(1,), size=(20, 136))
-    codes, scales, zeros = given["codes"].cpu(), given["scales"].double().cpu(), given["zeros"]
+    values = made("packed_linear", kind, tokens=(1,), size=(20, 136))
+    codes, scales, zeros = values["codes"].cpu(), values["scales"].double().cpu(), values["zeros"]
     numbers = layout.unpacked_int4(codes, 136) if codes.dtype == torch.int32 else codes
     numbers = layout.plain_bytes(codes, 136) if kind.get("tiled") else numbers
     numbers, expected = numbers.float().double(), torch.empty(20, 136)
@@ -92,7 +92,7 @@ def test_values_are_rounded_once(backend: str, kind: dict[str, Any]) -> None:
         at = n // kind.get("rows", 1), k // (kind.get("columns") or 136)
         zero = (8 if kind["kind"] == "int4" else 0) if zeros is None else zeros[at]
         expected[n, k] = (numbers[n, k] - zero) * scales[at]  # exact in fp64, and so rounded as in fp32 and from there
-    got = ops.packed_linear(**given | {"x": torch.eye(136, device=DEVICE).bfloat16()}, backend=backend)
+    got = ops.packed_linear(**values | {"x": torch.eye(136, device=DEVICE).bfloat16()}, backend=backend)
     assert torch.equal(got.T.cpu(), expected.bfloat16())
 
 
@@ -105,43 +105,43 @@ def test_chunks_begin_at_zero_and_are_added_in_order(backend: str) -> None:
     x[0, 5], x[0, 1024:2048] = large, 1  # kept, since a chunk's 1024 ones are added up first
     x[1, 5], x[1, 1024:1424], x[1, 2999] = large, 1, -large  # lost, since 400 are added before what is large goes
     x[2, 1024:1424], x[2, 5], x[2, 9] = 1, large, -large  # kept: in one chunk nothing is left of the large ones
-    given = (t.to(DEVICE) for t in (x, codes, ones.expand(2, 1)))
-    y = ops.packed_linear(*given, backend=backend)
+    arguments = (t.to(DEVICE) for t in (x, codes, ones.expand(2, 1)))
+    y = ops.packed_linear(*arguments, backend=backend)
     assert y.tolist() == [[large + 1024] * 2, [0.0] * 2, [400.0] * 2]
 
 
 @pytest.mark.parametrize("kind", SOME, **names)
 def test_any_number_of_rows_has_the_bits_of_the_reference(kind: dict[str, Any]) -> None:
     """On numbers whose sums are exact in every order."""
-    given = rounded_to_powers(made("packed_linear", kind, tokens=(200,), size=(24, 1100), bias=True))
-    expected = ops.packed_linear(**given, backend="torch")
+    values = rounded_to_powers(made("packed_linear", kind, tokens=(200,), size=(24, 1100), bias=True))
+    expected = ops.packed_linear(**values, backend="torch")
     for count in COUNTS:
-        got = ops.packed_linear(**given | {"x": given["x"][:count]}, backend="triton")
+        got = ops.packed_linear(**values | {"x": values["x"][:count]}, backend="triton")
         assert torch.equal(got, expected[:count]), f"{count} rows"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", backends("packed_linear"))
 def test_rows_stand_alone(backend: str, dtype: torch.dtype) -> None:
-    given = made("packed_linear", KINDS[1], dtype, tokens=(40,), size=(24, 1056))
-    whole = ops.packed_linear(**given, backend=backend)
+    values = made("packed_linear", KINDS[1], dtype, tokens=(40,), size=(24, 1056))
+    whole = ops.packed_linear(**values, backend=backend)
     for way in subsets(40)[:6]:
-        assert torch.equal(ops.packed_linear(**given | {"x": given["x"][way]}, backend=backend), whole[way])
+        assert torch.equal(ops.packed_linear(**values | {"x": values["x"][way]}, backend=backend), whole[way])
 
 
 @pytest.mark.parametrize("kind", SOME, **names)
 def test_experts_have_the_bits_of_the_reference(kind: dict[str, Any]) -> None:
     """Token by token, and sorted by expert, to the same bits."""
     case = {"tokens": (64,), "hidden": 128, "width": 64, "experts": 4, "k": 2}
-    given = rounded_to_powers(made("packed_experts", kind, **case))
-    expected = ops.packed_experts(**given, backend="torch")
-    found = []
+    values = rounded_to_powers(made("packed_experts", kind, **case))
+    expected = ops.packed_experts(**values, backend="torch")
+    outputs = []
     for count in COUNTS[:4]:
-        some = {n: given[n][:count] for n in ("x", "weights", "ids")}
-        found.append(ops.packed_experts(**given | some, backend="triton"))
-        off = (found[-1].float() - expected[:count].float()).abs().max() / expected.float().abs().max()
+        some = {n: values[n][:count] for n in ("x", "weights", "ids")}
+        outputs.append(ops.packed_experts(**values | some, backend="triton"))
+        off = (outputs[-1].float() - expected[:count].float()).abs().max() / expected.float().abs().max()
         assert off < 2**-7, "one step of bf16: hidden states are no whole numbers"
-    assert all(torch.equal(found[i], found[3][: COUNTS[i]]) for i in range(3))
+    assert all(torch.equal(outputs[i], outputs[3][: COUNTS[i]]) for i in range(3))
 
 
 @pytest.mark.parametrize("backend", backends("int8_linear"))
@@ -154,8 +154,8 @@ def test_int8_is_the_exact_integer(backend: str) -> None:
     assert int(sums.max()) > 2**24
     expected = sums.float() * scales * own[:, None]
     for count in (1, 3, 20):
-        given = (t.to(DEVICE) for t in (x[:count], codes, scales))
-        assert torch.equal(ops.int8_linear(*given, backend=backend).cpu(), expected[:count])
+        arguments = (t.to(DEVICE) for t in (x[:count], codes, scales))
+        assert torch.equal(ops.int8_linear(*arguments, backend=backend).cpu(), expected[:count])
 
 
 # ---- refusals
@@ -174,10 +174,10 @@ def test_int8_is_the_exact_integer(backend: str) -> None:
     ],
 )
 def test_wrong_weights_are_refused(changes: dict[str, Any], message: str) -> None:
-    given = made("packed_linear", KINDS[1], tokens=(2,), size=(40, 128))
-    wrong = {name: change(given[name]) if callable(change) else change for name, change in changes.items()}
+    values = made("packed_linear", KINDS[1], tokens=(2,), size=(40, 128))
+    wrong = {name: change(values[name]) if callable(change) else change for name, change in changes.items()}
     with pytest.raises(ValueError, match=f"packed_linear: .*{message}"):
-        ops.packed_linear(**given | wrong)
+        ops.packed_linear(**values | wrong)
 
 
 # ---- the engine
@@ -246,9 +246,9 @@ def test_what_no_kernel_reads_is_said() -> None:
 def test_on_a_gpu_kernels_read_packed_weights(name: str, tmp_path: Path) -> None:
     path, _ = write(tmp_path, CASES[name], "moe")
     model = weights.load_model(path, device="cuda", dtype=torch.bfloat16)
-    found = [m for m in model.modules() if getattr(m, "layout", None) is not None]
-    assert found, json.dumps([type(m).__name__ for m in model.modules()])
-    for matrix in (m for m in found if len(m.shape) == 2):
+    packed = [m for m in model.modules() if getattr(m, "layout", None) is not None]
+    assert packed, json.dumps([type(m).__name__ for m in model.modules()])
+    for matrix in (m for m in packed if len(m.shape) == 2):
         x = torch.randn(70, matrix.shape[1], device="cuda").bfloat16()
         held = matrix.codes, matrix.scales, getattr(matrix, "zeros", None)
         assert ops.packed_linear.choose(x, *held, **matrix.layout._asdict()).backend == "triton"

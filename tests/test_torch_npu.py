@@ -77,20 +77,20 @@ def locked() -> Iterator[None]:
 
 
 def find_wheel(version: str) -> Path:
-    given = os.environ.get("WHORL_TORCH_NPU_WHEEL")
-    if given and version == VERSION:
-        return Path(given)
+    wheel = os.environ.get("WHORL_TORCH_NPU_WHEEL")
+    if wheel and version == VERSION:
+        return Path(wheel)
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    wanted = f"torch_npu-{version}-{python}-*_{platform.machine()}.whl"
-    if not (found := list(CACHE.glob(wanted))):
+    pattern = f"torch_npu-{version}-{python}-*_{platform.machine()}.whl"
+    if not (wheels := list(CACHE.glob(pattern))):
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         where = ["--timeout=20", "--retries=1", f"--dest={CACHE}", f"torch-npu=={version}"]
         ran = subprocess.run(pip + where, capture_output=True, text=True)
-        found = list(CACHE.glob(wanted))
-        if ran.returncode or not found:
+        wheels = list(CACHE.glob(pattern))
+        if ran.returncode or not wheels:
             reason = (ran.stderr.strip().splitlines() or ["pip downloaded nothing"])[-1]
             pytest.skip(f"the torch-npu {version} wheel cannot be had: {reason}")
-    return found[0]
+    return wheels[0]
 
 
 def run_proof(out: Path, parts: list[str], script: Path = PROVE, **environment: str) -> dict[str, Any]:
@@ -186,12 +186,12 @@ def test_mindspeed_signature() -> None:
 
 def python_signature(function: Any) -> tuple[list[tuple[str, str, object, bool]], int]:
     signature = inspect.signature(function)
-    found = []
+    parameters = []
     for p in signature.parameters.values():
         default = contracts.REQUIRED if p.default is p.empty else p.default
-        found.append((p.name, schema_type(p.annotation), default, p.kind is p.KEYWORD_ONLY))
+        parameters.append((p.name, schema_type(p.annotation), default, p.kind is p.KEYWORD_ONLY))
     returns = signature.return_annotation
-    return found, 0 if returns is None else len(typing.get_args(returns)) or 1
+    return parameters, 0 if returns is None else len(typing.get_args(returns)) or 1
 
 
 def schema_type(annotation: Any) -> str:
@@ -225,8 +225,8 @@ def judge_numbers(rows: list[dict[str, Any]], name: str) -> None:
         assert "error" not in row, f"{case}:\n{row['error']}"
         assert row["called"] or name in PLAIN, f"{case}: no torch_npu operator was called"
         for way in ("forward", "backward"):
-            found = row.get(way, {"ratio": 0.0})
-            assert found["ratio"] <= ALLOWED, f"{case}, {way}: error is {found['ratio']:.2f} x allowed; {found}"
+            worst = row.get(way, {"ratio": 0.0})
+            assert worst["ratio"] <= ALLOWED, f"{case}, {way}: error is {worst['ratio']:.2f} x allowed; {worst}"
     for dtype in ("bfloat16",) if name in ONLY_16_BITS else ("float32", "bfloat16"):
         assert any(row["dtype"] == dtype for row in ran), f"{name}: every {dtype} case was refused: {rows}"
     if f"{name}_backward" in OPS:
@@ -257,9 +257,9 @@ def test_megatron_reaches_mrope_with_an_inference_context(proof: dict[str, Any],
     assert row["called"] == ["npu_mrope"] * 2
     assert row["calls"] == {"mrope": 2}
     assert row["handed_on"] == [None, None]
-    for given in row["given"]:
-        assert given["table"] == [[64, 128], dtype]
-        assert given["mrope_section"] == [16, 24, 24]
+    for call in row["given"]:
+        assert call["table"] == [[64, 128], dtype]
+        assert call["mrope_section"] == [16, 24, 24]
 
 
 FUSED = {
@@ -402,14 +402,14 @@ def test_call_sites_in_other_versions(version: str, tmp_path: Path) -> None:
     text = SHIM.format(version=version, schemas=[name + schema for name, schema in schemas.items()])
     (package / "__init__.py").write_text(text)
     path = os.pathsep.join([str(HERE.parent), str(HERE), str(tmp_path)])
-    found = run_proof(tmp_path / "found.json", ["calls"], PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert found["version"] == version
+    report = run_proof(tmp_path / "found.json", ["calls"], PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert report["version"] == version
     for name in NPU_OPS:
         since = LATER.get(name, version)
         if contracts.release(since) <= contracts.release(version):
-            judge_numbers(found["calls"], name)
+            judge_numbers(report["calls"], name)
         else:
-            reasons = [row["refused"] for row in found["calls"] if row["op"] == name]
+            reasons = [row["refused"] for row in report["calls"] if row["op"] == name]
             assert any(f"needs torch_npu {since} or newer" in reason for reason in reasons)
 
 
@@ -422,12 +422,12 @@ def judge_drift(version: str, schemas: dict[str, str]) -> None:
         assert (contract.name in schemas) == is_there, f"{contract.name} in {version}"
         if not is_there:
             continue
-        found, _ = contracts.parse_schema(schemas[contract.name])
+        parameters, _ = contracts.parse_schema(schemas[contract.name])
         then = [p for p in contract.parameters if contracts.release(p.since) <= contracts.release(version)]
-        assert [p.name for p in found] == [p.name for p in then], f"{contract.name} in {version}"
+        assert [p.name for p in parameters] == [p.name for p in then], f"{contract.name} in {version}"
         later = " ".join(
             what for since, what in contract.changes if contracts.release(since) > contracts.release(version)
         )
-        for old, new in zip(found, then, strict=True):
+        for old, new in zip(parameters, then, strict=True):
             changed = f"default of {new.name} changed from {old.default} to {new.default}" in later
             assert (old.default != new.default) == changed, f"{contract.name}.{new.name} in {version}"

@@ -23,7 +23,7 @@ def gating_top_k(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     x, k, bias, eps = call.x, call.k, call.bias, call.eps
     assert call.renorm == 0
     scores = torch.sigmoid(x.float()) if call.norm_type else torch.softmax(x.float(), -1)
-    y, found = torch.empty(x.shape[0], k), torch.empty(x.shape[0], k, dtype=torch.int32)
+    y, chosen = torch.empty(x.shape[0], k), torch.empty(x.shape[0], k, dtype=torch.int32)
     for i, row in enumerate(scores):
         choice = row if bias is None else row + bias.float()
         groups = choice.view(call.group_count, -1)
@@ -35,8 +35,8 @@ def gating_top_k(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         weights = row[ids]
         if call.norm_type:
             weights = weights / (weights.sum() + eps)
-        y[i], found[i] = weights * call.routed_scaling_factor, ids.int()
-    return y.to(x.dtype), found, scores if call.out_flag else torch.full_like(scores, torch.nan)
+        y[i], chosen[i] = weights * call.routed_scaling_factor, ids.int()
+    return y.to(x.dtype), chosen, scores if call.out_flag else torch.full_like(scores, torch.nan)
 
 
 @by_schema("npu_moe_init_routing_v2")
@@ -79,19 +79,19 @@ def init_routing_v2(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             expanded[place] = row
             scales[place] = 0 if scale is None else scale[n // slots]
     expanded = expanded.view(expert_num, expert_capacity, -1) if call.drop_pad_mode == 1 else expanded
-    found = torch.tensor(counts)
+    expert_tokens = torch.tensor(counts)
     if expert_tokens_num_type == 2:
         pairs = [(e, c) for e, c in zip(range(first, last), counts, strict=True) if c]
-        found = torch.tensor(pairs + [(0, 0)] * (expert_num - len(pairs)))
+        expert_tokens = torch.tensor(pairs + [(0, 0)] * (expert_num - len(pairs)))
     elif expert_tokens_num_type == 0:
-        found = found.cumsum(0)
-    return expanded, where, found if call.expert_tokens_num_flag else torch.zeros((), dtype=torch.int64), scales
+        expert_tokens = expert_tokens.cumsum(0)
+    return expanded, where, expert_tokens if call.expert_tokens_num_flag else torch.zeros((), dtype=torch.int64), scales
 
 
 @by_schema("npu_moe_finalize_routing")
 def finalize_routing(call: Call) -> Tensor:
-    given, bias, scales, index = call.expanded_permuted_rows, call.bias, call.scales, call.expanded_src_to_dst_row
-    rows, experts = given.float().reshape(-1, given.shape[-1]), call.export_for_source_row
+    permuted, bias, scales, index = call.expanded_permuted_rows, call.bias, call.scales, call.expanded_src_to_dst_row
+    rows, experts = permuted.float().reshape(-1, permuted.shape[-1]), call.export_for_source_row
     slots = scales.shape[1] if scales is not None else call.k or 1
     count = index.numel() // slots
     out = torch.zeros(count, rows.shape[1])
@@ -104,7 +104,7 @@ def finalize_routing(call: Call) -> Tensor:
             if bias is not None:
                 row = row + bias[experts[i, j].long()].float()
             out[i] += row * (1.0 if scales is None else float(scales[i, j]))
-    return out.to(given.dtype)
+    return out.to(permuted.dtype)
 
 
 @by_schema("npu_grouped_matmul")
@@ -126,7 +126,7 @@ def grouped_matmul(call: Call) -> list[Tensor]:
     else:
         assert ends[-1] == x[0].shape[0], (ends, x[0].shape)
         rows = [x[0][a:b] for a, b in zip(starts, ends, strict=True)]
-    found, first = [], 0
+    results, first = [], 0
     if call.antiquant_scale is not None:
         shifted = [w.double() + o[None].double() for w, o in zip(weights, call.antiquant_offset[0], strict=True)]
         weights = [w * s[None].double() for w, s in zip(shifted, call.antiquant_scale[0], strict=True)]
@@ -137,8 +137,8 @@ def grouped_matmul(call: Call) -> list[Tensor]:
             y, first = y * call.scale[0][e].double() * tokens.double()[:, None], first + len(left)
         if bias is not None:
             y = y + (bias[e] if len(bias) == len(weights) else bias[0][e]).double()
-        found.append(y.to(dtype))
-    return found if is_split else [torch.cat(found)]
+        results.append(y.to(dtype))
+    return results if is_split else [torch.cat(results)]
 
 
 def token_permute(
@@ -150,8 +150,8 @@ def token_permute(
     for place, n in enumerate(order):
         where[n] = place
     slots = len(flat) // max(1, tokens.shape[0])
-    asked = num_out_tokens or 0
-    rows = min(asked, len(flat)) if asked > 0 else asked + len(flat)
+    limit = num_out_tokens or 0
+    rows = min(limit, len(flat)) if limit > 0 else limit + len(flat)
     return torch.stack([tokens[n // slots] for n in order[:rows]]), where
 
 

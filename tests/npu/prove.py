@@ -62,18 +62,18 @@ IN_PLACE: dict[str, Callable[..., Any]] = kernels.IN_PLACE | attention_kernels.I
 
 def main(out: Path, parts: list[str]) -> None:
     torch.manual_seed(0)
-    found: Values = {"version": torch_npu.__version__}
+    report: Values = {"version": torch_npu.__version__}
     if "signatures" in parts:
-        found["signatures"] = live_schemas()
+        report["signatures"] = live_schemas()
     if "losses" in parts:
-        found["losses"] = list(run_losses())
+        report["losses"] = list(run_losses())
     if "rotary" in parts:
-        found |= run_rotary()
+        report |= run_rotary()
     if "steps" in parts:
-        found["steps"] = list(run_steps())
+        report["steps"] = list(run_steps())
     recorded: list[tuple[str, Callable[..., Any], Values, Any, list[list[int]]]] = []
     if "calls" in parts:
-        found["calls"] = list(run_calls(recorded))
+        report["calls"] = list(run_calls(recorded))
     if "fake" in parts or "gradients" in parts:
         atb = torch.library.Library("atb", "IMPL", "Meta")
         npu = torch.library.Library("npu", "IMPL", "Meta")
@@ -83,13 +83,13 @@ def main(out: Path, parts: list[str]) -> None:
         torch_npu.op_plugin.meta._meta_registrations.get_soc_version = lambda: 220  # which asks the device; Atlas A2
         npu.impl("npu_top_k_top_p", lambda logits, p=None, k=None: torch.empty_like(logits))
     if "gradients" in parts:
-        found["gradients"] = {name: gradient_of(name) for name in SAMPLES}
+        report["gradients"] = {name: gradient_of(name) for name in SAMPLES}
     if "fake" in parts:
-        found["fake"] = [*replay(recorded), *ascend_on_fake(), *collectives.on_fake(fake_npu)]
-        found["beyond"] = list(vendor.beyond(fake_npu))
-        found["documented"] = list(vendor.documented(fake_npu))
-        found["fake_losses"] = list(losses.on_fake(fake_npu, host_reads, NPU))
-    out.write_text(json.dumps(found, indent=1))
+        report["fake"] = [*replay(recorded), *ascend_on_fake(), *collectives.on_fake(fake_npu)]
+        report["beyond"] = list(vendor.beyond(fake_npu))
+        report["documented"] = list(vendor.documented(fake_npu))
+        report["fake_losses"] = list(losses.on_fake(fake_npu, host_reads, NPU))
+    out.write_text(json.dumps(report, indent=1))
 
 
 def live_schemas() -> dict[str, str]:
@@ -105,12 +105,12 @@ def live_schemas() -> dict[str, str]:
 
 
 def run_rotary() -> Values:
-    given: list[Any] = []
-    library = register_cpu_kernels([], given)
+    calls: list[Any] = []
+    library = register_cpu_kernels([], calls)
     with npu_is_at_home_on("cpu"), OPS["rope"].using("torch_npu"), OPS["mrope"].using("torch_npu"):
-        found = {"rotary": list(rotary.rows(given, worst)), "megatron": list(rotary.through_megatron(given))}
+        report = {"rotary": list(rotary.rows(calls, worst)), "megatron": list(rotary.through_megatron(calls))}
     library._destroy()
-    return found
+    return report
 
 
 def run_losses() -> Iterator[Values]:
@@ -158,11 +158,11 @@ def pooled(rows: list[Values]) -> Values:
     """Of a case's draws: the root of the mean square of their ratios."""
     if "refused" in rows[0]:
         return rows[0]
-    found = {}
+    worst = {}
     for way in [way for way in ("forward", "backward") if way in rows[0]]:
         draws = [row[way] for row in rows]
-        found[way] = max(draws, key=lambda d: d["ratio"]) | {"ratio": rms(torch.tensor([d["ratio"] for d in draws]))}
-    return found
+        worst[way] = max(draws, key=lambda d: d["ratio"]) | {"ratio": rms(torch.tensor([d["ratio"] for d in draws]))}
+    return worst
 
 
 def made(op: Op, idle: int = 0, shared: bool = False, **case: Any) -> Values:
@@ -193,18 +193,18 @@ def strided(values: Values) -> Values:
     }
 
 
-def register_cpu_kernels(called: list[str], given: list[Any] | None = None) -> torch.library.Library:
+def register_cpu_kernels(called: list[str], calls: list[Any] | None = None) -> torch.library.Library:
     """Our formulas behind the npu:: schemas; each refuses what the vendor documents that the device refuses.
 
-    `called` gets the name of every call, `given` its arguments too.
+    `called` gets the name of every call, `calls` its arguments too.
     """
     library = torch.library.Library("npu", "IMPL", "CPU")
 
     def counted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             called.append(name)
-            if given is not None:
-                given.append((name, args, kwargs))
+            if calls is not None:
+                calls.append((name, args, kwargs))
             return kernel(*args, **kwargs)
 
         return run
@@ -281,7 +281,7 @@ def compare_in_place(op: Op, values: Values) -> Values:
 
     ours = functools.partial(op, backend="torch_npu")
     answers = (
-        written(run, given) for run, given in ((ours, values), (op.reference, values), (op.reference, exact(values)))
+        written(run, inputs) for run, inputs in ((ours, values), (op.reference, values), (op.reference, exact(values)))
     )
     return {"forward": worst(*answers, has_rounded_codes=op.name == "qk_norm_rope_write")}
 
@@ -421,21 +421,21 @@ def ready(keywords: Values) -> Values:
 
 
 def leaf(args: list[Any], i: int) -> Tensor:
-    found: Tensor = listed(args[i])[0]
-    return found.requires_grad_()
+    tensor: Tensor = listed(args[i])[0]
+    return tensor.requires_grad_()
 
 
 def gradient_of(name: str) -> str:
     """'yes', 'raises' or 'silently lost': what torch_npu's own operator does when backward reaches it."""
-    make, keywords, wanted = SAMPLES[name]
+    make, keywords, leaf_indices = SAMPLES[name]
     with fake_npu():
         args = make()
-        leaves = [leaf(args, i) for i in wanted]
-        for i in wanted:  # not a leaf, so that an operator in place may write it
+        leaves = [leaf(args, i) for i in leaf_indices]
+        for i in leaf_indices:  # not a leaf, so that an operator in place may write it
             args[i] = [args[i][0] * 1] if isinstance(args[i], list) else args[i] * 1
-        before = [listed(args[i])[0].grad_fn for i in wanted]
+        before = [listed(args[i])[0].grad_fn for i in leaf_indices]
         out = getattr(torch_npu, name)(*args, **ready(keywords))
-        outputs = [args[i] for i in wanted] if out is None else listed(out)
+        outputs = [args[i] for i in leaf_indices] if out is None else listed(out)
         if out is None and [o.grad_fn for o in outputs] == before:
             return "silently lost"  # written behind autograd's back
         try:
@@ -447,7 +447,7 @@ def gradient_of(name: str) -> str:
 
 def ascend_on_fake() -> Iterator[Values]:
     """On NPU tensors whorl.ascend calls torch_npu: same outputs, and a gradient where torch_npu has one."""
-    for name, (make, keywords, wanted) in SAMPLES.items():
+    for name, (make, keywords, leaf_indices) in SAMPLES.items():
         row = {"what": f"ascend.{name}"}
         try:
             with fake_npu():
@@ -457,7 +457,7 @@ def ascend_on_fake() -> Iterator[Values]:
                     row["error"] = f"gives {ours}, torch_npu gives {theirs}"
                 elif contracts.CONTRACTS[name].gradient == "yes":
                     args = make()
-                    leaves = [leaf(args, i) for i in wanted]
+                    leaves = [leaf(args, i) for i in leaf_indices]
                     outputs = listed(getattr(ascend, name)(*args, **ready(keywords)))
                     next(o for o in outputs if o.requires_grad).sum().backward()
                     if any(leaf.grad is None for leaf in leaves):

@@ -29,33 +29,33 @@ CASES: list[tuple[tuple[int, ...] | None, str | None, int]] = [
 ]
 
 
-def rows(given: list[tuple[str, tuple[Any, ...], Values]], worst: Callable[..., Values]) -> Iterator[Values]:
-    """`given` is where the kernels note the name and the arguments of each call."""
+def rows(calls: list[tuple[str, tuple[Any, ...], Values]], worst: Callable[..., Values]) -> Iterator[Values]:
+    """`calls` is where the kernels note the name and the arguments of each call."""
     for dtype in (torch.bfloat16, torch.float16):
         for sections, layout, rotary in CASES:
             row: Values = {"case": f"{sections} {layout} {rotary}", "dtype": str(dtype)[6:], "sections": sections}
             try:
                 more = {"sections": sections, "layout": layout}
                 config = RopeConfig(head_dim=HEAD, rotary_dim=rotary, max_position=ROWS, **more)
-                yield row | _applied(get_rope(config, rows=ROWS), dtype, given, worst)
+                yield row | _applied(get_rope(config, rows=ROWS), dtype, calls, worst)
             except Exception:
                 yield row | {"error": traceback.format_exc()}
 
 
-def _applied(table: RopeTable, dtype: torch.dtype, given: list[Any], worst: Callable[..., Values]) -> Values:
+def _applied(table: RopeTable, dtype: torch.dtype, calls: list[Any], worst: Callable[..., Values]) -> Values:
     sections = table.config.sections
     shape = (TOKENS,) if sections is None else (len(sections), TOKENS)
     positions = torch.randint(0, ROWS, shape)
     q, k = torch.randn(TOKENS, 4, HEAD).to(dtype), torch.randn(TOKENS, 2, HEAD).to(dtype)
-    given.clear()
+    calls.clear()
     got = table.apply(q, k, positions, seq_len=ROWS)
     again = table.apply(q, k, positions, seq_len=ROWS)
-    tables = [_argument(call, 3, "cos_sin_cache") for call in given]
+    tables = [_argument(call, 3, "cos_sin_cache") for call in calls]
     reference, gold = (_rotated(table, q.to(d), k.to(d), positions, d) for d in (dtype, torch.float64))
     return {
-        "called": [name for name, _, _ in given],
-        "given": _described(given[0]),
-        "positions": bool(torch.equal(_argument(given[0], 0, "positions"), positions)),
+        "called": [name for name, _, _ in calls],
+        "given": _described(calls[0]),
+        "positions": bool(torch.equal(_argument(calls[0], 0, "positions"), positions)),
         "kept": len({t.data_ptr() for t in tables}) == 1 and torch.equal(got[0], again[0]),
         "found": worst(got, reference, gold),
     }
@@ -79,21 +79,21 @@ def _argument(call: tuple[str, tuple[Any, ...], Values], place: int, name: str) 
 
 def _described(call: tuple[str, tuple[Any, ...], Values]) -> Values:
     table = _argument(call, 3, "cos_sin_cache")
-    asked = {n: v for n, v in call[2].items() if not isinstance(v, Tensor)}
-    return {"table": [list(table.shape), str(table.dtype)[6:]], **asked}
+    options = {n: v for n, v in call[2].items() if not isinstance(v, Tensor)}
+    return {"table": [list(table.shape), str(table.dtype)[6:]], **options}
 
 
-def through_megatron(given: list[tuple[str, tuple[Any, ...], Values]]) -> Iterator[Values]:
+def through_megatron(calls: list[tuple[str, tuple[Any, ...], Values]]) -> Iterator[Values]:
     """A prompt and a token with an inference context, at the site of an attention layer as the adapter replaces it."""
     for dtype in (torch.bfloat16, torch.float16):
         row: Values = {"dtype": str(dtype)[6:]}
         try:
-            yield row | _generated(dtype, given)
+            yield row | _generated(dtype, calls)
         except Exception:
             yield row | {"error": traceback.format_exc()}
 
 
-def _generated(dtype: torch.dtype, given: list[Any]) -> Values:
+def _generated(dtype: torch.dtype, calls: list[Any]) -> Values:
     sections = [16, 24, 24]
     frequencies = 10000.0 ** -(torch.arange(64) / 64)
     rotary = SimpleNamespace(inv_freq=frequencies, rotary_interleaved=False, seq_len_interpolation_factor=None)
@@ -105,17 +105,17 @@ def _generated(dtype: torch.dtype, given: list[Any]) -> Values:
     site._adjust = lambda context, q, k, v, carried: (q, k, v, carried, None, None)
     context = _Context()
     positions = torch.randint(0, ROWS, (3, 1, TOKENS + 1))
-    given.clear()
-    found = []
+    calls.clear()
+    outputs = []
     for start, count in ((0, TOKENS), (TOKENS, 1)):
         context.sequence_len_offset = start
         carried = embedding.rotary_forward(positions[..., start : start + count])
         q, k = torch.randn(count, 1, 4, HEAD).to(dtype), torch.randn(count, 1, 2, HEAD).to(dtype)
-        found.append(site.adjust(context, q, k, k, (carried, carried))[3])
+        outputs.append(site.adjust(context, q, k, k, (carried, carried))[3])
     return {
-        "called": [name for name, _, _ in given],
-        "given": [_described(call) for call in given],
-        "handed_on": found,
+        "called": [name for name, _, _ in calls],
+        "given": [_described(call) for call in calls],
+        "handed_on": outputs,
         "calls": dict(embedding.installation.calls),
     }
 
