@@ -108,7 +108,7 @@ def test_two_ranks(engine: Callable[..., LLM]) -> None:
 
 
 def test_sampled_outputs_have_the_targets_distribution(engine: Callable[..., LLM]) -> None:
-    """Three tokens with three outcomes each, two of them drafted. A fourth follows, because a last one is never drafted."""
+    """Three tokens with three outcomes each, two of them drafted, and a fourth: a last token is never drafted."""
     prompt, proposer = [5, 4, 3, 8], Recorded(k=2)
     llm = engine(2, proposer, max_num_seqs=64, num_blocks=200)
     params = SamplingParams(temperature=1.0, top_k=3, seed=1, max_tokens=4, ignore_eos=True, n=600)
