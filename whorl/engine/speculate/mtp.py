@@ -88,6 +88,8 @@ class MTP(Proposer):
         self._drafter: OneByOne | None = None
 
     def check(self, model: Any, tokenizer: Any) -> None:
+        if self._drafter is not None:
+            raise ValueError("MTP: it already drafts for another engine; create one for each engine")
         count = getattr(getattr(model, "config", None), "num_nextn_predict_layers", 0)
         if self.draft_head is None and not count:
             raise ValueError(
@@ -112,8 +114,6 @@ class MTP(Proposer):
         return path if self.path is None else resolve(self.path)
 
     def attach(self, pool: BlockPool, runner: Runner, *, max_rows: int) -> None:
-        if self._drafter is not None:
-            raise ValueError("MTP: it already drafts for another engine; create one for each engine")
         self._pool, self._drafter = pool, OneByOne(runner, max_tokens=max_rows)
 
     @property
