@@ -26,31 +26,35 @@ from whorl.models.deepseek import DeepSeek
 from whorl.nn import Step
 
 BLOCK = 4
+SIZES: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160, "index_topk": 8, "num_hidden_layers": 2}
+SIZES["num_nextn_predict_layers"] = 1
 
 
 def tiny(**changes: Any) -> Any:
-    sizes = {"hidden_size": 96, "intermediate_size": 160, "index_topk": 8, "num_hidden_layers": 2}
-    changes = {"num_nextn_predict_layers": 1, **changes}
-    return weights.random_model(DeepSeek.tiny(**sizes | changes), device="cpu", dtype=torch.float32)
+    return weights.random_model(DeepSeek.tiny(**SIZES | changes), device="cpu", dtype=torch.float32)
 
 
 TARGETS: dict[str, dict[str, Any]] = {"v32": {}, "v3": {"model_type": "deepseek_v3"}}
 _MADE: dict[str, tuple[Any, Any]] = {}
 
 
-def pair(name: str) -> tuple[Any, Any]:
+def make_pair(**changes: Any) -> tuple[Any, Any]:
     """A target and its layer that often agree: what both say depends on the last token most, and on all others."""
+    target = tiny(**changes)
+    layer: Any = weights.random_prediction(target)
+    with torch.no_grad():
+        target.decoder.embed_tokens.weight.mul_(10)
+        layer.parts.eh_proj.weight[:, :96].copy_(torch.eye(96))
+        layer.parts.eh_proj.weight[:, 96:] *= 0.1
+        for names, weight in (*target.named_parameters(), *layer.named_parameters()):
+            if "o_proj" in names or "down_proj" in names:
+                weight *= 0.2
+    return target, layer
+
+
+def pair(name: str) -> tuple[Any, Any]:
     if name not in _MADE:
-        target = tiny(**TARGETS[name])
-        layer: Any = weights.random_prediction(target)
-        with torch.no_grad():
-            target.decoder.embed_tokens.weight.mul_(10)
-            layer.parts.eh_proj.weight[:, :96].copy_(torch.eye(96))
-            layer.parts.eh_proj.weight[:, 96:] *= 0.1
-            for names, weight in (*target.named_parameters(), *layer.named_parameters()):
-                if "o_proj" in names or "down_proj" in names:
-                    weight *= 0.2
-        _MADE[name] = target, layer
+        _MADE[name] = make_pair(**TARGETS[name])
     return _MADE[name]
 
 
@@ -458,7 +462,6 @@ def test_refusals(tmp_path: Path) -> None:
         "the files hold no model.layers.3.": lambda: weights.load_prediction(
             path, weights.load_model(path, device="cpu", progress=False), progress=False
         ),
-        "MTP: tp is 2, expected 1": lambda: LLM(path, device="cpu", tp=2, num_blocks=8, speculate=MTP()),
         "k is 0": lambda: MTP(k=0),
     }.items():
         with pytest.raises(ValueError, match=message):

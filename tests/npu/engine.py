@@ -30,6 +30,7 @@ from vision import END, IMAGE, START, VIDEO, item
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.draft_model import DraftModel
+from whorl.engine.speculate.mtp import MTP
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.weights import load_model
 from whorl.models.deepseek import DeepSeek
@@ -60,7 +61,7 @@ LATENT: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num
 LATENT |= {"q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 LATENT |= {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 96, "moe_intermediate_size": 64}
 LATENT |= {"n_group": 2, "topk_group": 1}
-CONFIGS["deepseek"] = DeepSeek.tiny(**SIZES, **LATENT)
+CONFIGS["deepseek"] = DeepSeek.tiny(**SIZES, **LATENT, num_nextn_predict_layers=1)
 CONFIGS["deepseek_v3"] = DeepSeek.tiny(**SIZES, **LATENT, model_type="deepseek_v3")
 ALL_KERNELS = ROW_WISE | MOE | KERNELS | IN_PLACE | FULL_ATTENTION | SPARSE
 NPU_KERNELS = {name: refusing(name, kernel) for name, kernel in ALL_KERNELS.items()}
@@ -88,6 +89,9 @@ def give_margins(path: Path) -> None:
     for name, weight in weights.items():
         if name.endswith(("q_norm.weight", "q_proj.weight")):
             weight *= 2
+        if name.endswith("eh_proj.weight"):  # of token and state, the token says more
+            weight[:, : len(weight)].add_(torch.eye(len(weight)))
+            weight[:, len(weight) :] *= 0.1
     embedding = next(weight for name, weight in weights.items() if name.endswith("embed_tokens.weight"))
     head = weights["lm_head.weight"]
     embedding *= 2 * embedding.shape[1] ** 0.5
@@ -102,6 +106,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "crowded": {"num_blocks": 4, "max_num_batched_tokens": 70, "speculate": lambda *_: PromptLookup(k=9, min_hist=4)},
     "lookup": {"speculate": lambda *_: PromptLookup(k=6, min_hist=4)},
     "draft_model": {"speculate": lambda device, path: draft_model(device, path)},
+    "mtp": {"speculate": lambda *_: MTP(k=2)},
     "w8a8": {"quantize": "w8a8"},
 }
 

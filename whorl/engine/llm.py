@@ -91,13 +91,8 @@ class LLM:
             need_accelerator(settings.memory_share, device)
         self._lead: Lead | None = None
         checkpoint_path = path if model is None else None
-        if speculate is not None and speculate.wants_hidden and RankPlace.find(settings.tp).size > 1:
-            raise ValueError(
-                f"{type(speculate).__name__}: tp is {RankPlace.find(settings.tp).size}, expected 1, because it drafts "
-                "from hidden states, which several ranks do not support; use tp=1 or another proposer"
-            )
         if model is None:
-            model, tokenizer, self._lead = load(path, tokenizer, device, settings)
+            model, tokenizer, self._lead = load(path, tokenizer, device, settings, speculate)
         elif settings.tp not in (None, 1):
             raise ValueError(
                 f"LLM: tp is {settings.tp}, expected 1 for a model that is passed as an object; pass its path, so that "
@@ -144,9 +139,10 @@ class LLM:
             block_bytes = block_size * token_bytes(specs)
             max_blocks = settings.max_num_seqs * -(-max_len // block_size)
             fit = (cache_memory(device) if memory is None else memory) // block_bytes
-            num_blocks = min(max_blocks, fit if self._lead is None else self._lead.num_blocks(block_size, memory))
+            fits = fit if self._lead is None else self._lead.num_blocks(block_size, memory, draft_head)
+            num_blocks = min(max_blocks, fits)
             if share is not None and self._lead is not None:  # other ranks' devices may have less free memory
-                num_blocks = min(num_blocks, self._lead.num_blocks(block_size, None))
+                num_blocks = min(num_blocks, self._lead.num_blocks(block_size, None, draft_head))
         self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=settings.use_prefix_cache)
         limit = min(max_len, num_blocks * block_size)
         self.max_model_len = _checked_max_len(settings.max_model_len, limit, "the cache")
@@ -168,7 +164,8 @@ class LLM:
         sp = sequence_parallel.for_ranks(settings, num_ranks, device=device, model=self.model)
         self.runner = (Runner if self._lead is None else self._lead.runner)(self.model, **options, sp=sp)
         if (draft_head := self._draft_head) is not None and self.proposer is not None:
-            runner = Runner(draft_head, **options, share_tables_with=self.runner)
+            runner_class = Runner if self._lead is None else self._lead.draft_runner
+            runner = runner_class(draft_head, **options, share_tables_with=self.runner)
             self.proposer.attach(self.pool, runner, max_rows=settings.step_tokens)
 
     @property

@@ -14,12 +14,20 @@ from .tensor_parallel import load as load_shared
 
 if TYPE_CHECKING:
     from .llm import Tokenizer
+    from .speculate import Proposer
 
 
 def load(
-    path: str | Path | None, tokenizer: "Tokenizer | None", device: str, settings: EngineSettings
+    path: str | Path | None,
+    tokenizer: "Tokenizer | None",
+    device: str,
+    settings: EngineSettings,
+    proposer: "Proposer | None" = None,
 ) -> "tuple[Model, Tokenizer, Lead | None]":
-    """Return the model, its tokenizer and, with several ranks, rank 0's `Lead`. tokenizer: replaces the model's own."""
+    """Return the model, its tokenizer and, with several ranks, rank 0's `Lead`.
+
+    tokenizer: replaces the model's own. proposer: the other ranks load its draft head as well, if it has one.
+    """
     from .tokenizer import Tokenizer as FileTokenizer
     from .weights import load_model, resolve
 
@@ -31,5 +39,6 @@ def load(
         model = load_model(folder, **options)
         return model, tokenizer or FileTokenizer.from_path(folder), None
     tokenizer = tokenizer or FileTokenizer.from_path(folder)
-    lead = load_shared(folder, place, kv_cache_dtype=settings.kv_cache_dtype, **options)
+    options |= {"kv_cache_dtype": settings.kv_cache_dtype, "proposer": proposer}
+    lead = load_shared(folder, place, **options)
     return lead.model, tokenizer, lead

@@ -246,7 +246,7 @@ class DeepSeek(llama.Llama):
         max_length: int | None = None,
     ) -> None:
         super().__init__(config, dtype=dtype, ranks=ranks, max_length=max_length)  # type: ignore[arg-type]
-        first = config.num_hidden_layers
+        first, self.ranks = config.num_hidden_layers, ranks
         # The scales of the FP8 weights that DeepSeek publishes.
         self.block_scales = "ue8m0" if config.has_indexer else "float"
         # Multi-token prediction layers are numbered after the others; `Prediction` loads the first of them.
@@ -256,7 +256,7 @@ class DeepSeek(llama.Llama):
         """Return the multi-token prediction layer, without weights; raises ValueError if the model has none."""
         if not self.ignored_layers:
             raise ValueError("the model has no layer of multi-token prediction: num_nextn_predict_layers is 0")
-        return Prediction(self)
+        return Prediction(self, self.ranks)
 
     @staticmethod
     def flat_name(name: str, values: Mapping[str, Any]) -> str:

@@ -55,7 +55,7 @@ class Decoder(Module):
 class Prediction(Module):
     """The first multi-token prediction layer of a model. Published models have one; further ones are not used.
 
-    target: the model whose embedding, head and rotary table it shares.
+    target: the model whose embedding, head and rotary table it shares. ranks: the target's.
     """
 
     def __init__(self, target: "DeepSeek", ranks: Ranks = ONE) -> None:

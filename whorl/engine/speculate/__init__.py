@@ -61,6 +61,14 @@ class Proposer(Protocol):
         """Load the draft head, if it uses hidden states. path: the target's checkpoint; None: there is only a model."""
         return
 
+    def shared_path(self, path: "Path") -> "Path":
+        """Return the checkpoint from which every rank loads its shard of the draft head's layer of multi-token
+        prediction. path: the target's checkpoint. Raises ValueError if the other ranks cannot load it."""
+        raise ValueError(
+            f"{type(self).__name__}: with several ranks its draft head has to be loaded by every rank, and it has no "
+            "`shared_path`; use tp=1 or another proposer"
+        )
+
     def attach(self, pool: "BlockPool", runner: "Runner", *, max_rows: int) -> None:
         """Receive the target's blocks and the runner of the draft head, if it uses hidden states. max_rows: the most
         tokens of one call."""

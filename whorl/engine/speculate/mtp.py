@@ -87,24 +87,33 @@ class MTP(Proposer):
         self._pool: BlockPool | None = None
         self._drafter: OneByOne | None = None
 
-    def load(self, path: str | Path | None, model: Any) -> None:
+    def check(self, model: Any, tokenizer: Any) -> None:
+        if self._drafter is not None:
+            raise ValueError("MTP: it already drafts for another engine; create one for each engine")
         count = getattr(getattr(model, "config", None), "num_nextn_predict_layers", 0)
-        if self.draft_head is not None:
-            return
-        if not count:
+        if self.draft_head is None and not count:
             raise ValueError(
                 f"MTP: {type(model).__name__} has no layer of multi-token prediction (num_nextn_predict_layers is "
                 f"{count}); use another proposer, or none"
             )
+
+    def load(self, path: str | Path | None, model: Any) -> None:
+        if self.draft_head is not None:
+            return
         if self.path is None and path is None:
             raise ValueError("MTP: the model was passed as an object; pass the path of its checkpoint, or its layer")
         from whorl.engine.weights import load_prediction
 
         self.draft_head = load_prediction(path if self.path is None else self.path, model)
 
+    def shared_path(self, path: Path) -> Path:
+        if self.draft_head is not None:
+            raise ValueError("MTP: the layer was passed as an object; pass its path, so that every rank can load it")
+        from whorl.engine.weights import resolve
+
+        return path if self.path is None else resolve(self.path)
+
     def attach(self, pool: BlockPool, runner: Runner, *, max_rows: int) -> None:
-        if self._drafter is not None:
-            raise ValueError("MTP: it already drafts for another engine; create one for each engine")
         self._pool, self._drafter = pool, OneByOne(runner, max_tokens=max_rows)
 
     @property

@@ -79,7 +79,8 @@ class OneByOne:
         waits = not all(seq.is_plain for seq in rooms)  # penalties and masks depend on the tokens before
         unread: list[tuple[list[Seq], Tensor]] = []
         probs: dict[Seq, list[Tensor]] = {seq: [] for seq in rooms}
-        for i in range(max(rooms.values(), default=0)):
+        most = max(rooms.values(), default=0)
+        for i in range(most):
             live = [seq for seq, room in rooms.items() if room > i]
             order, logits, ids, hidden = self._next(live, states)
             ids, distributions = self._choose(order, logits, ids)
@@ -91,7 +92,8 @@ class OneByOne:
                 for seq, token_id in zip(order, ids.tolist(), strict=True):
                     seq.token_ids.append(token_id)
             else:
-                self.runner.put([seq.lane for seq in order], ids)
+                if i + 1 < most:  # the next call reads them
+                    self.runner.put([seq.lane for seq in order], ids)
                 unread.append((order, ids))
                 for seq in order:
                     seq.num_unread += 1

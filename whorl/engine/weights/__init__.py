@@ -84,7 +84,8 @@ def load_model(
 
 
 def load_prediction(path_or_id: str | Path | None, target: Any, *, progress: bool = True) -> Model:
-    """Load the layer of multi-token prediction of `target`, a model that was loaded from the same checkpoint."""
+    """Load the layer of multi-token prediction of `target`, a model that was loaded from the same checkpoint; with
+    several ranks, this rank's shard of it."""
     with open_checkpoint(resolve(path_or_id), device=_device(target)) as checkpoint:
         model = _prediction(target, checkpoint.config)
         if not any(name.startswith(model.only) for name in checkpoint.sources):
@@ -93,7 +94,7 @@ def load_prediction(path_or_id: str | Path | None, target: Any, *, progress: boo
                 "the layer of multi-token prediction is missing from this checkpoint"
             )
         check_fit(model, checkpoint)
-        unpack = _unpacks(model, _device(target))
+        unpack = _unpacks(model, _device(target), num_ranks=target.ranks.size)
         fill(_allocated(model, _device(target)), checkpoint, progress=progress, unpack=unpack)
     return model  # type: ignore[no-any-return]
 
