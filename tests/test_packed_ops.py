@@ -234,11 +234,11 @@ def test_int8_activations_have_operators_of_their_own(tmp_path: Path, monkeypatc
 
 
 def test_what_no_kernel_reads_is_said() -> None:
-    with pytest.warns(RuntimeWarning, match="of 4 bits: cuda has no kernel that reads them packed"):
-        laid_out.warn_unpacked(torch.device("cuda"), "weights of 4 bits")
+    with pytest.warns(RuntimeWarning, match=r"of 4 bits: cuda has no kernel that reads them packed \(g_idx\)"):
+        laid_out.warn_unpacked(torch.device("cuda"), "weights of 4 bits", "g_idx")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        laid_out.warn_unpacked(torch.device("cpu"), "weights of 4 bits")
+        laid_out.warn_unpacked(torch.device("cpu"), "weights of 4 bits", "g_idx")
 
 
 @pytest.mark.gpu
