@@ -103,6 +103,8 @@ def _scales_for_npu(
     """
     scales = narrow_for_npu(matrix, scales)
     reason = weight_reason(matrix.shape, codes_dtype, matrix.dtype, scales, zeros, columns)
+    if reason is not None and scales.dtype != matrix.dtype == torch.bfloat16:
+        reason = f"its scales are {scales.dtype} and not exact in bfloat16; with dtype float16 they may be"
     return scales.mT.contiguous().mT, reason
 
 
