@@ -6,7 +6,7 @@ from typing import Any
 
 from whorl.contracts import antiquant_grouped_matmul_limit, weight_quant_matmul_limit
 
-NEVER_RUN = "None of this has run on a device."
+NEVER_RUN = "torch_npu does not document where it rounds, and none of this has run on a device."
 WIDE = 4096  # columns and rows where config.json has no hidden_size; limits are about groups, not about this size
 LINEAR, EXPERTS, W8A8 = "npu_weight_quant_batchmatmul", "npu_grouped_matmul", "npu_quant_matmul"
 
@@ -20,7 +20,7 @@ class Scheme:
     symmetric: bool = True
     has_order: bool = False  # columns are in any group (g_idx)
     has_int8_activations: bool = False
-    scale_dtype: str = ""  # that of published checkpoints, where it may differ from the model's
+    has_fp16_scales: bool = False  # in published checkpoints, whatever the model's dtype
 
 
 def describe_on_npu(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
@@ -43,7 +43,7 @@ def _describe(scheme: Scheme, text: Mapping[str, Any], has_experts: bool) -> str
         *([_product("experts", EXPERTS, experts)] if has_experts else []),
     ]
     warning = " Scales that are not exact in the model's dtype are unpacked, too: use float16."
-    return f"On an NPU {'; '.join(parts)}." + (warning if scheme.scale_dtype and linear is None else "")
+    return f"On an NPU {'; '.join(parts)}." + (warning if scheme.has_fp16_scales and linear is None else "")
 
 
 def _product(what: str, operator: str, limit: str | None) -> str:
@@ -75,14 +75,14 @@ def _schemes(config: Mapping[str, Any]) -> Iterator[Scheme]:
     if method == "fp8":
         yield Scheme(weight_dtype="float8")
     elif method == "awq":
-        yield Scheme(weight_dtype="int4", group=group, symmetric=False, scale_dtype="float16")
+        yield Scheme(weight_dtype="int4", group=group, symmetric=False, has_fp16_scales=True)
     elif method == "gptq":
         yield Scheme(
             weight_dtype="int8" if bits == 8 else "int4",
             group=group,
             symmetric=config.get("sym", True) is not False,
             has_order=config.get("desc_act") is True,
-            scale_dtype="float16",
+            has_fp16_scales=True,
         )
     else:
         groups = config.get("config_groups")
