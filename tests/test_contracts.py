@@ -187,15 +187,20 @@ WEIGHT_INT8 |= {"scale_dtype": "bfloat16"}
 INT8_GROUPS: dict[str, Any] = {"weight_shape": (4, 64, 48), "dtype": "int8", "scale_dtype": "bfloat16"}
 INT8_GROUPS |= {"output_dtype": "bfloat16"}
 SCALED_GROUPS: dict[str, Any] = {"weight_shape": (4, 64, 48), "dtype": "float16", "weight_dtype": "int8"}
-SCALED_GROUPS |= {"scale_shape": (4, 48, 1), "scale_dtype": "float16"}
+SCALED_GROUPS |= {"scale_dtype": "float16"}
+INT4_GROUPS = SCALED_GROUPS | {"weight_dtype": "int4", "group": 16}
 
 FIT = [
     ("quant_matmul", INT8),
     ("weight_quant_matmul", WEIGHT_INT8),
     ("weight_quant_matmul", WEIGHT_INT8 | {"group": 32}),
+    ("weight_quant_matmul", WEIGHT_INT8 | {"group": 32, "weight_dtype": "int4"}),
     ("quant_grouped_matmul", INT8_GROUPS),
     ("quant_grouped_matmul", INT8_GROUPS | {"output_dtype": "float16", "scale_dtype": "float32"}),
     ("antiquant_grouped_matmul", SCALED_GROUPS),
+    ("antiquant_grouped_matmul", SCALED_GROUPS | {"symmetric": False}),
+    ("antiquant_grouped_matmul", INT4_GROUPS),
+    ("antiquant_grouped_matmul", INT4_GROUPS | {"group": 0, "symmetric": False}),
     ("rotary_mul", ROTARY),
     ("rotary_mul", TND),
     ("rotary_mul", TND | {"rotary_mode": "interleave", "layout": "TND"}),
@@ -251,7 +256,8 @@ BREAK = [
     ("quant_matmul", INT8 | {"shape": (0, 64)}, "empty"),
     ("quant_matmul", INT8 | {"weight_shape": (64, 65536)}, "at most 65535"),
     ("weight_quant_matmul", WEIGHT_INT8 | {"dtype": "float32"}, "got float32"),
-    ("weight_quant_matmul", WEIGHT_INT8 | {"weight_dtype": "uint8"}, "int8, got uint8"),
+    ("weight_quant_matmul", WEIGHT_INT8 | {"weight_dtype": "uint8"}, "int8, int4, got uint8"),
+    ("weight_quant_matmul", WEIGHT_INT8 | {"weight_dtype": "int4", "weight_shape": (64, 44)}, "multiple of 8"),
     ("weight_quant_matmul", WEIGHT_INT8 | {"scale_dtype": "float32"}, "x's dtype bfloat16"),
     ("weight_quant_matmul", WEIGHT_INT8 | {"group": 24}, "multiple of 32 below K = 64, got 24"),
     ("weight_quant_matmul", WEIGHT_INT8 | {"group": 64}, "below K = 64, got 64"),
@@ -260,8 +266,11 @@ BREAK = [
     ("quant_grouped_matmul", INT8_GROUPS | {"scale_dtype": "float32"}, "bfloat16 for a result in bfloat16"),
     ("quant_grouped_matmul", INT8_GROUPS | {"output_dtype": "float32"}, "got float32"),
     ("quant_grouped_matmul", INT8_GROUPS | {"weight_shape": (1, 64, 48)}, "2 to 1024 groups"),
-    ("antiquant_grouped_matmul", SCALED_GROUPS | {"scale_shape": (4, 48, 2)}, "got 2 groups"),
-    ("antiquant_grouped_matmul", SCALED_GROUPS | {"weight_dtype": "int32"}, "int8, got int32"),
+    ("antiquant_grouped_matmul", SCALED_GROUPS | {"group": 32}, "got groups of 32"),
+    ("antiquant_grouped_matmul", SCALED_GROUPS | {"weight_dtype": "int32"}, "int8, int4, got int32"),
+    ("antiquant_grouped_matmul", INT4_GROUPS | {"group": 24}, "multiple of the group, got 64 and 24"),
+    ("antiquant_grouped_matmul", INT4_GROUPS | {"symmetric": False}, "must be symmetric"),
+    ("antiquant_grouped_matmul", INT4_GROUPS | {"weight_shape": (4, 64, 44)}, "multiple of 8 for int4, got 44"),
     ("antiquant_grouped_matmul", SCALED_GROUPS | {"scale_dtype": "bfloat16"}, "x's dtype float16"),
     ("antiquant_grouped_matmul", SCALED_GROUPS | {"weight_shape": (4, 64, 65536)}, "below 65536"),
     ("rotary_mul", ROTARY | {"dtype": "float64"}, "float16, bfloat16, float32, got float64"),

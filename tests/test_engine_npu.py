@@ -20,9 +20,9 @@ from whorl.engine.speculate.draft_model import DraftModel
 
 ENGINE = HERE / "npu" / "engine.py"
 RUNS = ("llama:plain", "llama:crowded", "qwen3:lookup", "window:lookup", "experts:plain", "vision:plain")
-RUNS += ("deepseek:plain",)
+RUNS += ("deepseek:plain", "experts:w4a16")
 MORE = ("qwen3:draft_model", "qwen3:plain", "qwen3:crowded", "experts:draft_model", "window:plain", "window:crowded")
-MORE += ("experts:w8a8", "deepseek:crowded", "deepseek:mtp", "deepseek_v3:plain", "deepseek_v3:lookup")
+MORE += ("experts:w8a8", "qwen3:w4a16", "deepseek:crowded", "deepseek:mtp", "deepseek_v3:plain", "deepseek_v3:lookup")
 DENSE = {"npu_linear", "npu_rms_norm", "npu_add_rms_norm", "npu_swiglu", "npu_top_k_top_p"}
 CACHE = {"npu_scatter_pa_kv_cache", "npu_fused_infer_attention_score"}
 ROUTED = {"npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_finalize_routing"}
@@ -38,7 +38,8 @@ CALLED = {
     # In the tower heads have 72 channels, which npu_mrope does not take, and see the whole frame.
     "vision": DENSE | CACHE | {"npu_mrope", "npu_rotary_mul", "npu_fusion_attention"},
 }
-QUANTISED = {"npu_quant_matmul", "npu_dynamic_quant"}
+# By kind of weights; experts call the grouped matmul whatever they are stored in, the router and the head npu_linear.
+QUANTISED = {"w8a8": {"npu_quant_matmul", "npu_dynamic_quant"}, "w4a16": {"npu_weight_quant_batchmatmul"}}
 # Two arithmetics in bf16, in units of the logits' spread: observed up to 0.009. A mask that hides a query from itself
 # gives 0.25, a window that is one key short 0.016.
 ALLOWED = 0.0125
@@ -105,7 +106,7 @@ def judge(row: dict[str, Any], model: str, kind: str) -> None:
         assert row["difference"]["worst"] < ALLOWED
     assert row["difference"]["gap"] > 1  # so that rounding did not decide a token
     assert row["block_size"] == 128
-    assert set(row["called"]) == CALLED[model] | (QUANTISED if kind == "w8a8" else set())
+    assert set(row["called"]) == CALLED[model] | QUANTISED.get(kind, set())
     assert row["fallbacks"] == []
     stats = row["stats"]
     assert stats["num_steps"] > 10  # prompts come in chunks
@@ -115,5 +116,5 @@ def judge(row: dict[str, Any], model: str, kind: str) -> None:
     else:
         # Two blocks of another's prompt; one, where its picture takes some of a step.
         assert max(row["cached"]) == (128 if model == "vision" else 256)
-    if kind not in ("plain", "w8a8"):
+    if kind not in ("plain", *QUANTISED):
         assert stats["num_accepted"] > 20

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from quant_checkpoints import CASES, W8A8, write
+from quant_checkpoints import CASES, EVEN, INT4, ODD, W8A8, Case, _ct_case, awq, write
 from test_inference_ops import backends, subsets
 from test_ops import DEVICE
 from torch import Tensor
 
 from whorl import ops
 from whorl.engine import weights
-from whorl.nn.weights import laid_out, packed
+from whorl.nn.weights import fp8, int8, laid_out, packed
 from whorl.ops import OPS
-from whorl.ops.quantised import layout
+from whorl.ops.quantised import layout, packed_torch_npu
 
 KINDS: list[dict[str, Any]] = [
     {"kind": "int4", "columns": 128},
@@ -76,6 +76,18 @@ def test_where_bytes_stand(dtype: torch.dtype) -> None:
     assert torch.equal(layout.plain_bytes(codes, 150).float(), numbers.float())
 
 
+def test_where_pairs_of_rows_stand() -> None:
+    numbers = torch.randint(0, 16, (2, 6, 5))
+    codes = layout.paired_int4(numbers)
+    assert codes.shape == (2, 3, 5)
+    assert codes.mT.is_contiguous(), "torch_npu's order"
+    for n in range(6):
+        nibbles = codes[:, n // 2].int() >> 4 * (n % 2) & 15
+        assert torch.equal(nibbles, (numbers[:, n] - 8) % 16)
+        assert torch.equal(layout.unpaired_rows(codes[1], torch.tensor([n]))[0], numbers[1, n] - 8)
+    assert torch.equal(layout.unpaired_int4(codes), numbers - 8)
+
+
 # ---- values and sums
 
 
@@ -94,6 +106,16 @@ def test_values_are_rounded_once(backend: str, kind: dict[str, Any]) -> None:
         expected[n, k] = (numbers[n, k] - zero) * scales[at]  # exact in fp64, and so rounded as in fp32 and from there
     got = ops.packed_linear(**values | {"x": torch.eye(136, device=DEVICE).bfloat16()}, backend=backend)
     assert torch.equal(got.T.cpu(), expected.bfloat16())
+
+
+def test_both_orders_of_four_bits_give_one_result() -> None:
+    numbers, scales = torch.randint(0, 16, (16, 96)), torch.rand(16, 3)
+    zeros, x = torch.randint(0, 17, (16, 3)), torch.randn(3, 96).bfloat16()
+    expected = ops.packed_linear(x, layout.packed_int4(numbers), scales, zeros, columns=32, backend="torch")
+    paired = x, layout.paired_int4(numbers), scales, zeros - 8
+    assert torch.equal(ops.packed_linear(*paired, columns=32, backend="torch"), expected)
+    with pytest.raises(RuntimeError, match=r"takes 4-bit codes as int32, got torch\.uint8"):
+        ops.packed_linear(*paired, columns=32, backend="triton")
 
 
 @pytest.mark.parametrize("backend", backends("packed_linear"))
@@ -221,6 +243,58 @@ def test_the_engine_reads_packed_weights(name: str, tmp_path: Path, monkeypatch:
     assert set(calls) == {"packed_linear", "packed_experts"}
 
 
+# By format and dtype: how many of nine matrices torch_npu's kernels take (qkv, o, gate_up and down of two layers, and
+# the head), and why they refuse others.
+ON_ASCEND = {
+    "ct-w4-group32": (torch.bfloat16, 8, "N must be a multiple of 8 for int4, got 97"),
+    "ct-w4-channel": (torch.bfloat16, 6, "N must be a multiple of 8 for int4, got 52"),
+    "ct-w4-hidden36": (torch.bfloat16, 4, "N must be a multiple of 8 for int4, got 36"),  # gate_up, but not down
+    "ct-w4": (torch.bfloat16, 4, "antiquant_group_size must be a multiple of 32 below K = 64, got 16"),
+    "ct-w8": (torch.float16, 9, None),
+    "ct-order": (torch.bfloat16, 0, "columns are in any order, g_idx"),
+    "awq-group32": (torch.float16, 4, "int4 in groups must be symmetric, got zero points and groups of 32"),
+    "awq": (torch.bfloat16, 0, "its scales are torch.float16 and not exact in bfloat16"),
+    "fp8-blocks": (torch.bfloat16, 0, "torch_npu multiplies bf16 by int8 and int4, not by fp8"),
+}
+MORE_CASES = {
+    "ct-w4-group32": _ct_case("pack-quantized", EVEN, **{**INT4, "group_size": 32}),
+    "ct-w4-hidden36": _ct_case(
+        "pack-quantized",
+        ODD | {"hidden_size": 36, "moe_intermediate_size": 24},
+        **{**INT4, "strategy": "channel", "group_size": None},
+    ),
+    "awq-group32": Case({**CASES["awq"].settings, "group_size": 32}, awq(32), sizes=EVEN),
+}
+
+
+@pytest.mark.parametrize("name", ON_ASCEND)
+def test_ascend_reads_packed_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an NPU, here by the reference: what its kernels take is laid out once, and products copy nothing of it."""
+    dtype, count, reason = ON_ASCEND[name]
+    path, _ = write(tmp_path, (CASES | MORE_CASES)[name], "moe")
+    reasons: list[str] = []
+    for module in (laid_out, packed, fp8, int8):
+        monkeypatch.setattr(module, "is_tiled_on", lambda device: False, raising=False)
+        monkeypatch.setattr(module, "warn_unpacked", lambda device, kind, why: reasons.append(why))
+    model = weights.load_model(path, device="cpu", dtype=dtype, unpack=False)
+    monkeypatch.undo()
+    plain = weights.load_model(path, device="cpu", dtype=dtype, unpack=False)
+    pairs = zip(model.modules(), plain.modules(), strict=True)
+    pairs = [(mine, other) for mine, other in pairs if laid_out.layout_of(mine) is not None]
+    assert len(pairs) == count
+    assert any(reason in why for why in reasons) if reason else not reasons
+    for mine, other in pairs:
+        rows = torch.tensor([5, 0, 3]) if len(mine.shape) == 2 else slice(1, 3)
+        assert_same(mine.format.values(mine), other.format.values(other))
+        assert_same(mine.format.values_of(mine, rows), other.format.values_of(other, rows))
+        assert packed_torch_npu._weight(mine.codes).data_ptr() == mine.codes.data_ptr()
+        assert mine.scales.mT.is_contiguous()
+        assert mine.scales.dtype == dtype
+    from test_quant_formats import logits
+
+    assert torch.equal(logits(model), logits(plain))
+
+
 def test_int8_activations_have_operators_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from test_quant_formats import logits
 
@@ -234,11 +308,11 @@ def test_int8_activations_have_operators_of_their_own(tmp_path: Path, monkeypatc
 
 
 def test_what_no_kernel_reads_is_said() -> None:
-    with pytest.warns(RuntimeWarning, match="of 4 bits: cuda has no kernel that reads them packed"):
-        laid_out.warn_unpacked(torch.device("cuda"), "weights of 4 bits")
+    with pytest.warns(RuntimeWarning, match=r"of 4 bits: cuda has no kernel that reads them packed \(g_idx\)"):
+        laid_out.warn_unpacked(torch.device("cuda"), "weights of 4 bits", "g_idx")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        laid_out.warn_unpacked(torch.device("cpu"), "weights of 4 bits")
+        laid_out.warn_unpacked(torch.device("cpu"), "weights of 4 bits", "g_idx")
 
 
 @pytest.mark.gpu

@@ -233,6 +233,12 @@ def judge_numbers(rows: list[dict[str, Any]], name: str) -> None:
         assert any("backward" in row for row in ran), f"{name}: no case ran its backward"
 
 
+def test_four_bits_are_packed_as_torch_npu_packs_them(proof: dict[str, Any]) -> None:
+    words = proof["int4pack"]
+    assert len(words["ours"]) == 3
+    assert words["ours"] == words["theirs"]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_mrope_gets_positions_and_a_table_of_16_bits(proof: dict[str, Any], dtype: str) -> None:
     """One npu_mrope, which looks positions up in the whole table itself; the table is rounded once."""

@@ -180,9 +180,30 @@ def quant_matmul(call: Call) -> Tensor:
     return y.to(dtype_of(call.output_dtype))
 
 
+def convert_weight_to_int4pack(weight: Tensor, inner_k_tiles: int = 0) -> Tensor:
+    """As op-plugin does it on the host: eight neighbours become one word, the first in the lowest four bits."""
+    assert weight.dtype == torch.int32
+    assert weight.is_contiguous()
+    assert weight.dim() in (2, 3)
+    assert weight.shape[-1] % 8 == 0
+    assert -8 <= weight.min() <= weight.max() <= 7
+    words = sum((weight.long()[..., i::8] & 15) << 4 * i for i in range(8))
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def antiquant_weight(weight: Tensor) -> Tensor:
+    """[.., K, N] in fp32; of int32 [.., K, N / 8] each word has eight numbers in two's complement."""
+    if weight.dtype == torch.int8:
+        return weight.float()
+    assert weight.dtype == torch.int32
+    nibbles = torch.stack([weight >> 4 * i & 15 for i in range(8)], -1).flatten(-2)
+    return torch.where(nibbles < 8, nibbles, nibbles - 16).float()
+
+
 @by_schema("npu_weight_quant_batchmatmul")
 def weight_quant_matmul(call: Call) -> Tensor:
-    weight, scale, offset = call.weight.float(), call.antiquant_scale.float(), call.antiquant_offset
+    weight, scale, offset = antiquant_weight(call.weight), call.antiquant_scale.float(), call.antiquant_offset
+    assert call.inner_precise == 0
     group = call.antiquant_group_size or len(weight)
     assert len(scale) == -(-len(weight) // group), (scale.shape, weight.shape, group)
 
@@ -213,5 +234,6 @@ KERNELS = {
     "npu_dynamic_quant": dynamic_quant,
     "npu_quant_matmul": quant_matmul,
     "npu_weight_quant_batchmatmul": weight_quant_matmul,
+    "npu_convert_weight_to_int4pack": convert_weight_to_int4pack,
 }
 IN_PLACE = {"npu_apply_rotary_pos_emb": apply_rotary_pos_emb, "_npu_rotary_embedding": rotary_embedding}

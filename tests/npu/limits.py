@@ -235,19 +235,26 @@ def _quant_matmul_limit(call: Call) -> str | None:
     )
 
 
+def _packed_weight(weight: Tensor) -> dict[str, Any]:
+    """The weight that an int32 tensor stands for; one that is not contiguous would stand for a transposed weight."""
+    if name_of(weight) != "int32":
+        return {"weight_shape": weight.shape, "weight_dtype": name_of(weight)}
+    assert weight.is_contiguous()
+    return {"weight_shape": (*weight.shape[:-1], 8 * weight.shape[-1]), "weight_dtype": "int4"}
+
+
 def _weight_quant_limit(call: Call) -> str | None:
     return contracts.weight_quant_matmul_limit(
         shape=call.x.shape,
-        weight_shape=call.weight.shape,
+        **_packed_weight(call.weight),
         dtype=name_of(call.x),
-        weight_dtype=name_of(call.weight),
         scale_dtype=name_of(call.antiquant_scale),
         group=call.antiquant_group_size,
     )
 
 
 def _quantised_groups_limit(call: Call) -> str | None:
-    """Of grouped products with int8 on both sides, or on one."""
+    """Of grouped products with int8 on both sides, or with int8 or int4 on one."""
     x, weight = call.x[0], call.weight[0]
     if name_of(x) == "int8":
         return contracts.quant_grouped_matmul_limit(
@@ -256,17 +263,18 @@ def _quantised_groups_limit(call: Call) -> str | None:
             scale_dtype=name_of(call.scale[0]),
             output_dtype=str(dtype_of(call.output_dtype)).removeprefix("torch."),
         )
+    scale, offset = call.antiquant_scale[0], call.antiquant_offset[0]
     return contracts.antiquant_grouped_matmul_limit(
-        weight_shape=weight.shape,
+        **_packed_weight(weight),
         dtype=name_of(x),
-        weight_dtype=name_of(weight),
-        scale_shape=call.antiquant_scale[0].shape,
-        scale_dtype=name_of(call.antiquant_scale[0]),
+        scale_dtype=name_of(scale),
+        group=weight.shape[1] // scale.shape[1] if scale.dim() == 3 else 0,
+        symmetric=not offset.any(),
     )
 
 
 def _grouped_matmul_limit(call: Call) -> str | None:
-    if name_of(call.weight[0]) == "int8":
+    if name_of(call.weight[0]) in ("int8", "int32"):
         return _quantised_groups_limit(call)
     return contracts.grouped_matmul_limit(
         shapes=[t.shape for t in call.x],

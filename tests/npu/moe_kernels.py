@@ -2,6 +2,7 @@
 
 import torch
 from npu.bound import Call, by_schema, dtype_of
+from npu.kernels import antiquant_weight
 from torch import Tensor
 
 
@@ -128,8 +129,15 @@ def grouped_matmul(call: Call) -> list[Tensor]:
         rows = [x[0][a:b] for a, b in zip(starts, ends, strict=True)]
     results, first = [], 0
     if call.antiquant_scale is not None:
-        shifted = [w.double() + o[None].double() for w, o in zip(weights, call.antiquant_offset[0], strict=True)]
-        weights = [w * s[None].double() for w, s in zip(shifted, call.antiquant_scale[0], strict=True)]
+        weights = [antiquant_weight(w).double() for w in weights]
+
+        def wide(x: Tensor) -> list[Tensor]:
+            """Of [E, N] or [E, groups, N]: for each expert [K, N]."""
+            groups = x if x.dim() == 3 else x.unsqueeze(1)
+            return list(groups.double().repeat_interleave(weights[0].shape[0] // groups.shape[1], 1))
+
+        shifted = [w + o for w, o in zip(weights, wide(call.antiquant_offset[0]), strict=True)]
+        weights = [w * s for w, s in zip(shifted, wide(call.antiquant_scale[0]), strict=True)]
     for e, (left, right) in enumerate(zip(rows, weights, strict=True)):
         y = left.double() @ right.double()  # in which order it adds is not what is compared
         if call.scale is not None:

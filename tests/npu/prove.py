@@ -47,6 +47,7 @@ from whorl import ascend, contracts
 from whorl.ops import OPS, Op, _torch_npu
 from whorl.ops._impl import Impl
 from whorl.ops.attention import paged_torch_npu
+from whorl.ops.quantised import layout, packed_torch_npu
 
 KERNELS: dict[str, Callable[..., Any]] = (
     kernels.KERNELS
@@ -74,6 +75,7 @@ def main(out: Path, parts: list[str]) -> None:
     recorded: list[tuple[str, Callable[..., Any], Values, Any, list[list[int]]]] = []
     if "calls" in parts:
         report["calls"] = list(run_calls(recorded))
+        report["int4pack"] = run_int4pack()
     if "fake" in parts or "gradients" in parts:
         atb = torch.library.Library("atb", "IMPL", "Meta")
         npu = torch.library.Library("npu", "IMPL", "Meta")
@@ -144,6 +146,15 @@ def run_calls(recorded: list[Any]) -> Iterator[Values]:
                         row["error"] = traceback.format_exc()
                     yield row | {"called": sorted(set(called))}
     library._destroy()
+
+
+def run_int4pack() -> dict[str, list[Any]]:
+    """A weight of 4 bits as whorl lays it out, and as torch_npu's own operator packs it."""
+    library = register_cpu_kernels([])
+    numbers = torch.randint(0, 16, (3, 40, 24), dtype=torch.int32)
+    theirs = torch.ops.npu.npu_convert_weight_to_int4pack((numbers - 8).mT.contiguous())
+    library._destroy()
+    return {"ours": packed_torch_npu._weight(layout.paired_int4(numbers)).tolist(), "theirs": theirs.tolist()}
 
 
 def drawn(op: Op, case: Values, dtype: torch.dtype, seed: int) -> Values:
@@ -392,6 +403,7 @@ def replay(recorded: list[Any]) -> Iterator[Values]:
         row = {"what": name, "case": str(values)}
         try:
             paged_torch_npu.compressed_mask.cache_clear()
+            packed_torch_npu.no_offset.cache_clear()
             left = iter(reads)
             with fake_npu(), host_reads([], read=lambda _, left=left: next(left)):  # a FakeTensor has no numbers
                 arguments = {n: revive(v) for n, v in values.items()}

@@ -1,4 +1,7 @@
-"""Limits of matmuls with int8 weights."""
+"""Limits of matmuls with weights of 8 and 4 bits.
+
+int4: eight codes of neighbouring outputs are one int32, as npu_convert_weight_to_int4pack packs a weight [K, N].
+"""
 
 from .contract import Shape
 from .dtypes import dtype_limit
@@ -7,6 +10,8 @@ HALF = ("float16", "bfloat16")
 WIDEST = 65535  # the largest K and N
 INNER = 65536  # every last dim of a grouped matmul must be below it
 GROUP = 32  # the group size of scales must be a multiple of it
+WEIGHTS = ("int8", "int4")
+WORD = 8  # int4 codes in one int32
 
 
 def quant_matmul_limit(*, shape: Shape, weight_shape: Shape, dtype: str, output_dtype: str) -> str | None:
@@ -25,20 +30,27 @@ def quant_matmul_limit(*, shape: Shape, weight_shape: Shape, dtype: str, output_
 def weight_quant_matmul_limit(
     *, shape: Shape, weight_shape: Shape, dtype: str, weight_dtype: str, scale_dtype: str, group: int = 0
 ) -> str | None:
-    """Return the limit of npu_weight_quant_batchmatmul with int8 weights that a call breaks, or None; weight [K, N].
+    """Return the limit of npu_weight_quant_batchmatmul that a call breaks, or None; weight [K, N] int8 or int4.
 
     group: how many of the K inputs share a scale, 0 for all of them. The limits are those of op-plugin's page, read in
-    November 2026 (commit 22e8a33).
+    November 2026 (commit 22e8a33), which has the same for both.
     """
-    if (reason := dtype_limit("x", dtype, HALF)) is not None:
+    if (reason := _antiquant_limit(weight_shape, dtype, weight_dtype, scale_dtype)) is not None:
         return reason
-    if weight_dtype != "int8":
-        return f"weight must be int8, got {weight_dtype}"
-    if scale_dtype != dtype:
-        return f"antiquant_scale must have x's dtype {dtype}, got {scale_dtype}"
     if group and (group % GROUP or group >= weight_shape[0]):
         return f"antiquant_group_size must be a multiple of {GROUP} below K = {weight_shape[0]}, got {group}"
     return _size_limit(shape, weight_shape)
+
+
+def _antiquant_limit(weight_shape: Shape, dtype: str, weight_dtype: str, scale_dtype: str) -> str | None:
+    """Return what both matmuls of 16-bit activations and packed weights [.., K, N] refuse, or None."""
+    if (reason := dtype_limit("x", dtype, HALF) or dtype_limit("weight", weight_dtype, WEIGHTS)) is not None:
+        return reason
+    if scale_dtype != dtype:
+        return f"antiquant_scale must have x's dtype {dtype}, got {scale_dtype}"
+    if weight_dtype == "int4" and weight_shape[-1] % WORD:
+        return f"N must be a multiple of {WORD} for int4, got {weight_shape[-1]}"
+    return None
 
 
 def _size_limit(shape: Shape, weight_shape: Shape) -> str | None:
@@ -66,21 +78,28 @@ def quant_grouped_matmul_limit(*, weight_shape: Shape, dtype: str, scale_dtype: 
 
 
 def antiquant_grouped_matmul_limit(
-    *, weight_shape: Shape, dtype: str, weight_dtype: str, scale_shape: Shape, scale_dtype: str
+    *,
+    weight_shape: Shape,
+    dtype: str,
+    weight_dtype: str,
+    scale_dtype: str,
+    group: int = 0,
+    symmetric: bool = True,
 ) -> str | None:
-    """Return the limit of npu_grouped_matmul with int8 weights [E, K, N] that a call breaks, or None.
+    """Return the limit of npu_grouped_matmul with weights [E, K, N] in int8 or int4 that a call breaks, or None.
 
-    scale_shape: of antiquant_scale, which has one scale per output channel, [E, N] or [E, N, 1], in x's dtype. The
-    limits are those of op-plugin's page, read in November 2026 (commit 02ea475).
+    group: how many of the K inputs share a scale, 0 for all of them; symmetric: whether every antiquant_offset is 0.
+    The limits are those of op-plugin's page, read in November 2026 (commit 02ea475); that groups must be symmetric is
+    on the page of aclnnGroupedMatmulV5, read in November 2026.
     """
-    if (reason := dtype_limit("x", dtype, HALF)) is not None:
+    if (reason := _antiquant_limit(weight_shape, dtype, weight_dtype, scale_dtype)) is not None:
         return reason
-    if weight_dtype != "int8":
-        return f"weight must be int8, got {weight_dtype}"
-    if scale_dtype != dtype:
-        return f"antiquant_scale must have x's dtype {dtype}, got {scale_dtype}"
-    if len(scale_shape) == 3 and scale_shape[2] != 1:
-        return f"int8 needs one scale per output channel, got {scale_shape[2]} groups"
+    if group and weight_dtype == "int8":
+        return f"int8 needs one scale per output channel, got groups of {group}"
+    if group and weight_shape[1] % group:
+        return f"K must be a multiple of the group, got {weight_shape[1]} and {group}"
+    if group and not symmetric:
+        return f"int4 in groups must be symmetric, got zero points and groups of {group}"
     return _groups_limit(weight_shape)
 
 

@@ -279,7 +279,16 @@ _TABLE = (
         "int? weight_dtype=None) -> Tensor",
         added={"2.10": "weight_dtype"},
         gradient="silently lost",
-        note="Returns x @ ((weight + antiquant_offset) * antiquant_scale) + bias: the offset is added, not subtracted.",
+        note="Returns x @ ((weight + antiquant_offset) * antiquant_scale) + bias: the offset is added, not subtracted. "
+        "A weight in int32 is int4: [K, N / 8], or transposed [K / 8, N]. On Atlas A2 and A3 it is not deterministic "
+        "by default.",
+    ),
+    from_schema(
+        "npu_convert_weight_to_int4pack",
+        "(Tensor weight, int inner_k_tiles=0) -> Tensor",
+        gradient="silently lost",
+        note="Packs eight neighbours of the last dim, int32 from -8 to 7, into one int32, the first in the lowest "
+        "bits. It copies the weight to the host and packs it there, in one thread.",
     ),
     from_schema(
         "npu_moe_token_permute",

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from whorl.doctor.launch import Launch
+from whorl.doctor.quantised_on_npu import describe_on_npu
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
 
@@ -52,12 +53,12 @@ def which_matmul(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         return
     rounded = "Activations are rounded to int8 with one scale per token, so results differ from those in 16 bits."
     equal = "The matmul gives the result of the unpacked weights; only memory and speed differ."
-    unfused = " An NPU has no fused matmul for such weights: every matrix is unpacked first."
+    on_npu = [describe_on_npu(config, launch.text or {})] if launch.device == "npu" else []
     yield Problem(
         where=launch.inputs.model_where,
         found=f"weights are quantised: {config.get('quant_method')}",
         expected=f"whorl's matmul: {matmul}",
-        why=(rounded if matmul == INT8 else equal) + (unfused if launch.device == "npu" else ""),
+        why=" ".join((rounded if matmul == INT8 else equal, *on_npu)),
         fix="nothing to do; docs/quantisation.md says how each format is stored",
     )
 

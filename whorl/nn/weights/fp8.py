@@ -100,14 +100,14 @@ class Fp8(Quantised):
         # A projection that does not begin at a multiple of the block's rows needs an index of its rows of scales.
         if self.kind == "block" and any(part.first != first[part.first] * self.block[0] for part in parts):
             parameters["scale_rows"] = self._scale_rows(matrix)
-        if not self._lay_out_for_kernels(matrix, **parameters):
-            warn_unpacked(matrix.weight.device, "FP8 weights")
+        if (reason := self._lay_out_for_kernels(matrix, **parameters)) is not None:
+            warn_unpacked(matrix.weight.device, "FP8 weights", reason)
             matrix.replace(**parameters)
 
     def _lay_out_for_kernels(
         self, matrix: Any, weight: Tensor, scales: Tensor, scale_rows: Tensor | None = None
-    ) -> bool:
-        """Rearrange the weight for the device's kernels; returns False where it has none."""
+    ) -> str | None:
+        """Rearrange the weight for the device's kernels; returns None, or the reason that they cannot read it."""
         if self.kind != "block":
             return lay_out_bytes(matrix, weight, scales.unsqueeze(-1))
         if scale_rows is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from whorl import ops
 from whorl.nn.weight import Destination, Matrix, Part
 
-from .laid_out import lay_out_bytes, layout_of, narrow_for_npu, values_of
+from .laid_out import lay_out_bytes, layout_of, narrow_for_npu, values_of, warn_unpacked
 from .quantised import ONE_EACH, Pick, Quantised, entry_index, entry_parts, part_starts, stack_dims
 
 SPREAD = 127 / 3**0.5  # standard deviation of random codes
@@ -56,8 +56,11 @@ class Int8(Quantised):
         self._lay_out(matrix, scales)
 
     def _lay_out(self, matrix: Any, scales: Tensor) -> None:
-        if not (self.is_weight_only and lay_out_bytes(matrix, matrix.weight.data, scales.unsqueeze(-1))):
-            matrix.replace(weight=matrix.weight.data, scales=narrow_for_npu(matrix, scales))
+        if self.is_weight_only:
+            if (reason := lay_out_bytes(matrix, matrix.weight.data, scales.unsqueeze(-1))) is None:
+                return
+            warn_unpacked(matrix.weight.device, "int8 weights", reason)
+        matrix.replace(weight=matrix.weight.data, scales=narrow_for_npu(matrix, scales))
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
         if layout_of(matrix) is not None:

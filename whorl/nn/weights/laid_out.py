@@ -1,7 +1,8 @@
 """Matrices rearranged for the operators that read packed weights, `ops.packed_linear` and `ops.packed_experts`.
 
 A matrix that is laid out has the parameters codes, scales and, unless all zero points have the default value, zeros.
-Its attribute `layout` describes their order. A CPU has no kernels for it; there a matrix keeps its format's parameters.
+Its attribute `layout` describes their order. This is done once, when a matrix is loaded; products copy nothing. A
+CPU has no kernels for it; there a matrix keeps its format's parameters.
 """
 
 import warnings
@@ -14,9 +15,21 @@ from torch import Tensor
 from whorl import ops
 from whorl.device import HOST, unavailable
 from whorl.nn.weight import Matrix
-from whorl.ops.quantised.layout import packed_int4, tiled_bytes, values, width
+from whorl.ops.quantised.layout import (
+    MIDDLE,
+    PAIRED,
+    num_rows,
+    packed_int4,
+    paired_int4,
+    tiled_bytes,
+    unpaired_rows,
+    values,
+    width,
+)
+from whorl.ops.quantised.packed_torch_npu import weight_reason
 
 Pick = slice | Tensor
+NO_KERNELS = "there are no kernels for packed weights"
 
 
 class PackedLayout(NamedTuple):
@@ -28,7 +41,10 @@ class PackedLayout(NamedTuple):
 
 
 def is_tiled_on(device: torch.device) -> bool | None:
-    """Return whether the device's kernels take 8-bit codes in tiles; None: it has no such kernels."""
+    """Return whether the device's kernels take codes in tiles, as Triton's do and torch_npu's do not.
+
+    None: it has no kernels for packed weights.
+    """
     if unavailable("triton", device.type) is None:
         return True
     return False if unavailable("torch_npu", device.type) is None else None
@@ -39,27 +55,34 @@ def layout_of(matrix: Matrix) -> PackedLayout | None:
     return getattr(matrix, "layout", None)
 
 
-def lay_out_bytes(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, **block: int) -> bool:
-    """Rearrange a matrix of 8-bit codes for the device's kernels. Returns False where it has none.
+def lay_out_bytes(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, **block: int) -> str | None:
+    """Rearrange a matrix of 8-bit codes for the device's kernels. Returns None, or the reason that they cannot read it.
 
     codes: int8 or fp8 [.., N, K] in plain order; scales and zeros: [.., ceil(N / rows), ceil(K / columns)]; block: rows
     and columns per scale, by default 1 row and all columns.
     """
     tiled = is_tiled_on(codes.device)
-    if tiled is None or (not tiled and codes.dtype != torch.int8):  # torch_npu has no product of fp8 and bf16
-        return False
-    scales = narrow_for_npu(matrix, scales)
+    if tiled is None:
+        return NO_KERNELS
+    layout = PackedLayout(block.get("rows", 1), block.get("columns", 0), tiled)
     if tiled:
         codes = _by_entry(codes, tiled_bytes, width(codes.dtype, codes.shape[-1], tiled))
-    _set_parameters(matrix, codes, scales, zeros, PackedLayout(block.get("rows", 1), block.get("columns", 0), tiled))
-    return True
+        _set_parameters(matrix, codes, scales, zeros, layout)
+        return None
+    if codes.dtype != torch.int8:
+        return "torch_npu multiplies bf16 by int8 and int4, not by fp8"
+    scales, reason = _scales_for_npu(matrix, torch.int8, scales, zeros, layout.columns)
+    if reason is None:
+        _set_parameters(matrix, codes, scales, zeros, layout)
+    return reason
 
 
-def warn_unpacked(device: torch.device, kind: str) -> None:
-    """Warn, once per kind of weights, that no kernel of the accelerator reads them packed."""
+def warn_unpacked(device: torch.device, kind: str, reason: str) -> None:
+    """Warn, once per kind of weights and reason, that no kernel of the accelerator reads them packed."""
     if device.type not in (HOST, "meta"):
         warnings.warn(
-            f"{kind}: {device.type} has no kernel that reads them packed, so every product unpacks its matrix",
+            f"{kind}: {device.type} has no kernel that reads them packed ({reason}), so every product unpacks its "
+            "matrix",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -71,20 +94,53 @@ def narrow_for_npu(matrix: Any, scales: Tensor) -> Tensor:
     return narrow if is_tiled_on(scales.device) is False and torch.equal(narrow.float(), scales.float()) else scales
 
 
+def _scales_for_npu(
+    matrix: Any, codes_dtype: torch.dtype, scales: Tensor, zeros: Tensor | None, columns: int
+) -> tuple[Tensor, str | None]:
+    """Return scales as torch_npu's kernels read them without a copy, and the reason that they cannot read the matrix.
+
+    The scales are in the model's dtype, [.., N, groups] as a view of memory in the order [.., groups, N].
+    """
+    scales = narrow_for_npu(matrix, scales)
+    reason = weight_reason(matrix.shape, codes_dtype, matrix.dtype, scales, zeros, columns)
+    if reason is not None and scales.dtype != matrix.dtype == torch.bfloat16:
+        reason = f"its scales are {scales.dtype} and not exact in bfloat16; with dtype float16 they may be"
+    return scales.mT.contiguous().mT, reason
+
+
 def lay_out_int4(
     matrix: Any, words: Tensor, unpack: Callable[[Tensor], Tensor], scales: Tensor, zeros: Tensor | None, columns: int
-) -> bool:
-    """Rearrange a matrix of 4-bit codes for the device's kernels. Returns False where it has none.
+) -> str | None:
+    """Rearrange a matrix of 4-bit codes for the device's kernels. Returns None, or the reason that they cannot read it.
 
     words: as in packed.py; unpack: a function from the words of one matrix to its codes [N, K], 0 to 15; scales and
     zeros: [.., N, groups]; columns: per group, 0 for one group per row.
     """
-    if not is_tiled_on(words.device):
-        return False
-    packed_width = width(torch.int32, matrix.shape[-1], True)
-    codes = _by_entry(words, lambda entry: packed_int4(unpack(entry)), packed_width)
-    _set_parameters(matrix, codes, scales, zeros, PackedLayout(1, columns, False))
-    return True
+    tiled = is_tiled_on(words.device)
+    if tiled is None:
+        return NO_KERNELS
+    layout = PackedLayout(1, columns, False)
+    if tiled:
+        packed_width = width(torch.int32, matrix.shape[-1], True)
+        codes = _by_entry(words, lambda entry: packed_int4(unpack(entry)), packed_width)
+        _set_parameters(matrix, codes, scales, zeros, layout)
+        return None
+    scales, reason = _scales_for_npu(matrix, PAIRED, scales, zeros, columns)
+    if reason is None:
+        codes = _paired(words, unpack, matrix.shape)
+        _set_parameters(matrix, codes, scales, None if zeros is None else zeros.to(torch.int8) - MIDDLE, layout)
+    return reason
+
+
+def _paired(words: Tensor, unpack: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Return the codes of a matrix, or of a stack one matrix at a time, in torch_npu's order."""
+    if words.dim() == 2:
+        return paired_int4(unpack(words))
+    count, rows, columns = shape
+    codes = torch.empty(count, columns, rows // 2, dtype=PAIRED, device=words.device).mT
+    for entry, target in zip(words, codes, strict=True):
+        target.copy_(paired_int4(unpack(entry)))
+    return codes
 
 
 def _by_entry(x: Tensor, change: Callable[[Tensor], Tensor], packed_width: int) -> Tensor:
@@ -121,13 +177,25 @@ def values_of(matrix: Any, pick: Pick) -> Tensor:
     scale_index: Any = pick
     if len(matrix.shape) == 2 and rows > 1:
         scale_index, rows = (torch.arange(matrix.shape[0], device=codes.device) // rows)[pick], 1
-    # Codes are indexed as bytes, because not every device can index fp8.
-    index_dtype = torch.int32 if codes.dtype == torch.int32 else torch.uint8
-    selected = codes.view(index_dtype)[pick].view(codes.dtype)
     zeros = None if zeros is None else zeros[scale_index]
     return values(
-        selected, scales[scale_index], zeros, matrix.shape[-1], matrix.dtype, block=(rows, columns), tiled=tiled
+        _select(codes, pick),
+        scales[scale_index],
+        zeros,
+        matrix.shape[-1],
+        matrix.dtype,
+        block=(rows, columns),
+        tiled=tiled,
     )
+
+
+def _select(codes: Tensor, pick: Pick) -> Tensor:
+    """Return the codes of some rows of a matrix, or of some matrices of a stack; rows that were in pairs as int8."""
+    if codes.dtype == PAIRED and codes.dim() == 2:
+        return unpaired_rows(codes, torch.arange(num_rows(codes), device=codes.device)[pick])
+    # Codes are indexed as bytes, because not every device can index fp8.
+    index_dtype = torch.int32 if codes.dtype == torch.int32 else torch.uint8
+    return codes.view(index_dtype)[pick].view(codes.dtype)
 
 
 def linear(matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from whorl.nn.ranks import Unit
 from whorl.nn.weight import Matrix, Part
 
-from .laid_out import is_tiled_on, lay_out_bytes, lay_out_int4, layout_of, values_of, warn_unpacked
+from .laid_out import NO_KERNELS, is_tiled_on, lay_out_bytes, lay_out_int4, layout_of, values_of, warn_unpacked
 from .quantised import Pick, Quantised, entry_parts
 
 WORD = 32
@@ -71,19 +71,20 @@ class Packed(Quantised):
             parameters["zeros"] = zeros
         if order is not None and (groups := self._groups(matrix, order, scales.shape[-1])) is not None:
             parameters["groups"] = groups
-        if "groups" not in parameters and self._lay_out_for_kernels(matrix, words, scales, parameters.get("zeros")):
-            return
-        reason = " with columns in any order (g_idx)" if "groups" in parameters else ""
-        warn_unpacked(words.device, f"weights of {self.bits} bits{reason}")
-        matrix.replace(**parameters)
+        reason: str | None = "columns are in any order, g_idx"
+        if "groups" not in parameters:
+            reason = self._lay_out_for_kernels(matrix, words, scales, parameters.get("zeros"))
+        if reason is not None:
+            warn_unpacked(words.device, f"weights of {self.bits} bits", reason)
+            matrix.replace(**parameters)
 
-    def _lay_out_for_kernels(self, matrix: Matrix, words: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
-        """Rearrange the weight for the device's kernels; returns False where it has none."""
+    def _lay_out_for_kernels(self, matrix: Matrix, words: Tensor, scales: Tensor, zeros: Tensor | None) -> str | None:
+        """Rearrange the weight for the device's kernels; returns None, or the reason that they cannot read it."""
         columns, count = self.group or 0, matrix.shape[-1]
         if self.bits == 4:
             return lay_out_int4(matrix, words, lambda entry: unpacked(entry, 4, count), scales, zeros, columns)
         if is_tiled_on(words.device) is None:
-            return False
+            return NO_KERNELS
         codes = (unpacked(words, 8, count) ^ 128).view(torch.int8)  # codes from -128 to 127
         zeros = None if zeros is None else zeros.to(torch.int16) - 128
         return lay_out_bytes(matrix, codes, scales, zeros, columns=columns)

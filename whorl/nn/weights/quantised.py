@@ -49,7 +49,8 @@ class Quantised(Format):
         return y
 
     def experts(self, gate_up: Matrix, down: Matrix, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        if laid_out.layout_of(gate_up) is not None:
+        # A device's kernels may read one of the two and refuse the other, by its zero points or scales.
+        if laid_out.layout_of(gate_up) is not None and laid_out.layout_of(down) is not None:
             return laid_out.experts(gate_up, down, x, weights, ids)
         if x.device.type != HOST:
             return super().experts(gate_up, down, x, weights, ids)

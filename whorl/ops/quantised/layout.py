@@ -6,11 +6,14 @@ the dtype of the activations it is multiplied with.
 
 8-bit codes: int8 or float8_e4m3fn, one per byte; without zeros the zero point is 0. Stored plainly, [.., N, K], or
 tiled, [.., N, 64 * ceil(K / 64)]: byte 16 i + 2 p + e of a block of 64 columns is its column 8 p + 2 i + e.
-4-bit codes: int32 [.., N, 16 * ceil(K / 128)], values 0 to 15; without zeros the zero point is 8. Always tiled: a
-block of 128 columns is 16 words, and a word holds four pairs of neighbouring columns. Pair p of word 4 i + w is
-columns 32 w + 8 p + 2 i and the next one; the first is in bits 4 p to 4 p + 3, the second 16 bits above it.
+4-bit codes for Nvidia: int32 [.., N, 16 * ceil(K / 128)], values 0 to 15; without zeros the zero point is 8. Always
+tiled: a block of 128 columns is 16 words, and a word holds four pairs of neighbouring columns. Pair p of word 4 i + w
+is columns 32 w + 8 p + 2 i and the next one; the first is in bits 4 p to 4 p + 3, the second 16 bits above it.
+4-bit codes for Ascend: uint8 [.., N / 2, K], values -8 to 7 in two's complement; without zeros the zero point is 0.
+Byte [n, k] holds column k of rows 2 n, in its low bits, and 2 n + 1. torch_npu reads them without a copy where memory
+has the order [.., K, N / 2]: four bytes are then one of its int32 words of eight rows.
 
-The order suits tensor cores. In their matmul, threads i = 0 to 3 of a row hold columns 2 i, 2 i + 1, 2 i + 8 and
+The tiled order suits tensor cores. In their matmul, threads i = 0 to 3 of a row hold columns 2 i, 2 i + 1, 2 i + 8 and
 2 i + 9 of every 16 columns. In this order 16 consecutive bytes of a row are what one thread needs of a block, and one
 shift and one mask extract a pair of 4-bit codes in order.
 """
@@ -23,7 +26,8 @@ WORDS = 16  # int32 words per block of 4-bit codes
 BYTES = 64  # columns, and bytes, per tiled block of 8-bit codes
 CHUNK = 1024  # columns that are accumulated from zero; the sums of the chunks are then added in order
 MIDDLE = 8  # zero point of 4-bit codes without zeros
-CODES = (torch.int32, torch.int8, torch.float8_e4m3fn)
+CODES = (torch.int32, torch.uint8, torch.int8, torch.float8_e4m3fn)
+PAIRED = torch.uint8  # dtype of 4-bit codes in pairs of rows
 
 
 def packed_int4(numbers: Tensor) -> Tensor:
@@ -52,6 +56,32 @@ def unpacked_int4(codes: Tensor, columns: int) -> Tensor:
     return numbers.reshape(*shape, -1)[..., :columns]
 
 
+def paired_int4(numbers: Tensor) -> Tensor:
+    """Pack numbers [.., N, K] from 0 to 15, N even, into bytes [.., N / 2, K] that hold them minus 8.
+
+    The result is a view of memory in the order [.., K, N / 2].
+    """
+    nibbles = numbers.to(torch.uint8).mT.contiguous() ^ MIDDLE  # minus 8 in two's complement
+    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).mT
+
+
+def unpaired_int4(codes: Tensor) -> Tensor:
+    """Unpack the bytes of `paired_int4` into int8 numbers from -8 to 7, [.., N, K]."""
+    nibbles = torch.stack((codes & 15, codes >> 4), -2).flatten(-3, -2)
+    return (nibbles ^ MIDDLE).view(torch.int8) - MIDDLE
+
+
+def unpaired_rows(codes: Tensor, rows: Tensor) -> Tensor:
+    """Unpack these rows of bytes [N / 2, K] into int8 numbers, [len(rows), K]."""
+    nibbles = codes[rows // 2] >> (rows % 2 * 4).to(torch.uint8).unsqueeze(-1) & 15
+    return (nibbles ^ MIDDLE).view(torch.int8) - MIDDLE
+
+
+def num_rows(codes: Tensor) -> int:
+    """Return the rows N of the matrix, or of each matrix of a stack, that these codes store."""
+    return codes.shape[-2] * (2 if codes.dtype == PAIRED else 1)
+
+
 def tiled_bytes(codes: Tensor) -> Tensor:
     """Tile plain 8-bit codes [.., K] into [.., 64 * ceil(K / 64)] of the same dtype; columns past K are zeros."""
     plain = codes.view(torch.uint8)  # not every device can pad or transpose fp8
@@ -65,9 +95,11 @@ def plain_bytes(codes: Tensor, columns: int) -> Tensor:
 
 
 def width(dtype: torch.dtype, columns: int, tiled: bool) -> int:
-    """Return how many elements of `dtype` store one row of `columns` columns: int32 for 4-bit codes, else 8-bit."""
+    """Return the last dim of codes of this dtype for `columns` columns; tiled: whether 8-bit codes are tiled."""
     if dtype == torch.int32:
         return -(-columns // BLOCK) * WORDS
+    if dtype == PAIRED:
+        return columns
     return -(-columns // BYTES) * BYTES if tiled else columns
 
 
@@ -87,6 +119,8 @@ def values(
     """
     if codes.dtype == torch.int32:
         numbers = unpacked_int4(codes, columns)
+    elif codes.dtype == PAIRED:
+        numbers = unpaired_int4(codes)
     else:
         numbers = plain_bytes(codes, columns) if tiled else codes
     wide = torch.float64 if torch.float64 in (scales.dtype, dtype) else torch.float32

@@ -8,8 +8,8 @@ from torch import Tensor
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from . import packed_torch_npu
-from .layout import values
-from .packed_linear import block_sizes, check_weight, draw_weight, multiply_in_chunks, triton_reason
+from .layout import num_rows, values
+from .packed_linear import block_sizes, check_weight, draw_weight, multiply_in_chunks, packed_triton_reason
 from .routed import activate, check_routing, run_routed_experts
 
 
@@ -31,7 +31,7 @@ def _check(
     check_routing(name, x, gate_up, down, weights, ids)
     block = {"rows": rows, "group": columns, "tiled": tiled}
     check_weight(name, "gate_up", gate_up, gate_up_scales, gate_up_zeros, dims=3, columns=x.shape[1], **block)
-    check_weight(name, "down", down, down_scales, down_zeros, dims=3, columns=gate_up.shape[1] // 2, **block)
+    check_weight(name, "down", down, down_scales, down_zeros, dims=3, columns=num_rows(gate_up) // 2, **block)
 
 
 def _fake(x: Tensor, **_: object) -> Tensor:
@@ -53,7 +53,7 @@ def _bytes(inputs: Values, outputs: tuple[Tensor, ...]) -> int:
 
 def expert_flops(inputs: Values) -> int:
     """Return the floating point operations of both matmuls, for x [T, C] and gate_up [E, 2F, ..]."""
-    return 6 * inputs["ids"].numel() * inputs["x"].shape[1] * (inputs["gate_up"].shape[1] // 2)
+    return 6 * inputs["ids"].numel() * inputs["x"].shape[1] * (num_rows(inputs["gate_up"]) // 2)
 
 
 @operator(check=_check, fake=_fake, bytes=_bytes, flops=expert_flops, forward_only=True)
@@ -98,7 +98,11 @@ def packed_experts(
     return run_routed_experts(x, weights, ids, run_expert)
 
 
-packed_experts.impl("triton", "packed_experts_triton:forward", accepts=triton_reason)
+def _triton_reason(x: Tensor, gate_up: Tensor, **_: object) -> str | None:
+    return packed_triton_reason(x, gate_up)
+
+
+packed_experts.impl("triton", "packed_experts_triton:forward", accepts=_triton_reason)
 packed_experts.impl("torch_npu", "packed_torch_npu:experts", accepts=packed_torch_npu.experts_reason)
 
 
@@ -121,6 +125,8 @@ _CASES: list[Values] = [
         "tiled": True,
     },
     {"tokens": (6,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "kind": "fp8", "sliced": True},
+    {"tokens": (7,), "hidden": 32, "width": 24, "experts": 3, "k": 2, "kind": "int4", "zeros": True, "paired": True},
+    {"tokens": (9,), "hidden": 64, "width": 32, "experts": 4, "k": 2, "kind": "int4", "columns": 16, "paired": True},
 ]
 _QWEN = {"hidden": 2048, "width": 768, "experts": 128, "k": 8}
 _BENCH: list[Values] = [

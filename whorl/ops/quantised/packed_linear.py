@@ -9,7 +9,7 @@ from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from ..linear import multiply
 from . import packed_torch_npu
-from .layout import CHUNK, CODES, packed_int4, tiled_bytes, values, width
+from .layout import CHUNK, CODES, PAIRED, num_rows, packed_int4, paired_int4, tiled_bytes, values, width
 
 
 def check_weight(op: str, argument: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, **size: int) -> None:
@@ -21,16 +21,16 @@ def check_weight(op: str, argument: str, codes: Tensor, scales: Tensor, zeros: T
     dims, columns, rows, group = size["dims"], size["columns"], size["rows"], size["group"]
     # Tests that compute the ground truth in fp64 pass fp8 codes as float64.
     if codes.dtype not in CODES and codes.dtype != torch.float64:
-        raise ValueError(f"{op}: {argument} is {codes.dtype}, expected int32 (4 bits), int8 or float8_e4m3fn")
+        raise ValueError(f"{op}: {argument} is {codes.dtype}, expected int32 or uint8 (4 bits), int8 or float8_e4m3fn")
     wide = width(codes.dtype, columns, bool(size["tiled"]))
     if codes.dim() != dims or codes.shape[-1] != wide:
-        lead = "E, " if dims == 3 else ""
+        lead = ("E, " if dims == 3 else "") + ("N / 2" if codes.dtype == PAIRED else "N")
         raise ValueError(
-            f"{op}: {argument} is {list(codes.shape)} {codes.dtype}, expected [{lead}N, {wide}] for {columns} columns"
+            f"{op}: {argument} is {list(codes.shape)} {codes.dtype}, expected [{lead}, {wide}] for {columns} columns"
         )
     if rows < 1 or group < 0:
         raise ValueError(f"{op}: rows is {rows} and columns {group}, expected rows >= 1 and columns >= 0")
-    expected = *codes.shape[:-2], -(-codes.shape[-2] // rows), -(-columns // (group or columns))
+    expected = *codes.shape[:-2], -(-num_rows(codes) // rows), -(-columns // (group or columns))
     if scales.shape != expected or not scales.is_floating_point():
         raise ValueError(
             f"{op}: scales of {argument} are {list(scales.shape)} {scales.dtype}, expected {list(expected)}"
@@ -55,18 +55,18 @@ def _check(
     if x.dim() != 2 or not x.is_floating_point() or not x.shape[1]:
         raise ValueError(f"{name}: x is {list(x.shape)} {x.dtype}, expected [T, K] floating point")
     check_weight(name, "codes", codes, scales, zeros, dims=2, columns=x.shape[1], **block)
-    if bias is not None and (bias.shape != codes.shape[:1] or bias.dtype not in (x.dtype, torch.float32)):
+    if bias is not None and (bias.shape != (num_rows(codes),) or bias.dtype not in (x.dtype, torch.float32)):
         raise ValueError(
-            f"{name}: bias is {list(bias.shape)} {bias.dtype}, expected [{codes.shape[0]}] in {x.dtype} or fp32"
+            f"{name}: bias is {list(bias.shape)} {bias.dtype}, expected [{num_rows(codes)}] in {x.dtype} or fp32"
         )
 
 
 def _fake(x: Tensor, codes: Tensor, **_: object) -> Tensor:
-    return x.new_empty(x.shape[0], codes.shape[0])
+    return x.new_empty(x.shape[0], num_rows(codes))
 
 
 def _flops(values: Values) -> int:
-    return 2 * values["x"].numel() * values["codes"].shape[0]
+    return 2 * values["x"].numel() * num_rows(values["codes"])
 
 
 def multiply_in_chunks(x: Tensor, weight: Tensor) -> Tensor:
@@ -98,14 +98,15 @@ def packed_linear(
     """Linear layer with a packed weight: y = x @ value.T + bias.
 
     value = (codes - zeros) * scales in fp32, rounded to x's dtype. x: [T, K] bf16, fp16 or fp32. codes: [N, K] int8 or
-    float8_e4m3fn, or [N, 64 * ceil(K / 64)] when tiled; 4-bit codes are int32 [N, 16 * ceil(K / 128)];
-    `quantised/layout.py` describes the order. scales: [ceil(N / rows), ceil(K / columns)] floating point, one per
-    `rows` rows and `columns` columns (0: all columns); the last block may be partial. zeros: integers of the same
-    shape; None means 0, or 8 for 4-bit codes. bias: [N] in x's dtype or fp32. y: [T, N] like x, contiguous. y equals
-    `linear` of the rounded values except that K is summed in chunks of 1024 columns: each chunk from zero, upwards, in
-    fp32, then the chunks in order; up to K = 1024 that is the sum of `linear`. The bias is added last and y is rounded
-    once. A token's bits depend on the token and the weight alone, as in `linear`. No gradient. Raises ValueError when
-    shapes or dtypes do not fit.
+    float8_e4m3fn, or [N, 64 * ceil(K / 64)] when tiled; 4-bit codes are int32 [N, 16 * ceil(K / 128)] for Triton or
+    uint8 [N / 2, K] for torch_npu; `quantised/layout.py` describes the order. scales: [ceil(N / rows), ceil(K /
+    columns)] floating point, one per `rows` rows and `columns` columns (0: all columns); the last block may be partial.
+    zeros: integers of the same shape; None means 0, or 8 for int32 codes. bias: [N] in x's dtype or fp32. y: [T, N]
+    like x, contiguous. y equals `linear` of the rounded values except that K is summed in chunks of 1024 columns: each
+    chunk from zero, upwards, in fp32, then the chunks in order; up to K = 1024 that is the sum of `linear`. The bias is
+    added last and y is rounded once. A token's bits depend on the token and the weight alone, as in `linear`. On Ascend
+    torch_npu documents neither where values are rounded nor the order of sums, and promises no bits. No gradient.
+    Raises ValueError when shapes or dtypes do not fit.
 
         y = ops.packed_linear(x, codes, scales, columns=128)
     """
@@ -121,7 +122,14 @@ def triton_reason(x: Tensor, **_: object) -> str | None:
     return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
 
 
-packed_linear.impl("triton", "packed_linear_triton:forward", accepts=triton_reason)
+def packed_triton_reason(x: Tensor, codes: Tensor, **_: object) -> str | None:
+    """Return None, or the reason that the Triton kernels of packed weights cannot take x and these codes."""
+    if codes.dtype == PAIRED:
+        return "takes 4-bit codes as int32, got torch.uint8, which is torch_npu's order"
+    return triton_reason(x)
+
+
+packed_linear.impl("triton", "packed_linear_triton:forward", accepts=packed_triton_reason)
 packed_linear.impl("torch_npu", "packed_torch_npu:linear", accepts=packed_torch_npu.reason)
 
 
@@ -136,6 +144,8 @@ _CASES: list[Values] = [
     {"tokens": (17,), "size": (24, 136), "kind": "fp8", "sliced": True, "bias": True},
     {"tokens": (5,), "size": (70, 200), "kind": "fp8", "rows": 128, "columns": 128, "tiled": True},
     {"tokens": (18,), "size": (40, 1100), "kind": "int8", "zeros": True, "tiled": True},
+    {"tokens": (3,), "size": (24, 70), "kind": "int4", "paired": True, "bias": True},
+    {"tokens": (5,), "size": (16, 160), "kind": "int4", "columns": 64, "zeros": True, "paired": True, "sliced": True},
 ]
 _SIZES = ((5120, 2048), (2048, 4096))
 _BENCH: list[Values] = [
@@ -154,11 +164,19 @@ _BENCH: list[Values] = [
 
 
 def draw_weight(
-    draw: Draw, *shape: int, kind: str, rows: int = 1, columns: int = 0, zeros: bool = False, tiled: bool = False
+    draw: Draw,
+    *shape: int,
+    kind: str,
+    rows: int = 1,
+    columns: int = 0,
+    zeros: bool = False,
+    tiled: bool = False,
+    paired: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw codes, scales and zeros of a random weight [.., N, K], scaled so that x @ weight.T is about as large as x.
 
-    kind: "int4", "int8" or "fp8"; zeros: whether there are zero points; the others are those of `packed_linear`.
+    kind: "int4", "int8" or "fp8"; zeros: whether there are zero points; paired: whether "int4" is in torch_npu's order;
+    the others are those of `packed_linear`.
     """
     *lead, high, wide = shape
     groups = *lead, -(-high // rows), -(-wide // (columns or wide))
@@ -166,7 +184,7 @@ def draw_weight(
     scales = (torch.rand(groups, device=draw.device) + 0.5) / code_norm
     scales = scales.to(torch.float32 if kind == "fp8" or draw.dtype == torch.float64 else draw.dtype)
     on_device: Any = {"device": draw.device}
-    middle = 8 if kind == "int4" else 0
+    middle = 8 if kind == "int4" and not paired else 0
     zero_points = torch.randint(middle - 3, middle + 4, groups, **on_device).to(torch.int16) if zeros else None
     gap = 0 if kind == "int4" or tiled else 16 * draw.sliced
     if kind == "fp8":
@@ -175,7 +193,7 @@ def draw_weight(
         low, high = (0, 16) if kind == "int4" else (-127, 128)
         codes = torch.randint(low, high, (*shape[:-1], wide + gap), **on_device).to(torch.int8)
     if kind == "int4":
-        return packed_int4(codes), scales, zero_points
+        return (paired_int4 if paired else packed_int4)(codes), scales, zero_points
     return (tiled_bytes(codes) if tiled else codes[..., :wide]), scales, zero_points
 
 

@@ -1,42 +1,81 @@
-"""Packed weights on Ascend: int8 with one scale per row or group.
+"""Packed weights on Ascend: 4 bits or int8 with one scale per row or group.
 
-The device does not promise that a token's bits are independent of the batch.
+The device promises neither that values are rounded to x's dtype before they are multiplied, nor the order of sums, nor
+that a token's bits are independent of the batch. None of this has run on a device.
 """
+
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from whorl.contracts import antiquant_grouped_matmul_limit, moe_init_routing_limit, weight_quant_matmul_limit
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
 from ..moe.routing_torch_npu import run_routed_experts
+from .layout import PAIRED, num_rows
+
+WEIGHTS = {torch.int8: "int8", PAIRED: "int4"}  # by dtype of the codes, torch_npu's name of the weight's
+_OFFSETS = WeakTensorKeyDictionary()  # by zero points
 
 
 def _layout_reason(codes: Tensor, rows: int, tiled: bool) -> str | None:
-    """Return why torch_npu cannot read these codes: tiled and 4-bit codes are in the order of Nvidia's tensor cores."""
-    if codes.dtype != torch.int8 or tiled:
-        return f"takes int8 that is not tiled, got {codes.dtype}{', tiled' if tiled else ''}"
+    """Return why torch_npu cannot read these codes: tiled codes are in the order of Nvidia's tensor cores."""
+    if codes.dtype not in WEIGHTS or tiled:
+        return f"takes int8 and uint8 that are not tiled, got {codes.dtype}{', tiled' if tiled else ''}"
     return None if rows == 1 else f"takes one scale per row, got one for {rows} rows"
 
 
-def reason(
-    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, rows: int, columns: int, tiled: bool, **_: object
+def weight_reason(
+    shape: Sequence[int],
+    codes_dtype: torch.dtype,
+    dtype: torch.dtype,
+    scales: Tensor,
+    zeros: Tensor | None,
+    columns: int,
+    tokens: int = 1,
 ) -> str | None:
-    """Return None, or the reason that npu_weight_quant_batchmatmul cannot compute `packed_linear`."""
-    return _layout_reason(codes, rows, tiled) or weight_quant_matmul_limit(
-        shape=x.shape,
-        weight_shape=codes.shape[::-1],
-        dtype=dtype_name(x),
-        weight_dtype=dtype_name(codes),
-        scale_dtype=dtype_name(scales),
-        group=_group(columns, x.shape[1]),
-    )
+    """Return None, or the reason that torch_npu cannot multiply by a weight.
+
+    shape: [N, K], or [E, N, K] of experts; dtype: of the activations, of which there are `tokens`; scales, zeros and
+    columns: as in `packed_linear`.
+    """
+    *stack, height, length = shape
+    names = {"dtype": _name(dtype), "weight_dtype": WEIGHTS[codes_dtype], "scale_dtype": _name(scales.dtype)}
+    group, weight_shape = _group(columns, length), (*stack, length, height)
+    if stack:
+        is_symmetric = zeros is None
+        return antiquant_grouped_matmul_limit(weight_shape=weight_shape, group=group, symmetric=is_symmetric, **names)
+    return weight_quant_matmul_limit(shape=(tokens, length), weight_shape=weight_shape, group=group, **names)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _group(columns: int, length: int) -> int:
     """Return the columns per scale as torch_npu counts them: 0 where a whole row shares one."""
     return 0 if columns >= length else columns
+
+
+def reason(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    rows: int,
+    columns: int,
+    tiled: bool,
+    **_: object,
+) -> str | None:
+    """Return None, or the reason that npu_weight_quant_batchmatmul cannot compute `packed_linear`."""
+    count, length = x.shape
+    return _layout_reason(codes, rows, tiled) or weight_reason(
+        (num_rows(codes), length), codes.dtype, x.dtype, scales, zeros, columns, count
+    )
 
 
 def linear(
@@ -52,40 +91,61 @@ def linear(
     y: Tensor = _torch_npu.call(
         "npu_weight_quant_batchmatmul",
         x=x.contiguous(),
-        weight=codes.t(),
-        antiquant_scale=scales.t().contiguous(),
-        antiquant_offset=None if zeros is None else (-zeros).to(x.dtype).t().contiguous(),  # torch_npu adds the offset
+        weight=_weight(codes),
+        antiquant_scale=scales.mT.contiguous(),
+        antiquant_offset=None if zeros is None else _offset(zeros, x.dtype),
         bias=None if bias is None else bias.to(torch.float32 if x.dtype == torch.bfloat16 else x.dtype).contiguous(),
         antiquant_group_size=_group(columns, x.shape[1]),
+        inner_precise=0,
     )
     return y
+
+
+def _weight(codes: Tensor) -> Tensor:
+    """Return codes as a weight of torch_npu: int8 [.., K, N], or int32 [.., K, N / 8] with eight 4-bit codes each.
+
+    int8 is a transposed view; 4-bit codes that are laid out for Ascend are not copied either.
+    """
+    return codes.mT if codes.dtype == torch.int8 else codes.mT.contiguous().view(torch.int32)
+
+
+def _offset(zeros: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that torch_npu adds to codes, [.., groups, N]; they are computed once for a weight."""
+    if zeros not in _OFFSETS:
+        _OFFSETS[zeros] = (-zeros).to(dtype).mT.contiguous()
+    return _OFFSETS[zeros]
+
+
+@functools.lru_cache(maxsize=64)
+def no_offset(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros, which npu_grouped_matmul needs for symmetric weights; all layers of a model share them."""
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def experts_reason(
     x: Tensor,
     gate_up: Tensor,
     gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
     down: Tensor,
     down_scales: Tensor,
+    down_zeros: Tensor | None,
     ids: Tensor,
     rows: int,
+    columns: int,
     tiled: bool,
     **_: object,
 ) -> str | None:
     """Return None, or the reason that torch_npu's operators cannot compute `packed_experts`."""
     if not ids.numel():
         return "empty tensors are not taken"
-    count, dtype = gate_up.shape[0], dtype_name(x)
+    count, width, inner = gate_up.shape[0], x.shape[1], num_rows(gate_up) // 2
     refusal = _layout_reason(gate_up, rows, tiled)
-    refusal = refusal or moe_init_routing_limit(shape=x.shape, dtype=dtype, ids_dtype="int32", expert_num=count)
-    for codes, scales in ((gate_up, gate_up_scales), (down, down_scales)):
-        refusal = refusal or antiquant_grouped_matmul_limit(
-            weight_shape=(count, codes.shape[2], codes.shape[1]),
-            dtype=dtype,
-            weight_dtype=dtype_name(codes),
-            scale_shape=scales.shape,
-            scale_dtype=dtype_name(scales),
-        )
+    refusal = refusal or moe_init_routing_limit(shape=x.shape, dtype=dtype_name(x), ids_dtype="int32", expert_num=count)
+    sizes = (count, 2 * inner, width), (count, width, inner)
+    parameters = (gate_up_scales, gate_up_zeros), (down_scales, down_zeros)
+    for size, (scales, zeros) in zip(sizes, parameters, strict=True):
+        refusal = refusal or weight_reason(size, gate_up.dtype, x.dtype, scales, zeros, columns)
     return refusal
 
 
@@ -103,25 +163,30 @@ def experts(
     columns: int,
     tiled: bool,
 ) -> Tensor:
-    def product(sorted_rows: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, counts: Tensor) -> Tensor:
-        offset = torch.zeros_like(scales) if zeros is None else (-zeros).to(x.dtype)
-        (y,) = _torch_npu.call(
-            "npu_grouped_matmul",
-            x=[sorted_rows],
-            weight=[codes.transpose(1, 2)],
-            antiquant_scale=[scales.squeeze(-1).contiguous()],
-            antiquant_offset=[offset.squeeze(-1).contiguous()],
-            group_list=counts,
-            split_item=2,
-            group_type=0,
-            group_list_type=1,
-            act_type=0,
-        )
-        return y  # type: ignore[no-any-return]
-
     def run_experts(sorted_rows: Tensor, counts: Tensor) -> Tensor:
-        gate_and_up = product(sorted_rows, gate_up, gate_up_scales, gate_up_zeros, counts)
+        gate_and_up = _grouped_product(sorted_rows, gate_up, gate_up_scales, gate_up_zeros, counts)
         hidden = _torch_npu.call("npu_swiglu", input=gate_and_up, dim=-1)
-        return product(hidden, down, down_scales, down_zeros, counts)
+        return _grouped_product(hidden, down, down_scales, down_zeros, counts)
 
     return run_routed_experts(x, weights, ids, gate_up.shape[0], run_experts)
+
+
+def _grouped_product(rows: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, counts: Tensor) -> Tensor:
+    """Return rows @ values[e].T for the counts[e] rows of each expert e."""
+    scales = scales.mT.contiguous()
+    offset = no_offset(scales.shape, scales.dtype, scales.device) if zeros is None else _offset(zeros, scales.dtype)
+    if scales.shape[1] == 1:  # one scale per row is [E, N], groups are [E, groups, N]
+        scales, offset = scales.squeeze(1), offset.squeeze(1)
+    (y,) = _torch_npu.call(
+        "npu_grouped_matmul",
+        x=[rows],
+        weight=[_weight(codes)],
+        antiquant_scale=[scales],
+        antiquant_offset=[offset],
+        group_list=counts,
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+        act_type=0,
+    )
+    return y  # type: ignore[no-any-return]

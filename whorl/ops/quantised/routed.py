@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 
 from .._check import INTEGERS, check_range
+from .layout import num_rows
 
 
 def check_routing(name: str, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> None:
     """Raise ValueError unless tokens, expert weights and routing fit; the last dim of the weights is not checked."""
     if x.dim() != 2 or not x.is_floating_point() or not x.shape[1]:
         raise ValueError(f"{name}: x is {list(x.shape)} {x.dtype}, expected [T, C] floating point")
-    if gate_up.dim() != 3 or gate_up.shape[1] % 2 or down.dim() != 3 or down.shape[:2] != (len(gate_up), x.shape[1]):
+    is_stack = gate_up.dim() == down.dim() == 3 and len(gate_up) == len(down)
+    if not is_stack or num_rows(gate_up) % 2 or num_rows(down) != x.shape[1]:
         raise ValueError(
-            f"{name}: gate_up is {list(gate_up.shape)}, down {list(down.shape)}, expected [E, 2F, ..] and "
+            f"{name}: gate_up is {list(gate_up.shape)}, down {list(down.shape)}, expected codes of [E, 2F, ..] and "
             f"[E, {x.shape[1]}, ..]"
         )
     if gate_up.dtype != down.dtype:
