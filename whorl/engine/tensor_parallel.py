@@ -78,7 +78,7 @@ def load(
 
     ranks = Ranks(rank=0, size=place.size)
     with open_checkpoint(path) as checkpoint:  # raises here, before any rank starts, if the model cannot be sharded
-        config = rounded(checkpoint, quantize).config
+        config = rounded(checkpoint, quantize, torch.device(device)).config
         meta = build(config, device="meta", dtype=torch.float32, tp=ranks, max_length=max_length)
         cache_specs(meta, kv_cache_dtype)
     options: dict[str, Any] = {"max_length": max_length, "unpack": unpack, "quantize": quantize}

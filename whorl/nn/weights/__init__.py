@@ -24,6 +24,7 @@ FORMATS: dict[str, str] = {
     "awq": "whorl.nn.weights.awq:formats",
     "gptq": "whorl.nn.weights.gptq:formats",
     "gguf": "whorl.nn.weights.gguf:formats",
+    "cpu4": "whorl.nn.weights.cpu4:formats",
 }
 # Methods that are not supported, with the description that the error gives.
 REFUSED = {
@@ -61,7 +62,8 @@ def find(config: Mapping[str, Any]) -> Formats:
     return getattr(import_module(module), name)(settings)  # type: ignore[no-any-return]
 
 
-SCHEMES = ("w4a16", "w8a8", "fp8")  # schemes that `rounding_to` can round weights to
+SCHEMES = ("w4a16", "w8a8", "fp8")  # schemes that checkpoints are written in
+LOADED = (*SCHEMES, "cpu4")  # schemes that weights are rounded to while they are read
 
 
 def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | None = None) -> "Rounding | BlockRounding":
@@ -74,10 +76,14 @@ def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | Non
         from .fp8_blocks import BlockRounding
 
         return BlockRounding(has_powers=block_scales == "ue8m0")
+    if scheme == "cpu4":
+        from . import cpu4
+
+        return cpu4.CpuRounding(cpu4.SCHEME, cpu4.GROUP)
     from .rounding import SCHEMES, Rounding, group_size
 
     layout = SCHEMES[scheme]
     return Rounding(layout, group_size(columns) if layout.has_groups else None)
 
 
-__all__ = ["ALL_DENSE", "DENSE", "FORMATS", "REFUSED", "SCHEMES", "find", "rounding_to"]
+__all__ = ["ALL_DENSE", "DENSE", "FORMATS", "LOADED", "REFUSED", "SCHEMES", "find", "rounding_to"]
