@@ -17,6 +17,7 @@ from torch import Tensor, distributed
 
 from whorl.media import MediaItem
 from whorl.nn import Model, Ranks
+from whorl.nn import weights as formats
 
 from .batch import Call, Insert, field_offsets
 from .caches import cache_memory, cache_specs, token_bytes
@@ -76,9 +77,10 @@ def load(
     """Start the ranks and load every rank's shard, all at the same time. Returns on rank 0 only."""
     from .weights import build, load_model, open_checkpoint, rounded
 
+    formats.check_scheme(quantize, torch.device(device).type)
     ranks = Ranks(rank=0, size=place.size)
     with open_checkpoint(path) as checkpoint:  # raises here, before any rank starts, if the model cannot be sharded
-        config = rounded(checkpoint, quantize, torch.device(device)).config
+        config = rounded(checkpoint, quantize).config
         meta = build(config, device="meta", dtype=torch.float32, tp=ranks, max_length=max_length)
         cache_specs(meta, kv_cache_dtype)
     options: dict[str, Any] = {"max_length": max_length, "unpack": unpack, "quantize": quantize}

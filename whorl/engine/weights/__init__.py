@@ -18,7 +18,6 @@ from whorl import models
 from whorl.device import HOST, accelerator, default_device, numbered
 from whorl.nn import ONE, Model, Ranks, create_parameters, weighted
 from whorl.nn import weights as formats
-from whorl.nn.weights import cpu4
 
 from . import dcp
 from .checkpoint import Checkpoint, Source, read_config
@@ -72,9 +71,10 @@ def load_model(
     Example: `load_model("Qwen/Qwen3-0.6B", device="cpu")`
     """
     device = numbered(torch.device(device or default_device()))
+    formats.check_scheme(quantize, device.type)
     with open_checkpoint(resolve(path_or_id), device=device) as checkpoint:
         kind = _dtype(dtype, checkpoint.config, device)
-        checkpoint = rounded(checkpoint, quantize, device)
+        checkpoint = rounded(checkpoint, quantize)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
         check_fit(model, checkpoint)  # before memory is allocated for the sizes in config.json
         if unpack is None:
@@ -127,14 +127,10 @@ def _device(model: Any) -> torch.device:
     return next(model.parameters()).device  # type: ignore[no-any-return]
 
 
-def rounded(checkpoint: Checkpoint, quantize: str | None, device: torch.device) -> Checkpoint:
+def rounded(checkpoint: Checkpoint, quantize: str | None) -> Checkpoint:
     """Return the checkpoint, with weights that are quantised as they are read if `quantize` is set."""
     if quantize is None:
         return checkpoint
-    if quantize not in formats.LOADED:
-        raise ValueError(f"load_model: quantize is {quantize!r}, expected one of {', '.join(formats.LOADED)}")
-    if quantize == "cpu4":
-        cpu4.check_device(device.type)
     skeleton = build(checkpoint.config, device="meta", dtype=torch.float32)
     check_fit(skeleton, checkpoint)
     return quantized(checkpoint, skeleton, quantize).checkpoint

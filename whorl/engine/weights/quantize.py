@@ -95,6 +95,11 @@ def _left_by_cpu4(model: Any, ignored: Sequence[str]) -> list[str]:
     shapes = _matrices(model, cpu4.METHOD)
     unfit = cpu4.unfit({name: columns for name, (_, columns) in shapes.items()})
     kept = [name for name in ignored if name != _HEAD]
+    if len(unfit) == len(shapes):
+        raise ValueError(
+            f"quantize is 'cpu4', whose product takes columns in multiples of {cpu4.GROUP} and more than that, and no "
+            f"matrix has such; leave it out. Found are {', '.join(map(str, sorted({c for _, c in shapes.values()})))}"
+        )
     return [name for name in shapes if name in unfit or _is_matched(name, kept)]
 
 

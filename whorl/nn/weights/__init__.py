@@ -66,6 +66,16 @@ SCHEMES = ("w4a16", "w8a8", "fp8")  # schemes that checkpoints are written in
 LOADED = (*SCHEMES, "cpu4")  # schemes that weights are rounded to while they are read
 
 
+def check_scheme(scheme: str | None, device: str) -> None:
+    """Raise ValueError if weights cannot be rounded to `scheme` while they are read, or not for this device."""
+    if scheme is not None and scheme not in LOADED:
+        raise ValueError(f"quantize is {scheme!r}, expected one of {', '.join(LOADED)}")
+    if scheme == "cpu4":
+        from . import cpu4
+
+        cpu4.check_device(device)
+
+
 def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | None = None) -> "Rounding | BlockRounding":
     """Return how matrices are rounded to `scheme`.
 
@@ -86,4 +96,4 @@ def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | Non
     return Rounding(layout, group_size(columns) if layout.has_groups else None)
 
 
-__all__ = ["ALL_DENSE", "DENSE", "FORMATS", "LOADED", "REFUSED", "SCHEMES", "find", "rounding_to"]
+__all__ = ["ALL_DENSE", "DENSE", "FORMATS", "LOADED", "REFUSED", "SCHEMES", "check_scheme", "find", "rounding_to"]
