@@ -69,8 +69,10 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
             continue
         if module.endswith(_EMBEDDING):
             sources[name] = source  # read again, for lookups
-        weight = _RoundedWeight(module, source, rounding, result)
-        tensors = rounding.shapes(*shapes[module])
+        is_head = module.endswith((_HEAD, _EMBEDDING))
+        own = rounding.for_head() if isinstance(rounding, cpu4.CpuRounding) and is_head else rounding
+        weight = _RoundedWeight(module, source, own, result)
+        tensors = own.shapes(*shapes[module])
         sources |= {f"{module}.{end}": weight.source(end, shape, dtype) for end, (shape, dtype) in tensors.items()}
     result.checkpoint = replace(checkpoint, config=config, sources=sources, packed=None)
     return result

@@ -13,8 +13,11 @@ from whorl.nn.weight import Formats
 from .dense import ALL_DENSE, DENSE
 
 if TYPE_CHECKING:
+    from .cpu4 import CpuRounding
     from .fp8_blocks import BlockRounding
     from .rounding import Rounding
+
+    AnyRounding = Rounding | BlockRounding | CpuRounding
 
 # By quant_method: "module:function", a function from the values of `quantization_config` to `Formats`. Other packages
 # may add theirs.
@@ -76,7 +79,7 @@ def check_scheme(scheme: str | None, device: str) -> None:
         cpu4.check_device(device)
 
 
-def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | None = None) -> "Rounding | BlockRounding":
+def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | None = None) -> "AnyRounding":
     """Return how matrices are rounded to `scheme`.
 
     columns: the number of columns of each matrix, by name. block_scales: for a model that is published in FP8 with a
@@ -89,7 +92,7 @@ def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | Non
     if scheme == "cpu4":
         from . import cpu4
 
-        return cpu4.CpuRounding(cpu4.SCHEME, cpu4.GROUP)
+        return cpu4.CpuRounding()
     from .rounding import SCHEMES, Rounding, group_size
 
     layout = SCHEMES[scheme]

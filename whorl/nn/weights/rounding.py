@@ -5,7 +5,7 @@ by the ends of their names.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -31,15 +31,10 @@ class Scheme:
     inputs: Mapping[str, Any] | None  # `input_activations` of it
     codes: Callable[[Tensor], Tensor]  # rounds scaled values to codes, as floats
     kind: torch.dtype = torch.int32  # dtype of the stored codes
-    scales: torch.dtype | None = None  # dtype of the scales; None: that of the weight
 
     @property
     def has_groups(self) -> bool:
         return self.kind == torch.int32
-
-    def with_scales(self, dtype: torch.dtype) -> "Scheme":
-        """Return this scheme with scales in `dtype`."""
-        return replace(self, scales=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +64,14 @@ class Rounding:
             return {"weight": ((rows, columns), self.scheme.kind), "weight_scale": ((rows, 1), None)}
         return {
             "weight_packed": ((rows, -(-columns // 8)), torch.int32),
-            "weight_scale": ((rows, columns // self.group), self.scheme.scales),
+            "weight_scale": ((rows, columns // self.group), None),
             "weight_shape": ((2,), torch.int64),
         }
 
     def apply(self, weight: Tensor) -> tuple[Ends, float, float]:
         """Round a weight; returns the tensors to store and the sums of squares of errors and of weights.
 
-        Scales have the weight's dtype unless the scheme has one.
+        Scales have the weight's dtype.
         """
         rows, columns = weight.shape
         step = max(MOST_VALUES // columns, 1)
@@ -93,7 +88,7 @@ class Rounding:
         wide = weight.float().unflatten(-1, (-1, group))
         if not bool(wide.isfinite().all()):
             raise ValueError("has an infinity or NaN, which no scale can represent")
-        largest, dtype = wide.abs().amax(-1, keepdim=True), self.scheme.scales or weight.dtype
+        largest, dtype = wide.abs().amax(-1, keepdim=True), weight.dtype
         least_error = torch.full_like(largest, torch.inf)
         codes, scales = torch.zeros_like(wide), torch.ones_like(largest, dtype=dtype)
         for clip in CLIPS:
