@@ -203,7 +203,7 @@ def test_ranks_have_the_rows_of_the_whole(folders: dict[str, Path]) -> None:
     ]
     shares = [part(x).split(part.splits, -1)[0] for part in parts]
     assert torch.equal(torch.cat(shares, -1), gate)
-    with pytest.raises(ValueError, match="take fewer ranks|take 3 or fewer"):
+    with pytest.raises(ValueError, match="take fewer ranks"):
         load(folders["llama"], quantize="cpu4", tp=Ranks(rank=0, size=4))
 
 
@@ -241,7 +241,7 @@ def test_other_devices_are_refused(folders: dict[str, Path], monkeypatch: pytest
     with pytest.raises(ValueError, match="the device is meta"):
         load(folders["llama"], quantize="cpu4", device="meta")
     monkeypatch.setattr(cpu4, "_has_kernel", lambda: False)
-    with pytest.raises(ValueError, match=r"needs an Arm CPU with dot products .* times as slow as fp32; leave it out"):
+    with pytest.raises(ValueError, match=r"needs an Arm CPU with dot products .* 100 times as long, longer than fp32"):
         load(folders["llama"], quantize="cpu4")
 
 

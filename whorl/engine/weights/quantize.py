@@ -43,7 +43,7 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
     """Return the checkpoint with weights rounded by `scheme`. model: the checkpoint's model on "meta", which lists its
     matrices. ignore: modules to leave as they are, by name, or "re:" and a regular expression.
 
-    "cpu4" rounds the head, too, and a tied embedding both ways: as the head, and in bf16 as the embedding.
+    "cpu4" rounds the head, too. A tied embedding is read twice: it is rounded as the head, and in bf16 for lookups.
     Raises ValueError if the weights are already quantised or none are left to be quantised.
     """
     if checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"):
@@ -113,7 +113,7 @@ def describe_cpu4(model: Any) -> str:
     others = f"; as they were: {some(left)}" if left else ""
     return (
         f"cpu4: {len(rounded)} matrices are rounded to 4 bits in groups of {cpu4.GROUP}, and what they multiply to 8 "
-        f"bits, so outputs differ from those without it; the embedding is in bfloat16{others}"
+        f"bits, so outputs differ from those without it; the head has 4 more bits, the embedding is bfloat16{others}"
     )
 
 

@@ -1,10 +1,10 @@
 """Weights of 4 bits for the product that torch has for Arm CPUs (KleidiAI): `--quantize cpu4`.
 
-Weights are rounded while they are read. A group of GROUP columns has 16 equal steps from its least to its largest
-value: value = code * scale + offset, with codes from -8 to 7, which is as exact as GGUF's Q4_1. torch's product takes no
-offsets: what they add, sum over groups of offset * (sum of the token's group), is a small product in fp32. torch's
-product rounds each token to 8 bits with a scale and a zero point, sums the integers of a group exactly, and adds the
-groups in fp32 in the order of columns. So outputs are not those of the checkpoint's weights.
+Weights are rounded while they are read. The values of a group of GROUP columns are on 16 equal steps from the least to
+the largest: value = code * scale + offset, with codes from -8 to 7, which is as exact as GGUF's Q4_1. torch's product
+takes no offsets: what they add, the sum over groups of offset * (sum of the token's group), is a small product in fp32.
+torch's product rounds each token to 8 bits with a scale and a zero point, sums the integers of a group exactly, and
+adds the groups in fp32 in the order of columns. So outputs are not those of the checkpoint's weights.
 
 The head has a second matrix, which holds what the rounding of the first has left: 4 bits alone cost most there. An
 embedding is looked up in bf16.
@@ -36,6 +36,7 @@ GROUP = 32  # columns per scale; torch's product takes multiples of it
 STEPS = 15  # between the least and the largest value of a group
 # Row counts that a trial compares with single rows. torch chooses a kernel by whether 4 divides the count.
 TRIALS = (2, 3, 4, 5, 8, 16, 64, 512)
+LOOP_RATIO = 100  # the time of torch's plain loop by that of its kernel: bench/results/packed_cpu.md
 _STORE = TrialStore("cpu4", __file__)
 
 
@@ -229,11 +230,9 @@ def check_device(device: str) -> None:
     if not _has_kernel():
         raise ValueError(
             f"cpu4 needs an Arm CPU with dot products (asimddp): torch {torch.__version__} has no kernel for this "
-            f"{platform.machine()}, and its plain loop is about {LOOP_RATIO} times as slow as fp32; leave it out"
+            f"{platform.machine()}, and its plain loop takes about {LOOP_RATIO} times as long, longer than fp32; leave "
+            "it out"
         )
-
-
-LOOP_RATIO = 10  # bench/results/packed_cpu.md
 
 
 @functools.cache
