@@ -18,6 +18,7 @@ from torch import Tensor, distributed
 
 from whorl.media import MediaItem
 from whorl.nn import Model, Ranks
+from whorl.nn import weights as formats
 
 from .batch import Call
 from .caches import cache_memory, cache_specs, token_bytes
@@ -88,6 +89,7 @@ def load(
     """
     from .weights import build, load_model, open_checkpoint, rounded
 
+    formats.check_scheme(quantize, torch.device(device).type)
     ranks = Ranks(rank=0, size=place.size)
     with open_checkpoint(path) as checkpoint:  # raises here, before any rank starts, if the model cannot be sharded
         config = rounded(checkpoint, quantize).config

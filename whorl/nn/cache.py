@@ -5,16 +5,28 @@ token's entry is. The layer decides what an entry is: a kind of cache is a `Cach
 returns, which the model's forward call gets for that layer.
 """
 
+import math
+import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from whorl.device import block_size
+from whorl.device import HOST, block_size
 
 KVFormat = Literal["fp8", "int8"]
 _DTYPES: dict[KVFormat, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return zeros for blocks. On a CPU they take memory only once they are written: most blocks never are."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != HOST or not num_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # private: shared pages cost more
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(*shape)
 
 
 class CacheSpec(Protocol):
@@ -71,11 +83,11 @@ class PagedKV:
 
     def empty(self, num_blocks: int, block_size: int, device: torch.device | str) -> "KVCache":
         shape = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
-        k, v = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
+        k, v = (zeros(shape, self.dtype, device) for _ in range(2))
         if not self.has_scales:
             return KVCache(k=k, v=v)
         planes = (num_blocks, self.num_kv_heads, block_size)
-        k_scale, v_scale = (torch.zeros(planes, dtype=torch.float32, device=device) for _ in range(2))
+        k_scale, v_scale = (zeros(planes, torch.float32, device) for _ in range(2))
         return KVCache(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
     def step_bytes(self, num_keys: int) -> int:

@@ -11,6 +11,8 @@ from torch import Tensor
 from whorl.device import block_size, has_two_latent_caches
 from whorl.ops.latent.codes import index_bytes, latent_bytes
 
+from .cache import zeros
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentKV:
@@ -64,7 +66,7 @@ class LatentKV:
 
         def pages(num_bytes: int) -> Tensor:
             shape = (num_blocks, block_size, num_bytes // dtype.itemsize)
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return zeros(shape, dtype, device)
 
         index = pages(self.index_bytes) if self.index_dim else None
         if self.is_coded or not has_two_latent_caches(torch.device(device).type):

@@ -16,6 +16,7 @@ KNOWN = {
     "awq": "4-bit groups, unpacked to the model's dtype",
     "gptq": "4- or 8-bit groups, unpacked to the model's dtype",
     "gguf": "blocks of a GGUF file, unpacked to the model's dtype",
+    "cpu4": "4-bit groups times 8-bit activations on Arm CPUs (only by --quantize, never in a checkpoint)",
 }
 INT8 = "int8 activations times int8 weights, summed exactly as integers"
 # Projections that whorl and vLLM store as one matrix.

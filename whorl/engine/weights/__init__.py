@@ -4,6 +4,7 @@
 small default model. No code from a checkpoint is ever run; the only pickle that is read is a trainer's index, as data.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from . import dcp
 from .checkpoint import Checkpoint, Source, read_config
 from .fill import check_fit, fill
 from .hub import resolve
-from .quantize import quantized
+from .quantize import describe_cpu4, quantized
 from .room import free_memory
 from .safetensors import open_safetensors
 
@@ -42,6 +43,7 @@ __all__ = [
     "rounded",
 ]
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -63,11 +65,13 @@ def load_model(
     max_length: the longest sequence; default: the model's context length, see `whorl.nn.Rope`.
     unpack: hold quantised weights as plain values in `dtype`; default: on a CPU if they fit into memory, and elsewhere
     for GGUF files. It changes memory and speed, but no result.
-    quantize: round weights to "w4a16", "w8a8" or "fp8" as they are read, as `whorl quantize` does.
+    quantize: round weights to "w4a16", "w8a8" or "fp8" as they are read, as `whorl quantize` does, or to "cpu4", 4 bits
+    for Arm CPUs.
     Raises ValueError if the checkpoint cannot be read or does not fit its config.json.
     Example: `load_model("Qwen/Qwen3-0.6B", device="cpu")`
     """
     device = numbered(torch.device(device or default_device()))
+    formats.check_scheme(quantize, device.type)
     with open_checkpoint(resolve(path_or_id), device=device) as checkpoint:
         kind = _dtype(dtype, checkpoint.config, device)
         checkpoint = rounded(checkpoint, quantize)
@@ -80,6 +84,8 @@ def load_model(
             model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
             check_fit(model, checkpoint)
         fill(_allocated(model, device), checkpoint, progress=progress, unpack=unpack)
+    if quantize == "cpu4" and (tp or ONE).rank == 0:
+        log.warning("%s", describe_cpu4(model))
     return model  # type: ignore[no-any-return]
 
 
@@ -126,8 +132,6 @@ def rounded(checkpoint: Checkpoint, quantize: str | None) -> Checkpoint:
     """Return the checkpoint, with weights that are quantised as they are read if `quantize` is set."""
     if quantize is None:
         return checkpoint
-    if quantize not in formats.SCHEME_NAMES:
-        raise ValueError(f"load_model: quantize is {quantize!r}, expected one of {', '.join(formats.SCHEME_NAMES)}")
     skeleton = build(checkpoint.config, device="meta", dtype=torch.float32)
     check_fit(skeleton, checkpoint)
     return quantized(checkpoint, skeleton, quantize).checkpoint

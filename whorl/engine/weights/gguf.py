@@ -63,6 +63,7 @@ _COUNTS = (
 )
 # Frequency divisors that llama.cpp stores as tensors; they become part of the configuration.
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+_VALUES_AT_ONCE = 1 << 20  # dequantised at a time: the package needs several times their memory
 Array = np.ndarray[Any, Any]
 _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<what>\w+)\.(?P<kind>weight|bias)")
 
@@ -87,9 +88,14 @@ class Blocks:
         rows: Any = index[0] if self.order is None else self.order[index[0]]
         if len(self.shape) == 1:
             values = dequantize(self.data, self.kind)[rows] - np.float32(self.offset)
-        else:
-            values = dequantize(np.ascontiguousarray(self.data[rows]), self.kind)[(slice(None), *index[1:])]
-        return torch.from_numpy(np.array(values, dtype=np.float32))
+            return torch.from_numpy(np.array(values, dtype=np.float32))
+        stored, (columns,) = self.data[rows], index[1:]
+        values = np.empty((len(stored), len(range(self.shape[1])[columns])), np.float32)
+        step = max(_VALUES_AT_ONCE // self.shape[1], 1)
+        for first in range(0, len(stored), step):
+            part = np.ascontiguousarray(stored[first : first + step])
+            values[first : first + step] = dequantize(part, self.kind)[:, columns]
+        return torch.from_numpy(values)
 
     def read_packed(self, index: Index) -> Tensor:
         """Return the stored bytes of a part. index: rows, and columns in bytes."""

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from whorl.nn import Index, Matrix
 from whorl.nn import weights as formats
+from whorl.nn.weights import cpu4
 
-from .checkpoint import Checkpoint, Source
+from .checkpoint import Checkpoint, Source, some
 
 # Not quantised: the head, the router and the weights of an indexer's heads. Their errors cost most, their bytes little.
-KEPT = ("lm_head", "re:.*mlp.gate$", "re:.*indexer.weights_proj$")
+_HEAD, _EMBEDDING = "lm_head", "embed_tokens"
+KEPT = (_HEAD, "re:.*mlp.gate$", "re:.*indexer.weights_proj$")
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 TOWER = "re:.*visual\\."  # the vision tower, which is small compared with the language model
 
@@ -41,19 +43,22 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
     """Return the checkpoint with weights rounded by `scheme`. model: the checkpoint's model on "meta", which lists its
     matrices. ignore: modules to leave as they are, by name, or "re:" and a regular expression.
 
+    "cpu4" rounds the head, too. A tied embedding is read twice: it is rounded as the head, and in bf16 for lookups.
     Raises ValueError if the weights are already quantised or none are left to be quantised.
     """
     if checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"):
         raise ValueError(f"{checkpoint.path}: the weights are already quantised; give the original model")
     ignored = [*KEPT, *([] if getattr(model, "tower", None) is None else [TOWER]), *ignore]
-    shapes = _chosen(checkpoint, model, ignored)
+    if scheme == cpu4.METHOD:
+        ignored = ignore = _left_by_cpu4(model, ignored)
+    shapes = _chosen(checkpoint, model, scheme, ignored)
     columns = {name: columns for name, (_, columns) in shapes.items()}
     rounding = formats.rounding_to(scheme, columns, getattr(model, "block_scales", None))
     if rounding.takes_patterns:  # layers that the model does not load stay as they are
         left = [*ignored, *(f"re:{re.escape(layer)}" for layer in getattr(model, "ignored_layers", ()))]
     else:
         shapes |= _further_layers(checkpoint, model, shapes, ignored)
-        left = [name for name in _matrices(model) if _is_matched(name, ignore)]
+        left = [name for name in _matrices(model, scheme) if _is_matched(name, ignore)]
     config = {**checkpoint.config, "quantization_config": rounding.settings(left)}
     result = Quantized(checkpoint)
     sources: dict[str, Source] = {}
@@ -62,16 +67,20 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
         if module == name or module not in shapes:
             sources[name] = source
             continue
-        weight = _RoundedWeight(module, source, rounding, result)
-        tensors = rounding.shapes(*shapes[module])
+        if module.endswith(_EMBEDDING):
+            sources[name] = source  # read again, for lookups
+        is_head = module.endswith((_HEAD, _EMBEDDING))
+        own = rounding.for_head() if isinstance(rounding, cpu4.CpuRounding) and is_head else rounding
+        weight = _RoundedWeight(module, source, own, result)
+        tensors = own.shapes(*shapes[module])
         sources |= {f"{module}.{end}": weight.source(end, shape, dtype) for end, (shape, dtype) in tensors.items()}
     result.checkpoint = replace(checkpoint, config=config, sources=sources, packed=None)
     return result
 
 
-def _chosen(checkpoint: Checkpoint, model: Any, ignored: Sequence[str]) -> dict[str, tuple[int, int]]:
+def _chosen(checkpoint: Checkpoint, model: Any, scheme: str, ignored: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return the matrices to quantise, with their shapes."""
-    matrices = {name: shape for name, shape in _matrices(model).items() if not _is_matched(name, ignored)}
+    matrices = {name: shape for name, shape in _matrices(model, scheme).items() if not _is_matched(name, ignored)}
     stored = {name: shape for name, shape in matrices.items() if f"{name}.weight" in checkpoint.sources}
     if (missing := next((name for name in matrices if ".experts." in name and name not in stored), None)) is not None:
         raise ValueError(
@@ -81,6 +90,31 @@ def _chosen(checkpoint: Checkpoint, model: Any, ignored: Sequence[str]) -> dict[
     if not stored:
         raise ValueError(f"{checkpoint.path}: nothing is left to be quantised: ignored are {', '.join(ignored)}")
     return stored
+
+
+def _left_by_cpu4(model: Any, ignored: Sequence[str]) -> list[str]:
+    """Return the names of the matrices that "cpu4" leaves as they are."""
+    shapes = _matrices(model, cpu4.METHOD)
+    unfit = cpu4.unfit({name: columns for name, (_, columns) in shapes.items()})
+    kept = [name for name in ignored if name != _HEAD]
+    if len(unfit) == len(shapes):
+        raise ValueError(
+            f"quantize is 'cpu4', whose product takes columns in multiples of {cpu4.GROUP} and more than that, and no "
+            f"matrix has such; leave it out. Found are {', '.join(map(str, sorted({c for _, c in shapes.values()})))}"
+        )
+    return [name for name in shapes if name in unfit or _is_matched(name, kept)]
+
+
+def describe_cpu4(model: Any) -> str:
+    """Return a line that says which matrices of a loaded model are rounded to "cpu4" and which are not."""
+    by_name = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
+    rounded = [name for name, matrix in by_name.items() if isinstance(matrix.format, cpu4.Cpu4)]
+    left = [name for name in by_name if name not in rounded]
+    others = f"; as they were: {some(left)}" if left else ""
+    return (
+        f"cpu4: {len(rounded)} matrices are rounded to 4 bits in groups of {cpu4.GROUP}, and what they multiply to 8 "
+        f"bits, so outputs differ from those without it; the head has 4 more bits, the embedding is bfloat16{others}"
+    )
 
 
 def _further_layers(
@@ -109,11 +143,14 @@ def _compiled(names: tuple[str, ...]) -> list["re.Pattern[str]"]:
     return patterns
 
 
-def _matrices(model: Any) -> dict[str, tuple[int, int]]:
-    """Return the shape of every matrix but the embedding, by its name in the checkpoint."""
+def _matrices(model: Any, scheme: str) -> dict[str, tuple[int, int]]:
+    """Return the shape of every matrix that `scheme` may round, by its name in the checkpoint: all but the embedding,
+    unless it is the head, too, and the scheme rounds heads."""
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
     shapes = {part.source(name): part.shape for name, matrix in matrices.items() for part in matrix.parts}
-    return {name: shape for name, shape in shapes.items() if not name.endswith("embed_tokens")}
+    is_tied = not any(name.endswith(_HEAD) for name in shapes)
+    has_embedding = scheme == cpu4.METHOD and is_tied
+    return {name: shape for name, shape in shapes.items() if has_embedding or not name.endswith(_EMBEDDING)}
 
 
 class _RoundedWeight:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whorl.nn import weights as formats
+
 from .checkpoint import Checkpoint
 from .fill import progress_bar
 from .quantize import Cost, Quantized, quantized
@@ -67,6 +69,8 @@ def quantize_folder(
     """
     from . import build, open_checkpoint, resolve
 
+    if scheme not in formats.SCHEME_NAMES:
+        raise ValueError(f"format is {scheme!r}, expected one of {', '.join(formats.SCHEME_NAMES)}")
     path = resolve(model)
     if path.suffix == ".gguf":
         raise ValueError(f"{path}: a GGUF file is already quantised, and contains its tokenizer; give a folder")

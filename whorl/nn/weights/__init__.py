@@ -13,8 +13,11 @@ from whorl.nn.weight import Formats
 from .dense import ALL_DENSE, DENSE
 
 if TYPE_CHECKING:
+    from .cpu4 import CpuRounding
     from .fp8_blocks import BlockRounding
     from .rounding import Rounding
+
+    AnyRounding = Rounding | BlockRounding | CpuRounding
 
 # By quant_method: "module:function", a function from the values of `quantization_config` to `Formats`. Other packages
 # may add theirs.
@@ -24,6 +27,7 @@ FORMATS: dict[str, str] = {
     "awq": "whorl.nn.weights.awq:formats",
     "gptq": "whorl.nn.weights.gptq:formats",
     "gguf": "whorl.nn.weights.gguf:formats",
+    "cpu4": "whorl.nn.weights.cpu4:formats",
 }
 # Methods that are not supported, with the description that the error gives.
 REFUSED = {
@@ -61,10 +65,21 @@ def find(config: Mapping[str, Any]) -> Formats:
     return getattr(import_module(module), name)(settings)  # type: ignore[no-any-return]
 
 
-SCHEME_NAMES = ("w4a16", "w8a8", "fp8")  # schemes that `rounding_to` can round weights to
+SCHEME_NAMES = ("w4a16", "w8a8", "fp8")  # schemes that checkpoints are written in
+LOADED = (*SCHEME_NAMES, "cpu4")  # schemes that weights are rounded to while they are read
 
 
-def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | None = None) -> "Rounding | BlockRounding":
+def check_scheme(scheme: str | None, device: str) -> None:
+    """Raise ValueError if weights cannot be rounded to `scheme` while they are read, or not for this device."""
+    if scheme is not None and scheme not in LOADED:
+        raise ValueError(f"quantize is {scheme!r}, expected one of {', '.join(LOADED)}")
+    if scheme == "cpu4":
+        from . import cpu4
+
+        cpu4.check_device(device)
+
+
+def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | None = None) -> "AnyRounding":
     """Return how matrices are rounded to `scheme`.
 
     columns: the number of columns of each matrix, by name. block_scales: for a model that is published in FP8 with a
@@ -74,10 +89,14 @@ def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | Non
         from .fp8_blocks import BlockRounding
 
         return BlockRounding(has_powers=block_scales == "ue8m0")
+    if scheme == "cpu4":
+        from . import cpu4
+
+        return cpu4.CpuRounding()
     from .rounding import SCHEMES, Rounding, group_size
 
     layout = SCHEMES[scheme]
     return Rounding(layout, group_size(columns) if layout.has_groups else None)
 
 
-__all__ = ["ALL_DENSE", "DENSE", "FORMATS", "REFUSED", "SCHEME_NAMES", "find", "rounding_to"]
+__all__ = ["ALL_DENSE", "DENSE", "FORMATS", "LOADED", "REFUSED", "SCHEME_NAMES", "check_scheme", "find", "rounding_to"]

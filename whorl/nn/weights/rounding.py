@@ -16,7 +16,7 @@ from .packed import packed
 # The scales that are tried map these shares of the largest magnitude to the largest code.
 CLIPS = tuple(1 - step / 40 for step in range(17))
 GROUPS = (128, 64, 32, 16, 8)
-MOST_VALUES = 1 << 22  # values rounded at a time
+MOST_VALUES = 1 << 18  # values rounded at a time, few enough for a CPU's caches
 
 Ends = dict[str, Tensor]  # tensors to store, by the ends of their names, such as "weight_scale"
 
@@ -79,19 +79,20 @@ class Rounding:
         codes, scales = (torch.cat([part[i] for part in parts]) for i in range(2))
         error, square_sum = (sum(float(part[i]) for part in parts) for i in (2, 3))
         if self.group is None:
-            return {"weight": codes.to(self.scheme.kind), "weight_scale": scales}, error, square_sum
-        words, shape = packed(codes.to(torch.int8) + 8, 4), torch.tensor([rows, columns])
-        return {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}, error, square_sum
+            return {"weight": codes, "weight_scale": scales}, error, square_sum
+        shape = torch.tensor([rows, columns])
+        return {"weight_packed": codes, "weight_scale": scales, "weight_shape": shape}, error, square_sum
 
     def _round(self, weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the codes of some rows as they are stored, their scales, and the two sums of squares."""
         wide = weight.float().unflatten(-1, (-1, group))
         if not bool(wide.isfinite().all()):
             raise ValueError("has an infinity or NaN, which no scale can represent")
-        largest = wide.abs().amax(-1, keepdim=True)
+        largest, dtype = wide.abs().amax(-1, keepdim=True), weight.dtype
         least_error = torch.full_like(largest, torch.inf)
-        codes, scales = torch.zeros_like(wide), torch.ones_like(largest, dtype=weight.dtype)
+        codes, scales = torch.zeros_like(wide), torch.ones_like(largest, dtype=dtype)
         for clip in CLIPS:
-            scale = (largest * clip / self.scheme.largest).to(weight.dtype)
+            scale = (largest * clip / self.scheme.largest).to(dtype)
             scale = torch.where(
                 scale > 0, scale, torch.ones_like(scale)
             )  # the group is all zeros, or too small for the dtype
@@ -100,7 +101,9 @@ class Rounding:
             is_better = error < least_error
             least_error = torch.where(is_better, error, least_error)
             codes, scales = torch.where(is_better, candidate, codes), torch.where(is_better, scale, scales)
-        return codes.flatten(-2), scales.squeeze(-1), least_error.double().sum(), wide.double().square().sum()
+        stored = codes.flatten(-2)
+        stored = stored.to(self.scheme.kind) if self.group is None else packed(stored.to(torch.int8) + 8, 4)
+        return stored, scales.squeeze(-1), least_error.double().sum(), wide.double().square().sum()
 
 
 def _integers(low: int, high: int) -> Callable[[Tensor], Tensor]:

@@ -20,8 +20,8 @@ from . import paged_torch_npu
 from .paged_cases import BENCH, CASES, make
 
 _STORE = TrialStore("paged_attention", __file__)
-ROWS = 32  # rows of the tile that defines a row's bits; the last tile is padded to it
-MORE_ROWS = 256  # rows of a larger tile, used where a trial shows that its bits are equal
+ROWS = 32  # rows of the tile that defines a row's bits
+MORE_ROWS, FEW_ROWS = 256, 8  # rows of other tiles, used where a trial shows that their bits are equal
 KEYS = 256  # keys of a block; blocks begin at positions that are multiples of this
 
 
@@ -74,9 +74,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[
     length, (count, heads, group, dim) = k.shape[1], q.shape
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, -length % KEYS)) for x in (k, v))
     rows = (q * scale).transpose(0, 1).reshape(heads, count * group, dim)
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, -count * group % ROWS))
+    sizes = _sizes((heads, dim), q.dtype, q.device.type, torch.get_num_threads())
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, -count * group % sizes[-1]))
     parts, sums, at = [], [], 0
-    for size in _sizes((heads, dim), q.dtype, q.device.type, torch.get_num_threads()):
+    for size in sizes:
         while rows.shape[1] - at >= size:
             out, *tile_sums = _tile(rows[:, at : at + size], k, v, QueryTile(length, count, group, at, size), window)
             parts.append(out)
@@ -166,20 +167,31 @@ def _sizes(shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads:
     """
     if device != HOST:
         return (ROWS,)
-    name = f"{list(shape)} {dtype} {num_threads} threads"
-    return (MORE_ROWS, ROWS) if _STORE.outcome(name, device, lambda: _is_equal(shape, dtype)) else (ROWS,)
+
+    def is_equal(size: int) -> bool:
+        name = f"{size} rows {list(shape)} {dtype} {num_threads} threads"
+        return _STORE.outcome(name, device, lambda: _is_equal(shape, dtype, size))
+
+    return tuple(size for size in (MORE_ROWS, ROWS, FEW_ROWS) if size == ROWS or is_equal(size))
 
 
-def _is_equal(shape: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Return whether a tile of MORE_ROWS rows of random numbers has the bits of tiles of ROWS rows."""
+def _is_equal(shape: tuple[int, int], dtype: torch.dtype, size: int) -> bool:
+    """Return whether tiles of `size` rows of random numbers have the bits of tiles of ROWS rows."""
     generator = torch.Generator().manual_seed(0)
     heads, dim = shape
     q, k, v = (torch.randn(heads, n, dim, generator=generator).to(dtype) for n in (MORE_ROWS, 2 * KEYS, 2 * KEYS))
     place = QueryTile(KEYS + MORE_ROWS, MORE_ROWS, 1, 0, MORE_ROWS)
-    tiles = [(part, place._replace(at=i * ROWS, size=ROWS)) for i, part in enumerate(q.split(ROWS, 1))]
-    parts = [_tile(part, k, v, at, 0)[0] for part, at in tiles]
-    out = _tile(q, k, v, place, 0)[0]
-    return torch.equal(out, torch.cat(parts, 1))
+    results = [
+        torch.cat(
+            [
+                _tile(part, k, v, place._replace(at=i * rows, size=rows), 0)[0]
+                for i, part in enumerate(q.split(rows, 1))
+            ],
+            1,
+        )
+        for rows in (size, ROWS)
+    ]
+    return torch.equal(*results)
 
 
 def _fake(q: Tensor, **_: object) -> Tensor:

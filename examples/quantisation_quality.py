@@ -1,7 +1,7 @@
-"""Compare the next-token distributions of a text with an 8-bit KV cache and with a cache in the model's dtype.
+"""Compare the next-token distributions of a text with quantised weights, or an 8-bit KV cache, and without.
 
-python examples/kv_cache_quality.py                                        # the small default model, a page of docs/
-python examples/kv_cache_quality.py Qwen/Qwen3-0.6B --text book.txt --tokens 2048 --dtype bfloat16
+python examples/quantisation_quality.py                                    # the small default model, a page of docs/
+python examples/quantisation_quality.py Qwen/Qwen3-0.6B --text book.txt --tokens 2048 --dtype bfloat16 --formats fp8
 """
 
 import argparse
@@ -16,6 +16,8 @@ from whorl.nn import Step
 
 TEXT = Path(__file__).parents[1] / "docs" / "engine.md"
 BLOCK = 16
+WEIGHTS = ("fp8", "w8a8", "w4a16", "cpu4")  # as --quantize
+CACHES = ("kv-fp8", "kv-int8")  # as --kv-cache-dtype
 
 
 @torch.inference_mode()
@@ -37,30 +39,39 @@ def distributions(llm: LLM, ids: list[int], kv_cache_dtype: str) -> Tensor:
     return model.logits(model.forward(step, caches)).double().log_softmax(-1)
 
 
+def load(args: argparse.Namespace, quantize: str | None = None) -> LLM:
+    return LLM(args.model, dtype=args.dtype, num_blocks=8, quantize=quantize)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a folder, a .gguf file or a Hugging Face id")
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of the text, from its beginning")
     parser.add_argument("--dtype", help="dtype of the model; default: that of the checkpoint, float32 on a CPU")
+    parser.add_argument("--formats", default=",".join((*CACHES, *WEIGHTS)), help="which to compare")
     args = parser.parse_args()
 
-    llm = LLM(args.model, dtype=args.dtype, num_blocks=8)
+    llm = load(args)
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode(args.text.read_text())[: args.tokens]
     print(f"{len(ids)} tokens of {args.text.name}, model in {str(llm.model.dtype).removeprefix('torch.')}")
-    print("cache       bytes/token  perplexity  mean KL   largest KL  largest difference of a logprob  same top token")
+    print("format    perplexity  mean KL   largest KL  largest difference of a logprob  same top token")
     plain = distributions(llm, ids, "auto")
     next_ids = torch.tensor(ids[1:], device=plain.device)[:, None]
-    for name in ("auto", "fp8", "int8"):
-        quantised = plain if name == "auto" else distributions(llm, ids, name)
-        size = sum(spec.token_bytes for spec in cache_specs(llm.model, name))
+    for name in ("plain", *args.formats.split(",")):
+        cache = name.removeprefix("kv-") if name in CACHES else "auto"
+        if name == "plain":
+            quantised = plain
+        else:
+            quantised = distributions(llm if name in CACHES else load(args, name), ids, cache)
         divergence = (plain.exp() * (plain - quantised)).sum(-1)
         logprob, plain_logprob = (logprobs[:-1].gather(1, next_ids) for logprobs in (quantised, plain))
         same = (quantised.argmax(-1) == plain.argmax(-1)).double().mean()
         print(
-            f"{name:8}{size:15}{(-logprob.mean()).exp():12.4f}{divergence.mean():10.2e}{divergence.max():12.2e}"
-            f"{(logprob - plain_logprob).abs().max():33.4f}{same:16.1%}"
+            f"{name:12}{(-logprob.mean()).exp():8.4f}{divergence.mean():10.2e}{divergence.max():12.2e}"
+            f"{(logprob - plain_logprob).abs().max():33.4f}{same:16.1%}",
+            flush=True,
         )
 
 
