@@ -85,8 +85,8 @@ class Op:
         self._num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
         self._choices = {p.name: o for p in parameters if (o := literals(p.annotation))}
         self._describe = describer(reference)
-        self._gradient = Gradient(reference, self._names, self._is_absent)
-        self._function = self._gradient.function(self.name, self._execute)
+        self._gradient = Gradient(reference, self._names, tuple(self.absent), self._is_absent)
+        self._apply = self._gradient.function(self.name, self._execute)
         self.schema = torch_schema(reference, self.mutates)
         self._define()
         OPS[self.name] = self
@@ -253,7 +253,7 @@ class Op:
         if plan.state is None or not torch.is_grad_enabled():
             return self._execute(plan, values)
         self._refuse_gradient()
-        return self._function.apply(plan, values, *[values[n] for n in plan.state.inputs])
+        return self._apply(plan, values, *[values[n] for n in plan.state.inputs])
 
     def _plan_kind(self, key: Key, values: Values) -> Plan:
         """Check the first call of a kind (see `_plan.py`), and plan how this and later calls of it are computed."""
