@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.language import constexpr
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 Key = tuple[Any, ...]
 MAX_KINDS = 1024  # kinds of launches remembered for one kernel
+_NONE = (None, ())  # in place of what was compiled for a device, where nothing was
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _NUMBERS = frozenset((int, bool, type(None)))
 # The code of what an argument that is no constexpr contributes to the key. An integer from 2 to 2^31 - 1 counts as a
@@ -77,18 +79,22 @@ class Launched:
             self._remember(key, kernel)
         return kernel
 
-    def compiled(self, *args: Any, **kwargs: Any) -> tuple[Compiled | None, tuple[Any, ...]]:
-        """Return what a launch with these arguments runs, None where that is not known yet, and its values in order."""
+    def compiled(self, *args: Any, **kwargs: Any) -> tuple[int, Compiled | None, tuple[Any, ...]]:
+        """Return this device, what it remembers to launch for these arguments, or None, and their values in order."""
         key, values = self._describe(*args, **kwargs)
-        return self._compiled.get(key, {}).get(driver.active.get_current_device()), values
+        device = driver.active.get_current_device()
+        return device, self._compiled.get(key, {}).get(device), values
 
     def is_as_compiled(self) -> bool:
         """Return whether no launch hook is set and the kernel's globals are unchanged; otherwise Triton must launch."""
         runtime = knobs.runtime
         if _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook) or self.kernel.pre_run_hooks:
             return False
-        used = self.kernel.used_global_vals
-        return not used or all(where.get(name) == value for (name, _), (value, where) in used.items())
+        for (name, _), (value, where) in self.kernel.used_global_vals.items():
+            # Constants are compared by their values: their own comparison makes a constant of each and of the result.
+            if _unwrapped(where.get(name)) != _unwrapped(value):
+                return False
+        return True
 
     def _remember(self, key: Key, kernel: Any) -> None:
         if kernel.metadata.target.backend != "cuda":  # other backends specialise on more than our key holds
@@ -107,28 +113,31 @@ class Prepared:
         self, kernel: Launched, grid: tuple[int, ...], numbers: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         self._kernel, self._grid, self._numbers, self._options = kernel, (*grid, 1, 1)[:3], numbers, options
-        # By device and dtypes: what is launched, and the arguments that follow the tensors.
-        self._compiled: dict[Key, tuple[Compiled, tuple[Any, ...]]] = {}
+        # By dtypes and device: what is launched, and the arguments that follow the tensors.
+        self._compiled: dict[Key, dict[int, tuple[Compiled, tuple[Any, ...]]]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
-        active = driver.active
-        device = active.get_current_device()
-        key = (device, *[t.dtype for t in tensors])
-        known = self._compiled.get(key) if _are_aligned(tensors) else None
-        if known is None or known[0].driver is not active or not self._kernel.is_as_compiled():
-            return self._launch(key, tensors)
-        compiled, rest = known
-        stream = active.get_current_stream(device)
-        compiled.run(*self._grid, stream, compiled.function, compiled.metadata, None, None, None, *tensors, *rest)
-        return None
+        key = tuple([t.dtype for t in tensors])
+        by_device = self._compiled.get(key)
+        if by_device is not None and _are_aligned(tensors) and self._kernel.is_as_compiled():
+            active = driver.active
+            device = active.get_current_device()
+            compiled, rest = by_device.get(device, _NONE)
+            if compiled is not None and compiled.driver is active:
+                stream = active.get_current_stream(device)
+                compiled.run(
+                    *self._grid, stream, compiled.function, compiled.metadata, None, None, None, *tensors, *rest
+                )
+                return
+        self._launch(key, tensors)
 
     def _launch(self, key: Key, tensors: tuple[Tensor, ...]) -> None:
         """Launch through the kernel, which tells more kinds apart, and remember what it launched."""
-        self._kernel[self._grid](*tensors, *self._numbers, **self._options)
-        if _are_aligned(tensors):
-            compiled, values = self._kernel.compiled(*tensors, *self._numbers, **self._options)
+        kernel = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+        if kernel is not None and _are_aligned(tensors):
+            device, compiled, values = self._kernel.compiled(*tensors, *self._numbers, **self._options)
             if compiled is not None:
-                self._compiled[key] = compiled, values[len(tensors) :]
+                self._compiled.setdefault(key, {})[device] = compiled, values[len(tensors) :]
 
 
 def prepare(kernel: Any, grid: tuple[int, ...], *numbers: float, **options: Any) -> Callable[..., None]:
@@ -160,6 +169,10 @@ def launched(kernel: Any) -> Any:
 def _calls(hook: Any) -> Any:
     """Return what is true where a hook is set: the list of a chain of hooks, or a single hook or None."""
     return getattr(hook, "calls", hook)
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.value if value.__class__ is constexpr else value
 
 
 def _describer(kernel: Any) -> Callable[..., tuple[Key, tuple[Any, ...]]]:

@@ -23,7 +23,7 @@ from ._gradient import Formula, Gradient, Values
 from ._impl import Accepts, Choice, Impl, LazyFunction, accepts_all, check_signature
 from ._plan import NOT_DESCRIBED, Impls, Key, Plan, Plans, describer
 from ._schema import literals, torch_schema
-from ._tracing import PLAIN, VALUE_READS, has_dtensor, is_transformed, is_watched, needs_node, no_autocast
+from ._tracing import PLAIN, VALUE_READS, has_autocast, has_dtensor, is_transformed, is_watched, needs_node, no_autocast
 
 _LIBRARY = Library("whorl", "FRAGMENT")
 OPS: dict[str, "Op"] = {}
@@ -373,10 +373,10 @@ class Op:
 
     def _execute(self, plan: Plan, values: Values) -> Any:
         function = plan.function or self.reference
-        if plan.device == "meta" or not torch.is_autocast_enabled(plan.device):
+        if not has_autocast():
             out = function(**values)
         else:
-            with torch.autocast(plan.device, enabled=False):
+            with no_autocast(plan.device):
                 out = function(**values)
         if self.mutates:  # autograd does not notice what kernels write, so it is told
             torch.autograd.graph.increment_version([v for n in self.mutates if (v := values[n]) is not None])
