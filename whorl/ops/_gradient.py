@@ -110,15 +110,15 @@ class Gradient:
         state: SavedState = ctx.state
         if state.absent:
             grads = tuple(None if i in state.absent else g for i, g in enumerate(grads))
-        present = next((g for g in grads if g is not None), None)
-        if present is None:
+        present = [g for g in grads if g is not None]
+        if not present:
             return (None,) * len(state.inputs)
         args, tensors = Arguments(ctx.constants), ctx.saved_tensors
         args.update(zip(state.saved, tensors, strict=False))
         args.needs_grad, args.dtypes = state.needs_grad, state.dtypes
         if self.formula is None:
             args.pop("backend")
-            with no_autocast(present.device.type):
+            with no_autocast(present[0].device.type):
                 input_grads = _differentiate(self.reference, args, grads, state.needs_grad)
         else:
             outputs = dict(zip(state.outputs, tensors[len(state.saved) :], strict=True)) if state.outputs else {}

@@ -10,8 +10,8 @@ Even that key takes 6 microseconds for a kernel of twenty arguments. Where every
 shapes, `prepare` fixes the rest once, and a launch then looks at nothing but the tensors.
 """
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ class Launched:
         self._compiled: dict[Key, dict[int, Compiled]] = {}  # by kind and device
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return partial(self._launch, grid)
+        return functools.partial(self._launch, grid)
 
     def __getattr__(self, name: str) -> Any:
         """Forward every other attribute to the kernel."""
@@ -87,8 +87,9 @@ class Launched:
 
     def is_as_compiled(self) -> bool:
         """Return whether no launch hook is set and the kernel's globals are unchanged; otherwise Triton must launch."""
-        runtime = knobs.runtime
-        if _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook) or self.kernel.pre_run_hooks:
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        # A chain of hooks has a list of them, which may be empty; an older Triton has one hook or None.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self.kernel.pre_run_hooks:
             return False
         for (name, _), (value, where) in self.kernel.used_global_vals.items():
             # Constants are compared by their values: their own comparison makes a constant of each and of the result.
@@ -114,12 +115,12 @@ class Prepared:
     ) -> None:
         self._kernel, self._grid, self._numbers, self._options = kernel, (*grid, 1, 1)[:3], numbers, options
         # By dtypes and device: what is launched, and the arguments that follow the tensors.
-        self._compiled: dict[Key, dict[int, tuple[Compiled, tuple[Any, ...]]]] = {}
+        self._compiled: dict[Key | None, dict[int, tuple[Compiled, tuple[Any, ...]]]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
-        key = tuple([t.dtype for t in tensors])
+        key = _tensor_describer(len(tensors))(*tensors)
         by_device = self._compiled.get(key)
-        if by_device is not None and _are_aligned(tensors) and self._kernel.is_as_compiled():
+        if by_device is not None and self._kernel.is_as_compiled():
             active = driver.active
             device = active.get_current_device()
             compiled, rest = by_device.get(device, _NONE)
@@ -131,10 +132,10 @@ class Prepared:
                 return
         self._launch(key, tensors)
 
-    def _launch(self, key: Key, tensors: tuple[Tensor, ...]) -> None:
+    def _launch(self, key: Key | None, tensors: tuple[Tensor, ...]) -> None:
         """Launch through the kernel, which tells more kinds apart, and remember what it launched."""
         kernel = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
-        if kernel is not None and _are_aligned(tensors):
+        if kernel is not None and key is not None:
             device, compiled, values = self._kernel.compiled(*tensors, *self._numbers, **self._options)
             if compiled is not None:
                 self._compiled.setdefault(key, {})[device] = compiled, values[len(tensors) :]
@@ -151,24 +152,24 @@ def prepare(kernel: Any, grid: tuple[int, ...], *numbers: float, **options: Any)
     return lambda *tensors: kernel[grid](*tensors, *numbers, **options)
 
 
-def _are_aligned(tensors: tuple[Tensor, ...]) -> bool:
-    """Return whether all are plain tensors whose addresses are multiples of 16 bytes, as nearly all are."""
-    bits = 0
-    for t in tensors:
-        if t.__class__ not in _TENSORS:
-            return False
-        bits |= t.data_ptr()
-    return not bits & 15
+@functools.cache
+def _tensor_describer(count: int) -> Callable[..., Key | None]:
+    """Generate a function of `count` tensors that returns their dtypes.
+
+    It returns None where one is of a subclass or its address is not a multiple of 16 bytes, as nearly all are.
+    """
+    names = [f"x{i}" for i in range(count)]
+    plain = " and ".join(f"{name}.__class__ in _tensors" for name in names)
+    address = " | ".join(f"{name}.data_ptr()" for name in names)
+    dtypes = ", ".join(f"{name}.dtype" for name in names)
+    text = f"lambda {', '.join(names)}: ({dtypes},) if {plain} and not ({address}) & 15 else None"
+    describe: Callable[..., Key | None] = eval(text, {"_tensors": _TENSORS})
+    return describe
 
 
 def launched(kernel: Any) -> Any:
     """Wrap a kernel in `Launched`; under Triton's interpreter return it unchanged."""
     return Launched(kernel) if isinstance(kernel, JITFunction) else kernel
-
-
-def _calls(hook: Any) -> Any:
-    """Return what is true where a hook is set: the list of a chain of hooks, or a single hook or None."""
-    return getattr(hook, "calls", hook)
 
 
 def _unwrapped(value: Any) -> Any:
