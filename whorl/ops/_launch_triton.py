@@ -43,6 +43,10 @@ class Compiled(NamedTuple):
     function: Any
     metadata: Any
     driver: Any
+    device: int
+
+
+Remembered = tuple[Compiled, tuple[Any, ...]]  # what a kind of launch runs, and the arguments in order
 
 
 class Launched:
@@ -61,11 +65,15 @@ class Launched:
         return getattr(self.kernel, name)
 
     def _launch(self, grid: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.launch(grid, args, kwargs)[0]
+
+    def launch(self, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Remembered | None]:
+        """Launch the kernel; returns Triton's compiled kernel and, where launches of this kind are remembered, how."""
         try:
             key, values = self._describe(*args, **kwargs)
             by_device = self._compiled.get(key)
         except (TypeError, AttributeError):  # arguments with no key: Triton launches them, or reports what is wrong
-            return self.kernel[grid](*args, **kwargs)
+            return self.kernel[grid](*args, **kwargs), None
         if by_device is not None and self.is_as_compiled() and not callable(grid):
             active = driver.active
             device = active.get_current_device()
@@ -73,17 +81,10 @@ class Launched:
             if compiled is not None and compiled.driver is active:
                 sizes, stream = (*grid, 1, 1)[:3], active.get_current_stream(device)
                 compiled.run(*sizes, stream, compiled.function, compiled.metadata, None, None, None, *values)
-                return compiled.kernel
+                return compiled.kernel, (compiled, values)
         kernel = self.kernel[grid](*args, **kwargs)
-        if kernel is not None:
-            self._remember(key, kernel)
-        return kernel
-
-    def compiled(self, *args: Any, **kwargs: Any) -> tuple[int, Compiled | None, tuple[Any, ...]]:
-        """Return this device, what it remembers to launch for these arguments, or None, and their values in order."""
-        key, values = self._describe(*args, **kwargs)
-        device = driver.active.get_current_device()
-        return device, self._compiled.get(key, {}).get(device), values
+        compiled = None if kernel is None else self._remember(key, kernel)
+        return kernel, None if compiled is None else (compiled, values)
 
     def is_as_compiled(self) -> bool:
         """Return whether no launch hook is set and the kernel's globals are unchanged; otherwise Triton must launch."""
@@ -97,14 +98,16 @@ class Launched:
                 return False
         return True
 
-    def _remember(self, key: Key, kernel: Any) -> None:
+    def _remember(self, key: Key, kernel: Any) -> Compiled | None:
         if kernel.metadata.target.backend != "cuda":  # other backends specialise on more than our key holds
-            return
+            return None
         if len(self._compiled) >= MAX_KINDS:
             self._compiled.clear()
         active = driver.active
-        compiled = Compiled(kernel, kernel.run, kernel.function, kernel.packed_metadata, active)
-        self._compiled.setdefault(key, {})[active.get_current_device()] = compiled
+        device = active.get_current_device()
+        compiled = Compiled(kernel, kernel.run, kernel.function, kernel.packed_metadata, active, device)
+        self._compiled.setdefault(key, {})[device] = compiled
+        return compiled
 
 
 class Prepared:
@@ -114,8 +117,8 @@ class Prepared:
         self, kernel: Launched, grid: tuple[int, ...], numbers: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         self._kernel, self._grid, self._numbers, self._options = kernel, (*grid, 1, 1)[:3], numbers, options
-        # By dtypes and device: what is launched, and the arguments that follow the tensors.
-        self._compiled: dict[Key | None, dict[int, tuple[Compiled, tuple[Any, ...]]]] = {}
+        # By dtypes and device; of the arguments those that follow the tensors.
+        self._compiled: dict[Key | None, dict[int, Remembered]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         key = _tensor_describer(len(tensors))(*tensors)
@@ -134,11 +137,10 @@ class Prepared:
 
     def _launch(self, key: Key | None, tensors: tuple[Tensor, ...]) -> None:
         """Launch through the kernel, which tells more kinds apart, and remember what it launched."""
-        kernel = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
-        if kernel is not None and key is not None:
-            device, compiled, values = self._kernel.compiled(*tensors, *self._numbers, **self._options)
-            if compiled is not None:
-                self._compiled.setdefault(key, {})[device] = compiled, values[len(tensors) :]
+        _, remembered = self._kernel.launch(self._grid, (*tensors, *self._numbers), self._options)
+        if remembered is not None and key is not None:
+            compiled, values = remembered
+            self._compiled.setdefault(key, {})[compiled.device] = compiled, values[len(tensors) :]
 
 
 def prepare(kernel: Any, grid: tuple[int, ...], *numbers: float, **options: Any) -> Callable[..., None]:

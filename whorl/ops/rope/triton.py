@@ -308,34 +308,56 @@ def _launch(
     tokens, in_place = q_shape[:-2].numel(), mode == "in place"
     if not tokens:
         return None
-    orders = read_write_orders(style, pairs_out)
-    read, write = orders[::-1] if mode == "backward" else orders
-    heads, kv_heads, dim = q_shape[-2], 0 if k_shape is None else k_shape[-2], q_shape[-1]
-    rotary, is_leading = table_shape[-1], where == "leading"
-    unrotated = 0 if in_place else dim - rotary
-    blocks = _blocks(heads, rotary)
-    groups = sum(ceil_div(h, blocks["BLOCK_H"]) for h in (heads, kv_heads))
+    constants, groups = _plan(
+        *(mode, q_shape[-2], 0 if k_shape is None else k_shape[-2], q_shape[-1], table_shape[-1]),
+        *(style, pairs_out, where, inverse, has_positions, sections, layout),
+    )
     shapes = (q_shape, q_shape) if k_shape is None else (q_shape, k_shape)
     inputs = (q_strides, q_strides if k_strides is None else k_strides)
     outputs = inputs if in_place else tuple(contiguous_strides(shape) for shape in shapes)
     return prepare(
         _rope_kernel,
-        (ceil_div(tokens, blocks["BLOCK_T"]) * groups,),
+        (ceil_div(tokens, constants["BLOCK_T"]) * groups,),
         *(tokens, q_shape[-3], table_shape[0]),
         *(stride for strides in (*inputs, *outputs) for stride in token_strides(strides)),
         BATCHED=len(q_shape) == 4,
-        HQ=heads,
-        HK=kv_heads,
-        START=0 if is_leading else dim - rotary,
-        REST_START=rotary if is_leading else 0,
-        REST=unrotated,
-        BLOCK_REST=power_of_2(unrotated),
-        READ_PAIRS=read == "pairs",
-        WRITE_PAIRS=write == "pairs",
-        INVERSE=inverse != (mode == "backward"),
-        **angle_constants(rotary, has_positions, sections, layout),
-        **blocks,
+        **constants,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    mode: Mode,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotary: int,
+    style: str,
+    pairs_out: str,
+    where: str,
+    inverse: bool,
+    has_positions: bool,
+    sections: tuple[int, ...] | None,
+    layout: str,
+) -> tuple[dict[str, int], int]:
+    """Return the constants that do not depend on the number of tokens, and how many programs share a token's heads."""
+    orders = read_write_orders(style, pairs_out)
+    read, write = orders[::-1] if mode == "backward" else orders
+    unrotated = 0 if mode == "in place" else dim - rotary
+    constants = {
+        "HQ": heads,
+        "HK": kv_heads,
+        "START": 0 if where == "leading" else dim - rotary,
+        "REST_START": rotary if where == "leading" else 0,
+        "REST": unrotated,
+        "BLOCK_REST": power_of_2(unrotated),
+        "READ_PAIRS": read == "pairs",
+        "WRITE_PAIRS": write == "pairs",
+        "INVERSE": inverse != (mode == "backward"),
+        **angle_constants(rotary, has_positions, sections, layout),
+        **_blocks(heads, rotary),
+    }
+    return constants, sum(ceil_div(h, constants["BLOCK_H"]) for h in (heads, kv_heads))
 
 
 def _readable(x: Tensor, in_place: bool) -> Tensor:
