@@ -1,6 +1,8 @@
 """Launches of kernels that were compiled before: what Triton would have launched, without asking it."""
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,8 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from whorl.ops import _launch_triton, swiglu_triton
-from whorl.ops._launch_triton import Launched, launched
+from whorl.ops._launch_triton import Launched, launched, prepare
+from whorl.ops._rows import contiguous_strides, row_strides, row_view
 
 SCALE = tl.constexpr(2)
 
@@ -200,6 +203,104 @@ def test_no_tensor_is_kept_and_kinds_are_bounded(stub: StubDriver, monkeypatch: 
         assert len(ours._compiled) <= 3
     held = [part for key in ours._compiled for part in key]
     assert not any(isinstance(p, Tensor) for part in held for p in (part if isinstance(part, tuple) else (part,)))
+
+
+# ---- launches in which everything but the tensors is fixed
+
+
+OPTIONS: dict[str, Any] = {"BLOCK": 32, "num_warps": 2}
+
+
+def test_a_prepared_launch_is_the_same_without_triton(stub: StubDriver, asked: list[str]) -> None:
+    launch = prepare(Launched(scaled), (3, 4), 3, 40, 0.5, **OPTIONS)
+    launch(ROW, ROW)
+    stub.stream = 8
+    launch(ROW, ROW)
+    first, second = stub.launches
+    assert asked == ["_scaled"]
+    assert first.grid == (3, 4, 1)
+    assert second == first._replace(stream=8)
+
+
+def test_tensors_of_every_kind_get_the_kernel_that_triton_compiles_for_them(stub: StubDriver) -> None:
+    """In an order in which each kind follows each other."""
+    launch = prepare(Launched(scaled), (2,), 3, 40, 0.5, **OPTIONS)
+    kinds = [(ROW, ROW), (AWAY, ROW), (ROW, AWAY), (ROW.half(), ROW), (ROW, ROW.half())]
+    right = [scaled[(2,)](*tensors, 3, 40, 0.5, **OPTIONS).function for tensors in kinds]
+    assert len(set(map(id, right))) == len(kinds)
+    for pair in itertools.product(range(len(kinds)), repeat=2):
+        for i in pair:
+            launch(*kinds[i])
+            assert stub.launches[-1].function is right[i], i
+
+
+def test_prepared_launches_of_devices_are_their_own(stub: StubDriver, asked: list[str]) -> None:
+    launch = prepare(Launched(scaled), (1,), 3, 40, 0.5, **OPTIONS)
+    for device in (0, 1, 0, 1):
+        stub.device = device
+        launch(ROW, ROW)
+    functions = [one.function for one in stub.launches]
+    assert len(asked) == 2
+    assert functions[0] is functions[2] is not functions[1]
+    assert functions[1] is functions[3]
+
+
+def test_a_prepared_launch_notices_hooks_globals_and_subclasses(
+    stub: StubDriver, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, seen = prepare(Launched(doubled), (1,), BLOCK=32), []
+    for _ in range(2):
+        launch(ROW)
+    assert len(asked) == 1
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        launch(ROW)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) == 1
+    launch(ROW.as_subclass(Labelled))
+    assert len(asked) == 3
+    launch(ROW)
+    assert len(asked) == 3
+    monkeypatch.setitem(globals(), "SCALE", tl.constexpr(3))
+    with pytest.raises(RuntimeError, match="Global variable SCALE has changed"):
+        launch(ROW)
+
+
+def test_a_prepared_launch_keeps_no_tensor(stub: StubDriver) -> None:
+    launch, x = prepare(Launched(scaled), (1,), 3, 40, 0.5, **OPTIONS), torch.zeros(64)
+    alive = weakref.ref(x)
+    for _ in range(2):
+        launch(x, x)
+    stub.launches.clear()
+    del x
+    gc.collect()
+    assert alive() is None
+
+
+CUBE = torch.arange(2.0 * 3 * 4 * 10).view(2, 3, 4, 10)
+ROWS = [
+    CUBE[0, 0, 0],
+    CUBE[0, 0],
+    CUBE[0],
+    CUBE,
+    CUBE[..., :5],
+    CUBE[:, :, 1],
+    CUBE[:, 1:, 1:, 1:],  # its first dims do not merge
+    CUBE.transpose(0, 2),
+    CUBE.transpose(1, 3),
+    CUBE[0, 0].t(),
+    CUBE[:1].expand(2, 3, 4, 10),
+]
+
+
+@pytest.mark.parametrize("x", ROWS, ids=lambda x: f"{list(x.shape)} {x.stride()}")
+def test_rows_are_where_their_strides_say(x: Tensor) -> None:
+    for view in (row_view(x), row_view(x, row_view(x.contiguous())), row_view(x.contiguous(), row_view(x))):
+        outer, inner, *strides = row_strides(view.shape, view.stride())
+        read = view.as_strided((outer, inner, x.shape[-1]), (*strides, 1))
+        assert torch.equal(read.reshape(x.shape), x)
+    assert contiguous_strides(x.shape) == x.contiguous().stride()
 
 
 def test_the_interpreter_has_nothing_to_remember() -> None:

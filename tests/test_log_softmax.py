@@ -16,7 +16,8 @@ from torch import Tensor
 from whorl.device import unavailable
 from whorl.engine.sampler import Sampler
 from whorl.ops import OPS, log_softmax, token_logprobs
-from whorl.ops.log_softmax_triton import LARGEST_BLOCK, as_rows, token_forward
+from whorl.ops._rows import row_view
+from whorl.ops.log_softmax_triton import LARGEST_BLOCK, token_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["torch"] if unavailable("triton", DEVICE, by_name=True) else ["torch", "triton"]
@@ -181,7 +182,7 @@ def test_rows_apart_are_read_where_they_lie() -> None:
     """A trainer leaves out each sequence's last row, and a sampler the padding of the vocabulary."""
     logits = draw(2, 5, 40)
     for view in (logits[:, :-1], logits[..., :37], logits[:, 1:, 2:], logits[0, ::2]):
-        assert as_rows(view).untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+        assert row_view(view).untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
 
 
 THREADS = """

@@ -55,6 +55,7 @@ FAULTS = [
     Fault("projection forgotten", NORM, "rms_norm_backward", "scaled - unit * (", "scaled - 0 * unit * ("),
     Fault("first row block lost", NORM, "rms_norm_backward", "+= dy * unit", "+= dy * unit * (block > 0)"),
     Fault("only the last row block", NORM, "rms_norm_backward", "dweight += dy * unit", "dweight = dy * unit", 1, True),
+    Fault("first program's share only", NORM, "rms_norm_backward", "(parts < PARTS) &", "(parts < 1) &"),
     Fault("residual's gradient lost", NORM, "rms_norm_backward", "dx += tl.load(", "dx += 0 * tl.load("),
     Fault("gate and up exchanged", SWIGLU, "swiglu", "gate * tl.sigmoid(gate) * up", "up * tl.sigmoid(up) * gate"),
     Fault("up one channel early", SWIGLU, "swiglu", "tl.load(x_ptr + F + columns", "tl.load(x_ptr + F - 1 + columns"),

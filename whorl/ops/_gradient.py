@@ -17,6 +17,7 @@ Saved = tuple[tuple[str, ...], tuple[int, ...]]  # arguments by name and outputs
 class Arguments(dict[str, Any]):
     """The arguments that a backward formula sees, by name: the saved tensors, and every argument that is no tensor."""
 
+    __slots__ = ("dtypes", "needs_grad")
     needs_grad: Sequence[str]  # arguments whose gradients autograd needs
     dtypes: Mapping[str, torch.dtype]  # of all tensors, saved or not
 
@@ -31,19 +32,24 @@ class SavedState:
     needs_grad: tuple[str, ...]  # arguments whose gradients autograd needs
     dtypes: Mapping[str, torch.dtype]  # of all tensors, saved or not
     inputs: tuple[str, ...]  # arguments whose gradients backward returns, in this order
+    absent: tuple[int, ...]  # indices of the outputs that are None
 
 
 class Gradient:
     """An operator's backward, for its torch op (`setup_context`) and for direct calls that bypass it (`function`).
 
-    formula: the registered backward; where it is None, the reference is differentiated. is_absent(index, arguments)
-    returns whether the output of this index is None.
+    formula: the registered backward; where it is None, the reference is differentiated. absent_outputs: indices of the
+    outputs that may be None; is_absent(index, arguments) returns whether one is.
     """
 
     def __init__(
-        self, reference: Callable[..., Any], names: Sequence[str], is_absent: Callable[[int, Values], bool]
+        self,
+        reference: Callable[..., Any],
+        names: Sequence[str],
+        absent_outputs: Sequence[int],
+        is_absent: Callable[[int, Values], bool],
     ) -> None:
-        self.reference, self.names, self.is_absent = reference, names, is_absent
+        self.reference, self.names, self.absent_outputs, self.is_absent = reference, names, absent_outputs, is_absent
         self.formula: Formula | None = None
         self.saved: Saved | None = None  # None: save every tensor argument and no output
 
@@ -58,13 +64,17 @@ class Gradient:
             needs_grad=tuple(n for n in self.names if n in tensors and tensors[n].requires_grad),
             dtypes={n: v.dtype for n, v in tensors.items()},
             inputs=tuple(tensors if inputs is None else inputs),
+            absent=tuple(i for i in self.absent_outputs if self.is_absent(i, values)),
         )
 
     def save(self, ctx: Any, state: SavedState, values: Values, output: Any) -> None:
         """Store on the autograd context what backward needs."""
-        outputs = output if isinstance(output, tuple) else (output,)
+        saved = [values[n] for n in state.saved]
+        if state.outputs:
+            outputs = output if isinstance(output, tuple) else (output,)
+            saved += [outputs[i] for i in state.outputs]
         ctx.set_materialize_grads(False)  # no zeros are allocated for an unused output
-        ctx.save_for_backward(*[values[n] for n in state.saved], *[outputs[i] for i in state.outputs])
+        ctx.save_for_backward(*saved)
         ctx.state, ctx.constants = state, {n: values[n] for n in state.constants}
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Values) -> None:
@@ -72,8 +82,8 @@ class Gradient:
         values = dict(zip(self.names, inputs, strict=False)) | keyword_only_inputs
         self.save(ctx, self.saved_state(values, self.names[: len(inputs)]), values, output)
 
-    def function(self, name: str, run: Callable[[Any, Values], Any]) -> type[torch.autograd.Function]:
-        """Return an autograd Function called `name`, whose forward calls run(plan, arguments).
+    def function(self, name: str, run: Callable[[Any, Values], Any]) -> Callable[..., Any]:
+        """Return `apply` of an autograd Function called `name`, whose forward calls run(plan, arguments).
 
         Apply it to the plan, the arguments by name, and the tensors among them, which autograd must see separately. It
         replaces the torch op in direct calls, because torch's dispatcher would cost tens of microseconds more.
@@ -90,25 +100,29 @@ class Gradient:
             return None, None, *self.backward(ctx, *grads)
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        return type(name, (torch.autograd.Function,), methods)
+        function = type(name, (torch.autograd.Function,), methods)
+        # What `function.apply` itself calls once it knows that no transform is active, as `is_watched` knows already.
+        apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+        return apply
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> Any:
         """Return the gradients of `state.inputs`, in that order; None where there is none."""
-        state, tensors = ctx.state, ctx.saved_tensors
-        args = Arguments(ctx.constants)
-        args.update(zip(state.saved, tensors, strict=False))
-        args.needs_grad, args.dtypes = state.needs_grad, state.dtypes
-        outputs = dict(zip(state.outputs, tensors[len(state.saved) :], strict=True))
-        grads = tuple([None if self.is_absent(i, ctx.constants) else g for i, g in enumerate(grads)])
+        state: SavedState = ctx.state
+        if state.absent:
+            grads = tuple(None if i in state.absent else g for i, g in enumerate(grads))
         present = [g for g in grads if g is not None]
         if not present:
             return (None,) * len(state.inputs)
-        if self.formula is not None:
-            input_grads = self.formula(grads, args, outputs)
-        else:
+        args, tensors = Arguments(ctx.constants), ctx.saved_tensors
+        args.update(zip(state.saved, tensors, strict=False))
+        args.needs_grad, args.dtypes = state.needs_grad, state.dtypes
+        if self.formula is None:
             args.pop("backend")
             with no_autocast(present[0].device.type):
                 input_grads = _differentiate(self.reference, args, grads, state.needs_grad)
+        else:
+            outputs = dict(zip(state.outputs, tensors[len(state.saved) :], strict=True)) if state.outputs else {}
+            input_grads = self.formula(grads, args, outputs)
         return tuple([input_grads.get(n) for n in state.inputs])
 
 

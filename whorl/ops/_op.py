@@ -23,7 +23,7 @@ from ._gradient import Formula, Gradient, Values
 from ._impl import Choice, Impl, LazyFunction, Reason, check_signature, no_reason
 from ._plan import NOT_DESCRIBED, Impls, Key, Plan, Plans, describer
 from ._schema import literals, torch_schema
-from ._tracing import PLAIN, VALUE_READS, has_dtensor, is_transformed, is_watched, needs_node, no_autocast
+from ._tracing import PLAIN, VALUE_READS, has_autocast, has_dtensor, is_transformed, is_watched, needs_node, no_autocast
 
 _LIBRARY = Library("whorl", "FRAGMENT")
 OPS: dict[str, "Op"] = {}
@@ -85,8 +85,8 @@ class Op:
         self._num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
         self._choices = {p.name: o for p in parameters if (o := literals(p.annotation))}
         self._describe = describer(reference)
-        self._gradient = Gradient(reference, self._names, self._is_absent)
-        self._function = self._gradient.function(self.name, self._execute)
+        self._gradient = Gradient(reference, self._names, tuple(self.absent), self._is_absent)
+        self._apply = self._gradient.function(self.name, self._execute)
         self.schema = torch_schema(reference, self.mutates)
         self._define()
         OPS[self.name] = self
@@ -253,7 +253,7 @@ class Op:
         if plan.state is None or not torch.is_grad_enabled():
             return self._execute(plan, values)
         self._refuse_gradient()
-        return self._function.apply(plan, values, *[values[n] for n in plan.state.inputs])
+        return self._apply(plan, values, *[values[n] for n in plan.state.inputs])
 
     def _plan_kind(self, key: Key, values: Values) -> Plan:
         """Check the first call of a kind (see `_plan.py`), and plan how this and later calls of it are computed."""
@@ -373,10 +373,10 @@ class Op:
 
     def _execute(self, plan: Plan, values: Values) -> Any:
         function = plan.function or self.reference
-        if plan.device == "meta" or not torch.is_autocast_enabled(plan.device):
+        if not has_autocast():
             out = function(**values)
         else:
-            with torch.autocast(plan.device, enabled=False):
+            with no_autocast(plan.device):
                 out = function(**values)
         if self.mutates:  # autograd does not notice what kernels write, so it is told
             torch.autograd.graph.increment_version([v for n in self.mutates if (v := values[n]) is not None])

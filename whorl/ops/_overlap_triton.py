@@ -51,10 +51,17 @@ def prefetch_lines(at):
 
 
 def overlap(x: Tensor) -> dict[str, Any]:
-    """Return the keyword arguments of a launch on x's device. x: [T, ...], whose T counts the tokens of the step.
+    """Return the keyword arguments of a launch on x's device. x: [T, ...], whose T counts the tokens of the step."""
+    return overlap_options(overlap_level(x))
 
-    OVERLAP is 0 where PDL is off, 1 where a kernel waits first, and 2 where it may run ahead.
-    """
+
+def overlap_level(x: Tensor) -> int:
+    """Return 0 where PDL is off, 1 where a kernel waits first, and 2 where it may run ahead."""
     if not overlaps_kernels(x.device):
-        return {"OVERLAP": 0}
-    return {"OVERLAP": 2 if is_ahead() and x.shape[0] <= FEW else 1, "launch_pdl": True}
+        return 0
+    return 2 if is_ahead() and x.shape[0] <= FEW else 1
+
+
+def overlap_options(level: int) -> dict[str, Any]:
+    """Return the keyword arguments of a launch at this `overlap_level`."""
+    return {"OVERLAP": level, "launch_pdl": True} if level else {"OVERLAP": 0}

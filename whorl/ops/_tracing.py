@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 PLAIN = frozenset((Tensor, torch.nn.Parameter))  # types of tensors whose calls need no dispatch
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
+has_autocast = torch._C._is_any_autocast_enabled  # on whichever device type, so that no name of one is parsed
 
 
 def is_watched() -> bool:

@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs
 """Matrix products in Triton: the order in which a row's products are summed never depends on the number of rows."""
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -12,8 +14,8 @@ from whorl.device import is_interpreting
 
 from . import linear_fp32_triton, linear_library
 from ._hopper import gluon_reason
-from ._launch_triton import launched
-from ._overlap_triton import follow, overlap
+from ._launch_triton import launched, prepare
+from ._overlap_triton import follow, overlap_level, overlap_options
 from ._rows import ceil_div
 
 FEW = 16  # rows of x that _few_kernel takes
@@ -136,20 +138,27 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `linear` by our kernels; x and weight have unit stride along K."""
     if x.element_size() == 4:
         return linear_fp32_triton.forward(x, weight, bias)
-    (count, length), columns = x.shape, weight.shape[0]
     if bias is None and (hopper := few_rows(x, weight)) is not None and hopper.fits_warpgroup(x, weight):
         return hopper.linear(x, weight)  # type: ignore[no-any-return]
-    y = torch.empty(count, columns, dtype=x.dtype, device=x.device)
-    if not y.numel():
-        return y
-    tensors = x, weight, y if bias is None else bias.contiguous(), y
-    sizes = x.stride(0), weight.stride(0), count, columns, length
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    if y.numel():
+        launch = _launch(x.shape, weight.shape[0], x.stride(0), weight.stride(0), bias is not None, overlap_level(x))
+        launch(x, weight, y if bias is None else bias.contiguous(), y)
+    return y
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(
+    shape: torch.Size, columns: int, stride: int, weight_stride: int, has_bias: bool, level: int
+) -> Callable[..., None]:
+    """Return the launch for x of this shape and tensors with these strides. level: `overlap_level`."""
+    count, length = shape
     is_few = count <= FEW
     plan = few_plan(columns, length) if is_few else tile_plan(count, columns)
     kernel, height = (_few_kernel, FEW) if is_few else (_tile_kernel, plan["ROWS"])
+    options = {"HAS_BIAS": has_bias, "WIDEN": is_interpreting(), **plan, **overlap_options(level)}
     grid = (ceil_div(count, height) * ceil_div(columns, plan["COLUMNS"]),)
-    kernel[grid](*tensors, *sizes, HAS_BIAS=bias is not None, WIDEN=is_interpreting(), **plan, **overlap(x))
-    return y
+    return prepare(kernel, grid, stride, weight_stride, count, columns, length, **options)
 
 
 def few_rows(x: Tensor, weight: Tensor) -> ModuleType | None:

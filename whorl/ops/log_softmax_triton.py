@@ -6,13 +6,17 @@ and the columns are added in a tree that is written out. `tl.sum` would add in a
 and so from strides and dtypes. Kernels are compiled without FMA fusion.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch_triton import launched
-from ._rows import as_rows, power_of_2
+from ._launch_triton import launched, prepare
+from ._rows import Strides, power_of_2, row_strides, row_view
 
 LARGEST_BLOCK = 8192
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite fp32, so that differences to it are not NaN
@@ -165,52 +169,50 @@ def _token_logprobs_backward_kernel(
 def forward(logits: Tensor) -> Tensor:
     y = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if y.numel():
-        rows = as_rows(logits)
-        _log_softmax_kernel[_grid(rows)](rows, y, *rows.stride()[:2], **_plan(rows))
+        logits = row_view(logits)
+        _launch(_log_softmax_kernel, logits.shape, logits.stride())(logits, y)
     return y
 
 
 def backward(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     dx = torch.empty(y.shape, dtype=dtype, device=y.device)
     if dx.numel():
-        rows = as_rows(y)
-        grads = (dy if dy.stride(-1) == 1 else dy.contiguous()).reshape(rows.shape)
-        strides = (*grads.stride()[:2], *rows.stride()[:2])
-        _log_softmax_backward_kernel[_grid(rows)](grads, rows, dx, *strides, **_plan(rows))
+        y = row_view(y)
+        dy = row_view(dy, y)
+        _launch(_log_softmax_backward_kernel, y.shape, dy.stride(), y.stride())(dy, y, dx)
     return dx
 
 
 def token_forward(logits: Tensor, ids: Tensor) -> Tensor:
     y = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
     if y.numel():
-        rows = as_rows(logits)
-        _token_logprobs_kernel[_grid(rows)](rows, ids.contiguous(), y, *rows.stride()[:2], **_plan(rows))
+        logits = row_view(logits)
+        _launch(_token_logprobs_kernel, logits.shape, logits.stride())(logits, ids.contiguous(), y)
     return y
 
 
 def token_backward(dy: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if dx.numel():
-        rows = as_rows(logits)
-        tensors = (dy.contiguous(), rows, ids.contiguous(), dx)
-        _token_logprobs_backward_kernel[_grid(rows)](*tensors, *rows.stride()[:2], **_plan(rows))
+        rows = row_view(logits)
+        launch = _launch(_token_logprobs_backward_kernel, rows.shape, rows.stride())
+        launch(dy.contiguous(), rows, ids.contiguous(), dx)
     return dx
 
 
-def _grid(rows: Tensor) -> tuple[int]:
-    return (rows.shape[0] * rows.shape[1],)
-
-
-def _plan(rows: Tensor) -> dict[str, int | bool]:
-    """The launch constants for rows [A, B, V]; those that the bits depend on follow from V alone."""
-    vocab = rows.shape[2]
-    block = min(LARGEST_BLOCK, max(32, power_of_2(vocab)))
-    return {
-        "V": vocab,
-        "B": rows.shape[1],
-        "NESTED": rows.shape[0] > 1,
-        "BLOCK": block,
-        "STEPS": block.bit_length() - 1,
-        "num_warps": max(1, block // 512),
-        "enable_fp_fusion": False,
-    }
+@functools.lru_cache(maxsize=1024)
+def _launch(kernel: Any, shape: torch.Size, *strides: Strides) -> Callable[..., None]:
+    """Return the launch for rows of this shape and these strides; the constants that bits depend on follow from V."""
+    outer, inner, *_ = row_strides(shape, strides[0])
+    block = min(LARGEST_BLOCK, max(32, power_of_2(shape[-1])))
+    return prepare(
+        kernel,
+        (outer * inner,),
+        *(stride for one in strides for stride in row_strides(shape, one)[2:]),
+        *(shape[-1], inner),
+        NESTED=outer > 1,
+        BLOCK=block,
+        STEPS=block.bit_length() - 1,
+        num_warps=max(1, block // 512),
+        enable_fp_fusion=False,
+    )

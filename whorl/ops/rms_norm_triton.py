@@ -1,6 +1,9 @@
 # mypy: allow-untyped-defs
 """RMSNorm kernels: a row is read once, stays in registers, and is written once."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -8,13 +11,15 @@ from torch import Tensor
 
 from whorl.device import multiprocessors
 
-from ._launch_triton import launched
-from ._overlap_triton import begin, follow, overlap
-from ._rows import as_rows, ceil_div, empty_like, power_of_2
+from ._launch_triton import launched, prepare
+from ._overlap_triton import begin, follow, overlap_level, overlap_options
+from ._rows import Strides, ceil_div, empty_like, power_of_2, row_strides, row_view
 from ._sums_triton import row_sum
 
 CACHE = 32 * 2**20  # bytes from which a tensor does not stay in the L2 cache
 SHARED_MEMORY = 200 * 1024  # bytes that a program may use for blocks in flight; Hopper has 227 KiB
+
+SUM_COLUMNS = 32  # columns of dweight that a program adds up: many programs, each with whole 128-byte lines
 
 
 @triton.jit
@@ -138,6 +143,17 @@ def _rms_norm_backward_kernel(
     tl.store(partial_ptr + program * C + columns, total, mask=columns < C)
 
 
+@launched
+@triton.jit
+def _sum_kernel(partial_ptr, out_ptr, C, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add the programs' shares of dweight, [PARTS, C], and round the sums: one launch instead of torch's two."""
+    parts = tl.arange(0, BLOCK_PARTS)[:, None]
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    partial = tl.load(partial_ptr + parts * C + columns, mask=(parts < PARTS) & (columns < C), other=0.0)
+    total = tl.sum(partial, 0)[None, :]
+    tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=columns < C)
+
+
 def forward(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     return add_forward(x, None, weight, eps, plus_one)[0]
 
@@ -148,35 +164,47 @@ def add_forward(
     """Return y and, with a residual, the new residual (without one, y again)."""
     y = empty_like(x)
     total = y if residual is None else torch.empty_like(y)
-    if not y.numel():
-        return y, total
-    rows = as_rows(x)
-    count, width = rows.shape[0] * rows.shape[1], x.shape[-1]
-    other = rows if residual is None else _like(residual, rows)
-    at_once, num_warps = _blocks(count, power_of_2(width), multiprocessors(x.device))
-    _rms_norm_kernel[(ceil_div(count, at_once),)](
-        rows,
-        other,
-        weight.contiguous(),
-        y,
-        total,
-        *rows.stride()[:2],
-        *other.stride()[:2],
-        eps,
-        count,
-        rows.shape[1],
+    if y.numel():
+        level = overlap_level(x)
+        x = row_view(x)
+        other = x if residual is None else row_view(residual, x)
+        strides = x.stride(), None if residual is None else other.stride()
+        launch = _forward_launch(x.shape, *strides, x.dtype, multiprocessors(x.device), eps, plus_one, level)
+        launch(x, other, weight.contiguous(), y, total)
+    return y, total
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward_launch(
+    shape: torch.Size,
+    strides: Strides,
+    residual_strides: Strides | None,
+    dtype: torch.dtype,
+    processors: int,
+    eps: float,
+    plus_one: bool,
+    level: int,
+) -> Callable[..., None]:
+    """Return the launch for tensors of these shapes and strides. level: `overlap_level`."""
+    (outer, inner, *own), width = row_strides(shape, strides), shape[-1]
+    other = own if residual_strides is None else row_strides(shape, residual_strides)[2:]
+    count, block = outer * inner, power_of_2(width)
+    at_once, num_warps = _blocks(count, block, processors)
+    return prepare(
+        _rms_norm_kernel,
+        (ceil_div(count, at_once),),
+        *(*own, *other, eps, count, inner),
         C=width,
         ROWS=at_once,
-        BLOCK=power_of_2(width),
-        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        HAS_RESIDUAL=residual_strides is not None,
         PLUS_ONE=plus_one,
-        NESTED=rows.shape[0] > 1,
-        POLICY="evict_first" if y.numel() * y.element_size() >= CACHE else "",
+        NESTED=outer > 1,
+        POLICY="evict_first" if count * width * dtype.itemsize >= CACHE else "",
         num_warps=num_warps,
         enable_fp_fusion=False,
-        **overlap(x),
+        **overlap_options(level),
     )
-    return y, total
 
 
 def backward(
@@ -185,41 +213,50 @@ def backward(
     dx = empty_like(x)
     if not dx.numel():
         return dx, torch.zeros_like(weight)
-    rows = as_rows(x)
-    grads = _like(dy, rows)
-    other = grads if residual_grad is None else _like(residual_grad, rows)
-    count, width = rows.shape[0] * rows.shape[1], x.shape[-1]
-    bytes_a_channel = x.element_size() * (2 if residual_grad is None else 3)
-    plan = _backward_blocks(count, power_of_2(width), multiprocessors(x.device), bytes_a_channel)
-    programs = plan.pop("programs")
-    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    _rms_norm_backward_kernel[(programs,)](
-        grads,
-        rows,
-        weight.contiguous(),
-        other,
-        dx,
-        partial,
-        *grads.stride()[:2],
-        *rows.stride()[:2],
-        *other.stride()[:2],
-        eps,
-        count,
-        rows.shape[1],
+    x = row_view(x)
+    dy = row_view(dy, x)
+    other = dy if residual_grad is None else row_view(residual_grad, x)
+    strides = dy.stride(), x.stride(), None if residual_grad is None else other.stride()
+    launch, add, programs = _backward_launches(x.shape, *strides, x.dtype, multiprocessors(x.device), eps, plus_one)
+    weight = weight.contiguous()
+    dweight = torch.empty_like(weight)
+    partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    launch(dy, x, weight, other, dx, partial)
+    add(partial, dweight)
+    return dx, dweight
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_launches(
+    shape: torch.Size,
+    grad_strides: Strides,
+    strides: Strides,
+    residual_strides: Strides | None,
+    dtype: torch.dtype,
+    processors: int,
+    eps: float,
+    plus_one: bool,
+) -> tuple[Callable[..., None], Callable[..., None], int]:
+    """Return both launches for tensors of these shapes and strides, and the number of programs of the first."""
+    (outer, inner, *own), width = row_strides(shape, strides), shape[-1]
+    grads = row_strides(shape, grad_strides)[2:]
+    other = grads if residual_strides is None else row_strides(shape, residual_strides)[2:]
+    bytes_a_channel = dtype.itemsize * (2 if residual_strides is None else 3)
+    constants = _backward_blocks(outer * inner, power_of_2(width), processors, bytes_a_channel)
+    programs = constants.pop("programs")
+    launch = prepare(
+        _rms_norm_backward_kernel,
+        (programs,),
+        *(*grads, *own, *other, eps, outer * inner, inner),
         C=width,
         BLOCK=power_of_2(width),
-        HAS_RESIDUAL=residual_grad is not None,
+        HAS_RESIDUAL=residual_strides is not None,
         PLUS_ONE=plus_one,
-        NESTED=rows.shape[0] > 1,
-        **plan,
+        NESTED=outer > 1,
+        **constants,
     )
-    return dx, partial.sum(0).to(weight.dtype)
-
-
-def _like(x: Tensor, rows: Tensor) -> Tensor:
-    """Return x in the shape of `rows`, copied only where its strides require it."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.reshape(rows.shape)
+    blocks = {"PARTS": programs, "BLOCK_PARTS": power_of_2(programs), "COLUMNS": SUM_COLUMNS}
+    return launch, prepare(_sum_kernel, (ceil_div(width, SUM_COLUMNS),), width, **blocks), programs
 
 
 def _blocks(rows: int, block: int, processors: int) -> tuple[int, int]:

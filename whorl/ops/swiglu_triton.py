@@ -1,12 +1,16 @@
 # mypy: allow-untyped-defs
 """SwiGLU kernels: a program takes a block of one row and reads gate and up once."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch_triton import launched
+from ._launch_triton import launched, prepare
 from ._rows import ceil_div, empty_like
 
 BLOCK = 1024
@@ -61,23 +65,28 @@ def _swiglu_backward_kernel(
 
 
 def forward(x: Tensor, interleaved: bool) -> Tensor:
-    rows, width = flat_rows(x), x.shape[-1] // 2
-    y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    y = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
     if y.numel():
-        grid = (rows.shape[0], ceil_div(width, BLOCK))
-        _swiglu_kernel[grid](rows, y, rows.stride(0), width, INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4)
+        x = flat_rows(x)
+        _launch(_swiglu_kernel, x.shape, x.stride(0), interleaved=interleaved)(x, y)
     return y
 
 
 def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
-    rows, grads, width = flat_rows(x), flat_rows(dy), x.shape[-1] // 2
     dx = empty_like(x)
     if dx.numel():
-        grid = (rows.shape[0], ceil_div(width, BLOCK))
-        _swiglu_backward_kernel[grid](
-            grads, rows, dx, grads.stride(0), rows.stride(0), width, INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4
-        )
+        x, dy = flat_rows(x), flat_rows(dy)
+        launch = _launch(_swiglu_backward_kernel, x.shape, dy.stride(0), x.stride(0), interleaved=interleaved)
+        launch(dy, x, dx)
     return dx
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(kernel: Any, shape: torch.Size, *strides: int, interleaved: bool) -> Callable[..., None]:
+    """Return the launch for x of this shape, [T, 2F], and for tensors with these strides."""
+    rows, width = shape[0], shape[1] // 2
+    grid = (rows, ceil_div(width, BLOCK))
+    return prepare(kernel, grid, *strides, width, INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4)
 
 
 def flat_rows(x: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs
 """Routing in Triton, one program per token: the choice of experts, and the gradient of their weights."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch_triton import launched
-from .._overlap_triton import begin, follow, overlap
-from .._rows import power_of_2
+from .._launch_triton import launched, prepare
+from .._overlap_triton import begin, follow, overlap_level, overlap_options
+from .._rows import empty_like, power_of_2
 from ..linear_triton import unit_stride
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**63))
@@ -105,35 +107,49 @@ def _route_kernel(
     tl.store(ids_ptr + row * K + choice, chosen, mask=choice < K)
 
 
-def forward(
-    logits: Tensor, k: int, bias: Tensor | None, num_groups: int, top_groups: int, scale: float, **options: Any
-) -> tuple[Tensor, Tensor]:
+def forward(logits: Tensor, k: int, bias: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     logits = unit_stride(logits)
-    count, experts = logits.shape
-    weights = torch.empty(count, k, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(count, k, dtype=torch.int32, device=logits.device)
-    if count:
-        _route_kernel[(count,)](
-            logits,
-            logits if bias is None else bias.contiguous(),
-            weights,
-            ids,
-            logits.stride(0),
-            float(scale),
-            SIZE=experts // num_groups,
-            GROUPS=num_groups,
-            TOP_GROUPS=top_groups,
-            K=k,
-            HAS_BIAS=bias is not None,
-            SOFTMAX=options["scoring"] == "softmax",
-            RENORMALIZE=options["renormalize"],
-            BLOCK_G=power_of_2(num_groups),
-            BLOCK_S=power_of_2(experts // num_groups),
-            BLOCK_K=power_of_2(k),
-            num_warps=1,
-            **overlap(logits),
-        )
+    weights = torch.empty(logits.shape[0], k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(logits.shape[0], k, dtype=torch.int32, device=logits.device)
+    if ids.numel():
+        level = overlap_level(logits)
+        launch = _forward_launch(logits.shape, logits.stride(0), k, bias is not None, level, **options)
+        launch(logits, logits if bias is None else bias.contiguous(), weights, ids)
     return weights, ids
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward_launch(
+    shape: torch.Size,
+    stride: int,
+    k: int,
+    has_bias: bool,
+    level: int,
+    scoring: str,
+    renormalize: bool,
+    num_groups: int,
+    top_groups: int,
+    scale: float,
+) -> Callable[..., None]:
+    """Return the launch for logits of this shape and stride. level: `overlap_level`."""
+    count, experts = shape
+    return prepare(
+        _route_kernel,
+        (count,),
+        *(stride, float(scale)),
+        SIZE=experts // num_groups,
+        GROUPS=num_groups,
+        TOP_GROUPS=top_groups,
+        K=k,
+        HAS_BIAS=has_bias,
+        SOFTMAX=scoring == "softmax",
+        RENORMALIZE=renormalize,
+        BLOCK_G=power_of_2(num_groups),
+        BLOCK_S=power_of_2(experts // num_groups),
+        BLOCK_K=power_of_2(k),
+        num_warps=1,
+        **overlap_options(level),
+    )
 
 
 @triton.jit
@@ -190,22 +206,27 @@ def _route_backward_kernel(
 
 def backward(dweights: Tensor, logits: Tensor, ids: Tensor, scoring: str, renormalize: bool, scale: float) -> Tensor:
     logits = unit_stride(logits)
-    (count, experts), k = logits.shape, ids.shape[1]
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    if count:
-        _route_backward_kernel[(count,)](
-            dweights.contiguous(),
-            logits,
-            ids.contiguous(),
-            dlogits,
-            logits.stride(0),
-            float(scale),
-            experts,
-            K=k,
-            SOFTMAX=scoring == "softmax",
-            RENORMALIZE=renormalize,
-            BLOCK_E=power_of_2(experts),
-            BLOCK_K=power_of_2(k),
-            num_warps=1 if experts <= 256 else 4,
-        )
+    dlogits = empty_like(logits)
+    if dlogits.numel():
+        launch = _backward_launch(logits.shape, logits.stride(0), ids.shape[1], scoring, renormalize, scale)
+        launch(dweights.contiguous(), logits, ids.contiguous(), dlogits)
     return dlogits
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_launch(
+    shape: torch.Size, stride: int, k: int, scoring: str, renormalize: bool, scale: float
+) -> Callable[..., None]:
+    """Return the launch for logits of this shape and stride, and k choices."""
+    count, experts = shape
+    return prepare(
+        _route_backward_kernel,
+        (count,),
+        *(stride, float(scale), experts),
+        K=k,
+        SOFTMAX=scoring == "softmax",
+        RENORMALIZE=renormalize,
+        BLOCK_E=power_of_2(experts),
+        BLOCK_K=power_of_2(k),
+        num_warps=1 if experts <= 256 else 4,
+    )

@@ -7,17 +7,19 @@ because real shapes exceed 2^31 elements.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch_triton import launched
-from .._rows import ceil_div, empty_like, power_of_2
+from .._launch_triton import launched, prepare
+from .._rows import Strides, ceil_div, contiguous_strides, empty_like, power_of_2
 from .tables import read_write_orders
 
+Mode = Literal["forward", "backward", "in place"]
 LAYOUTS = {"chunked": 0, "interleaved": 1, "hwt": 2}
 
 
@@ -242,89 +244,106 @@ def _rope_kernel(
         )  # fmt: skip
 
 
-def forward(q: Tensor, k: Tensor | None, style: str, pairs_out: str, **options: Any) -> tuple[Tensor, Tensor | None]:
+def forward(q: Tensor, k: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
     """Compute `rope` and `mrope`."""
-    return _rotate(q, k, *read_write_orders(style, pairs_out), **options)
+    return _rotate("forward", q, k, **options)
 
 
-def backward(
-    dq: Tensor, dk: Tensor | None, style: str, pairs_out: str, inverse: bool, **options: Any
-) -> tuple[Tensor, Tensor | None]:
+def backward(dq: Tensor, dk: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
     """Compute `rope_backward` and `mrope_backward`: the inverse rotation with the orders exchanged."""
-    return _rotate(dq, dk, *read_write_orders(style, pairs_out)[::-1], inverse=not inverse, **options)
+    return _rotate("backward", dq, dk, **options)
 
 
-def in_place(q: Tensor, k: Tensor | None, style: str, pairs_out: str, **options: Any) -> None:
+def in_place(q: Tensor, k: Tensor | None, **options: Any) -> None:
     """Compute `rope_` and `mrope_`."""
-    _rotate(q, k, *read_write_orders(style, pairs_out), in_place=True, **options)
+    _rotate("in place", q, k, **options)
 
 
 def _rotate(
+    mode: Mode,
     q: Tensor,
     k: Tensor | None,
-    read: str,
-    write: str,
     cos_sin: Tensor,
     positions: Tensor | None,
+    style: str,
+    pairs_out: str,
     where: str,
     inverse: bool,
     sections: Sequence[int] | None = None,
     layout: str = "chunked",
-    in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k, whose channels are read in the order `read` and written in the order `write`.
-
-    Returns new tensors or, with in_place, q and k themselves.
-    """
+    """Rotate q and k; returns new tensors or, in place, q and k themselves."""
+    in_place = mode == "in place"
     q, k = _readable(q, in_place), None if k is None else _readable(k, in_place)
     q_out, k_out = _output(q, in_place), None if k is None else _output(k, in_place)
-    tokens = q.shape[:-2].numel()
-    if not tokens:
-        return q_out, k_out
     table, index = flat_table(cos_sin, positions)
-    constants, groups = _plan(
-        *(q.shape[-2], 0 if k is None else k.shape[-2], q.shape[-1], table.shape[-1]),
-        *(read, write, where, inverse, in_place),
-        *(positions is not None, None if sections is None else tuple(sections), layout),
+    launch = _launch(
+        *(mode, q.shape, q.stride(), None if k is None else k.shape, None if k is None else k.stride(), table.shape),
+        *(style, pairs_out, where, inverse, positions is not None, None if sections is None else tuple(sections)),
+        layout,
     )
-    k_in, k_to = (q, q_out) if k is None or k_out is None else (k, k_out)  # HK is 0 where there is no k
-    _rope_kernel[(ceil_div(tokens, constants["BLOCK_T"]) * groups,)](
-        q,
-        k_in,
-        q_out,
-        k_to,
-        table,
-        index,
-        tokens,
-        q.shape[-3],
-        table.shape[0],
-        *token_strides(q),
-        *token_strides(k_in),
-        *token_strides(q_out),
-        *token_strides(k_to),
-        BATCHED=q.dim() == 4,
-        **constants,
-    )
+    if launch is not None:
+        k_in, k_to = (q, q_out) if k is None or k_out is None else (k, k_out)  # HK is 0 where there is no k
+        launch(q, k_in, q_out, k_to, table, index)
     return q_out, k_out
 
 
 @functools.lru_cache(maxsize=1024)
+def _launch(
+    mode: Mode,
+    q_shape: torch.Size,
+    q_strides: Strides,
+    k_shape: torch.Size | None,
+    k_strides: Strides | None,
+    table_shape: torch.Size,
+    style: str,
+    pairs_out: str,
+    where: str,
+    inverse: bool,
+    has_positions: bool,
+    sections: tuple[int, ...] | None,
+    layout: str,
+) -> Callable[..., None] | None:
+    """Return the launch for tensors of these shapes and strides; None where there are no tokens."""
+    tokens, in_place = q_shape[:-2].numel(), mode == "in place"
+    if not tokens:
+        return None
+    constants, groups = _plan(
+        *(mode, q_shape[-2], 0 if k_shape is None else k_shape[-2], q_shape[-1], table_shape[-1]),
+        *(style, pairs_out, where, inverse, has_positions, sections, layout),
+    )
+    shapes = (q_shape, q_shape) if k_shape is None else (q_shape, k_shape)
+    inputs = (q_strides, q_strides if k_strides is None else k_strides)
+    outputs = inputs if in_place else tuple(contiguous_strides(shape) for shape in shapes)
+    return prepare(
+        _rope_kernel,
+        (ceil_div(tokens, constants["BLOCK_T"]) * groups,),
+        *(tokens, q_shape[-3], table_shape[0]),
+        *(stride for strides in (*inputs, *outputs) for stride in token_strides(strides)),
+        BATCHED=len(q_shape) == 4,
+        **constants,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
 def _plan(
+    mode: Mode,
     heads: int,
     kv_heads: int,
     dim: int,
     rotary: int,
-    read: str,
-    write: str,
+    style: str,
+    pairs_out: str,
     where: str,
     inverse: bool,
-    in_place: bool,
     has_positions: bool,
     sections: tuple[int, ...] | None,
     layout: str,
 ) -> tuple[dict[str, int], int]:
-    """Return the kernel's constants, and how many programs share the heads of a token."""
-    unrotated = 0 if in_place else dim - rotary
+    """Return the constants that do not depend on the number of tokens, and how many programs share a token's heads."""
+    orders = read_write_orders(style, pairs_out)
+    read, write = orders[::-1] if mode == "backward" else orders
+    unrotated = 0 if mode == "in place" else dim - rotary
     constants = {
         "HQ": heads,
         "HK": kv_heads,
@@ -334,7 +353,7 @@ def _plan(
         "BLOCK_REST": power_of_2(unrotated),
         "READ_PAIRS": read == "pairs",
         "WRITE_PAIRS": write == "pairs",
-        "INVERSE": inverse,
+        "INVERSE": inverse != (mode == "backward"),
         **angle_constants(rotary, has_positions, sections, layout),
         **_blocks(heads, rotary),
     }
@@ -367,9 +386,8 @@ def angle_constants(rotary: int, has_positions: bool, sections: Sequence[int] | 
     return {**names, "LAYOUT": LAYOUTS[layout]}
 
 
-def token_strides(x: Tensor) -> tuple[int, int, int]:
+def token_strides(strides: Strides) -> tuple[int, int, int]:
     """Return the strides of batch, sequence and head; a [T, H, D] tensor is one sequence with batch stride 0."""
-    strides = x.stride()
     return (strides[0] if len(strides) == 4 else 0), strides[-3], strides[-2]
 
 
