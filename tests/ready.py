@@ -3,15 +3,15 @@
 Run as a program without TRITON_INTERPRET. The engine runs on the CPU as if that were a Hopper GPU: launches of kernels
 are recorded instead of run, by the keys under which Triton stores compiled kernels, and so are trials of library
 products. All results are zeros. Prints JSON: how many kernels and trials the warm-up had, and those that a mixed load
-needed besides. Takes a JSON object as its argument: model, config (changes of its config), settings (changes of the
-engine's), and without (the tasks of the warm-up whose descriptions begin with it are left out).
+needed besides. Takes a JSON object as its argument: model, settings (changes of the engine's), and without (the tasks
+of the warm-up whose descriptions begin with it are left out).
 """
 
 import json
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -20,10 +20,10 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from whorl import device as devices
 from whorl.engine import runner, small_copy, warmup
+from whorl.engine.batch import Batch
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.weights import random_model
-from whorl.models.deepseek_v32 import DeepSeekV32
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 from whorl.ops import OPS, _hopper, _overlap_triton, linear_library, rms_norm_triton
@@ -41,7 +41,6 @@ CONFIG: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "experts": Qwen3.tiny(num_experts=8, moe_intermediate_size=64),
     "dense": Llama.tiny(),
-    "latent": DeepSeekV32.tiny(),
 }
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -113,11 +112,22 @@ def _copy(source: torch.Tensor, to: torch.Tensor) -> None:
     to.copy_(source)
 
 
-def load(llm: LLM) -> Iterator[str]:
-    """Run requests of all lengths that come and go; yield what each step is made of."""
+class Shape(NamedTuple):
+    """What a step is made of."""
+
+    decoding: int
+    prompts: int
+    tokens: int  # of the prompts
+
+
+def load(llm: LLM) -> Iterator[None]:
+    """Run requests of all lengths that come and go; yield after each step."""
     rng = random.Random(5)
     longest = llm.max_model_len - 60
     for number in range(400):
+        if number in (100, 200):  # the first time the prefix is new, the second time all but the last tokens are cached
+            for token in range(20):
+                llm.add([7] * (longest - 3) + [token] * 3, SamplingParams(max_tokens=4))
         if number % 3 and rng.random() < 0.7:
             length = rng.choice((1, 2, rng.randint(1, 20), rng.randint(1, longest), rng.randint(longest // 2, longest)))
             prompt = [rng.randrange(llm.vocab_size) for _ in range(length)]
@@ -134,25 +144,28 @@ def load(llm: LLM) -> Iterator[str]:
             for _ in range(rng.choice((1, 1, 1, 5, 30))):
                 llm.add(prompt[: rng.randint(1, length)], params)
         llm.step()
-        yield _shape(llm)
+        yield
     while llm.has_work:
         llm.step()
-        yield _shape(llm)
+        yield
 
 
-def _shape(llm: LLM) -> str:
-    if not llm._flights:
-        return "none"
-    chunks = llm._flights[-1][0].chunks
-    decoding = sum(chunk.is_decode for chunk in chunks)
-    tokens = sum(chunk.length for chunk in chunks if not chunk.is_decode)
-    return f"{decoding} decoding, {len(chunks) - decoding} prompts of {tokens} tokens"
+def watch(llm: LLM) -> list[Shape]:
+    """Return a list that gets what each step is made of."""
+    shapes, run = [Shape(0, 0, 0)], llm.runner.run
+
+    def watched(batch: Batch, *args: Any) -> Any:
+        prompts = [chunk for chunk in batch.chunks if not chunk.is_decode]
+        shapes.append(Shape(len(batch.chunks) - len(prompts), len(prompts), sum(chunk.length for chunk in prompts)))
+        return run(batch, *args)
+
+    llm.runner.run = watched  # type: ignore[method-assign]
+    return shapes
 
 
 def main() -> None:
     options = json.loads(sys.argv[1]) if sys.argv[1:] else {}
-    changes = {} if options.get("model") == "latent" else CONFIG
-    config = MODELS[options.get("model", "experts")] | changes | options.get("config", {})
+    config = MODELS[options.get("model", "experts")] | CONFIG
     model = random_model(config, device="cpu", dtype=torch.bfloat16)
     recorder = Recorder()
     pretend(recorder)
@@ -163,11 +176,15 @@ def main() -> None:
         work.tasks = lambda: (task for task in tasks() if not task.description.startswith(left_out))  # type: ignore[method-assign]
     num_tasks = sum(1 for _ in work.run())
     warmed = len(recorder.seen)
-    late = []
-    for step, shape in enumerate(load(llm)):
+    late: list[str] = []
+    shapes = watch(llm)
+    for step, _ in enumerate(load(llm)):
         new = list(recorder.seen.values())[warmed + len(late) :]
-        late += [f"step {step} ({shape}): {name}" for name in new]
-    document = {"tasks": num_tasks, "warmed": warmed, "late": late}
+        late += [f"step {step} ({shapes[-1]}): {name}" for name in new]
+    document: dict[str, Any] = {"tasks": num_tasks, "warmed": warmed, "late": late}
+    document |= {
+        f"most_{name}": max(values) for name, values in zip(Shape._fields, zip(*shapes, strict=True), strict=True)
+    }
     json.dump(document, sys.stdout, indent=1)
 
 

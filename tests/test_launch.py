@@ -30,11 +30,12 @@ def _doubled(x_ptr, BLOCK: tl.constexpr):
 
 
 scaled, doubled = JITFunction(_scaled), JITFunction(_doubled)  # compiled also where Triton interprets what it decorates
+loose = JITFunction(_scaled, do_not_specialize=["n"], do_not_specialize_on_alignment=["x_ptr", "stride"])
 
 
 @pytest.fixture
 def stub() -> Iterator[StubDriver]:
-    with stub_driver(scaled, doubled) as found:
+    with stub_driver(scaled, doubled, loose) as found:
         yield found
 
 
@@ -106,6 +107,34 @@ def test_another_kind_is_another_kernel(changes: dict[str, Any], stub: StubDrive
         args, options = arguments(**given)
         assert ours[(2,)](*args, **options) is scaled[(2,)](*args, **options), given
     assert len(asked) == 4 + 2
+
+
+LOOSE: list[tuple[dict[str, Any], int]] = [  # a launch, and the number of kernels so far
+    ({}, 1),
+    ({"n": 48}, 1),
+    ({"n": 1}, 1),
+    ({"n": 0}, 1),
+    ({"n": -5}, 1),
+    ({"stride": 16}, 1),
+    ({"x": AWAY}, 1),
+    ({"n": 2**31}, 2),
+    ({"n": 2**31 + 1}, 2),
+    ({"stride": 1}, 3),
+    ({"y": AWAY}, 4),
+]
+
+
+def test_what_a_kernel_does_not_specialise_on_makes_no_other_kind(stub: StubDriver, asked: list[str]) -> None:
+    ours = Launched(loose)
+    for changes, num_kernels in LOOSE:
+        args, options = arguments(**changes)
+        assert ours[(2,)](*args, **options) is loose[(2,)](*args, **options), changes
+        assert len(loose.device_caches[0][0]) == num_kernels, changes
+    asked.clear()
+    for changes, _ in LOOSE:
+        args, options = arguments(**changes)
+        ours[(2,)](*args, **options)
+    assert asked == []
 
 
 def test_a_launch_is_the_same_without_triton(stub: StubDriver, asked: list[str]) -> None:

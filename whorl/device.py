@@ -318,28 +318,6 @@ def is_ahead() -> bool:
     return _is_ahead.get()
 
 
-_is_varied: ContextVar[bool] = ContextVar("is_varied", default=False)
-
-
-@contextlib.contextmanager
-def varied() -> Iterator[None]:
-    """Tell launchers that calls inside may have any size: kernels that suit all sizes run, not those for this one.
-
-    The engine runs steps that it does not record in it. They are then served by so few kernels that its warm-up can
-    compile all of them. The bits are equal.
-    """
-    token = _is_varied.set(True)
-    try:
-        yield
-    finally:
-        _is_varied.reset(token)
-
-
-def is_varied() -> bool:
-    """Return whether the kernels launched now belong to calls inside `varied`."""
-    return _is_varied.get()
-
-
 def is_recording(device: str) -> bool:
     """Return whether launches are being recorded as a graph, when the host must not wait for a result."""
     module = accelerator(device)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.device import ahead, event, graph_pool, host_buffer, lasting, record_graph, synchronize, varied
+from whorl.device import ahead, event, graph_pool, host_buffer, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
 from whorl.nn import Inserted, Model, Step
+from whorl.ops._varied import varied
 
 from .batch import Batch, Call, PlacedChunk, Sample, Score, Size, field_offsets
 from .caches import cache_specs

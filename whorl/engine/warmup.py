@@ -2,10 +2,9 @@
 
 It runs steps of dummy sequences through the runner and the sampler, for all sizes that the settings allow. The dummies
 use the spare lane and write to no slot, so they leave nothing: no block, prefix, sequence, counter or random number.
-Triton compiles a kernel for classes of sizes: one, multiples of 16 and other numbers; launch plans change at powers of
-two. So for every power of two, that power and a larger odd number represent all sizes up to the next. A step has
-several sizes: tokens, sequences, samples and the longest context. Kernels depend on one of them each, so it is enough
-to run through the classes of each size by itself; tests/test_ready.py checks that nothing is left.
+A step has several sizes: tokens, sequences, samples and the longest context. Kernels depend on one of them each, so it
+is enough to run through the classes of each size by itself (warmup_sizes.py); tests/test_ready.py checks that nothing
+is left.
 """
 
 import logging
@@ -26,6 +25,7 @@ from .runner import Result
 from .sampler import Sampler
 from .scheduler import Chunk
 from .sequence import SamplingParams, Sequence
+from .warmup_sizes import class_sizes, contexts, counts, sequence_classes, split
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Kind = Literal["full", "short", "off"]
 _STRIDE = 7919  # between the token ids of dummies: different tokens select different experts
-_PRODUCT_ROWS = 128  # torch's matrix products are tuned for every multiple of it, see `ops.linear_library`
-_FEW_SEQUENCES, _MANY_SEQUENCES = 16, 256  # attention has a kernel for each, and for powers of two above
 _FEW, _SOME = 8, 512  # new tokens after a cached prefix: attention has a kernel for each case
 _LONGER = 17  # tokens of each of several prompts from which the prompt kernel of attention runs
 _NUM_LOGPROBS = 5  # log-probabilities to report
@@ -73,14 +71,6 @@ def kind_for(kind: Kind | None, device: str, *, is_server: bool) -> Kind:
     return kind or ("full" if is_server and device != HOST else "off")
 
 
-def class_sizes(limit: int, *, odd: bool = True) -> list[int]:
-    """Return counts up to `limit` that represent all of them: powers of two and the limit. With `odd` also a count
-    between two powers, the largest multiple of 16 and the limit less one."""
-    powers = [1 << i for i in range(limit.bit_length())]
-    between = [*(p + p // 2 + 1 for p in powers), limit - 1, limit // 16 * 16] if odd else []
-    return sorted({size for size in (*powers, *between, limit) if 1 <= size <= limit})
-
-
 class WarmUp:
     """The warm-up of one engine. Iterating over `run` does one task at a time, so that a server may stop in between."""
 
@@ -95,6 +85,7 @@ class WarmUp:
         self._longest = llm.max_model_len - 1  # a prompt leaves room for one generated token
         most_tokens = min(llm.max_prompt_tokens, llm.settings.step_tokens)
         self._most_tokens = min(most_tokens, self._most_seqs * self._longest)
+        self._contexts = contexts(llm.max_model_len, llm.pool.block_size, is_full=self._is_full)
 
     def run(self) -> Iterator[Warming]:
         """Run the tasks; yield the progress after each."""
@@ -128,10 +119,10 @@ class WarmUp:
         runner, num_drafted = self.llm.runner, self.llm.proposer.k if self.llm.proposer else 0
         most_tokens = min(self._most_seqs * (num_drafted + 1), self.llm.settings.step_tokens)
         sizes = runner.graph_sizes(most_tokens)
-        lengths = sorted({keys for _, keys in sizes}) or self._contexts()
+        lengths = sorted({keys for _, keys in sizes}) or self._contexts
         largest = max((count for count, _ in sizes), default=0)
-        counts = [count for count in self._counts(min(most_tokens, self._most_seqs)) if count > largest]
-        sizes += [(count, keys) for keys in lengths for count in counts]
+        larger = [count for count in counts(most_tokens, is_full=self._is_full) if count > largest]
+        sizes += [(count, keys) for keys in lengths for count in larger]
         for count, keys in sizes:
             if self._is_full or keys == lengths[0]:
                 description = f"decode {count} of up to {keys} keys"
@@ -140,20 +131,20 @@ class WarmUp:
     def _prompts(self) -> Iterator[Task]:
         """Prompts of each number of tokens and of sequences; and the last tokens of prompts with a cached prefix."""
         max_tokens = self._most_tokens
-        for size in self._counts(max_tokens):
-            yield self._fill(f"prompt of {size}", self._split(size))
-        for count in self._counts(self._most_seqs)[1:]:
+        for size in counts(max_tokens, is_full=self._is_full):
+            yield self._fill(f"prompt of {size}", split(size, self._longest))
+        for count in counts(self._most_seqs, is_full=self._is_full)[1:]:
             for length in (1, 2) if self._is_full else (2,):
                 if count * length <= max_tokens and length <= self._longest:
                     yield self._fill(f"{count} prompts of {length}", [(0, length)] * count)
-        for count in self._sequence_classes()[1:] if self._is_full else []:
+        for count in sequence_classes(self._most_seqs)[1:] if self._is_full else []:
             if count * _LONGER <= max_tokens and self._longest >= _LONGER:
                 yield self._fill(f"{count} longer prompts", [(0, _LONGER)] * count)
-        for context in self._contexts():
+        for context in self._contexts:
             for size in (_FEW, min(_SOME, max_tokens)) if self._is_full else (_FEW,):
                 if context > size and size <= max_tokens:
                     yield self._fill(f"prompt of {context}, all but {size} cached", [(context - size, size)])
-            for count in self._sequence_classes() if self._is_full else []:
+            for count in sequence_classes(self._most_seqs) if self._is_full else []:
                 if count <= max_tokens:
                     yield self._fill(f"last tokens of {count} prompts of {context}", [(context - 1, 1)] * count)
 
@@ -198,27 +189,6 @@ class WarmUp:
             yield Task("draft", f"check {count} drafts", partial(self._check_drafts, count, proposer.k))
         yield Task("draft", "cost of drafts", partial(self.llm.measure_drafts, proposer))
 
-    def _counts(self, limit: int) -> list[int]:
-        """Return counts up to `limit` that represent all of them; those of a full warm-up have all product sizes."""
-        products = range(_PRODUCT_ROWS, limit + 1, _PRODUCT_ROWS) if self._is_full else ()
-        return sorted({*class_sizes(limit, odd=self._is_full), *products})
-
-    def _sequence_classes(self) -> list[int]:
-        """Return the smallest number of sequences of each kernel of attention that the settings allow."""
-        powers = [1 << i for i in range(self._most_seqs.bit_length()) if 1 << i >= _MANY_SEQUENCES]
-        return [size for size in (1, _FEW_SEQUENCES + 1, *(p + 1 for p in powers)) if size <= self._most_seqs]
-
-    def _split(self, size: int) -> list[tuple[int, int]]:
-        """Return prompts of `size` tokens together, as few as their longest length allows; see `_fill`."""
-        full, rest = divmod(size, self._longest)
-        return [(0, self._longest)] * full + [(0, rest)] * (rest > 0)
-
-    def _contexts(self) -> list[int]:
-        """Return lengths of sequences that represent all. A call's block tables are as wide as its longest sequence."""
-        max_tokens, block = self.llm.max_model_len, self.llm.pool.block_size
-        widths = class_sizes(-(-max_tokens // block), odd=self._is_full)
-        return [min(width * block, max_tokens) for width in (widths if self._is_full else [widths[-1]])]
-
     # ---- running dummy sequences
 
     def _fill(self, description: str, prompts: List[tuple[int, int]]) -> Task:
@@ -239,7 +209,7 @@ class WarmUp:
         self._step(self._chunks(count, 2, 1, draft=num_drafted))
 
     def _mix(self, count: int, size: int) -> None:
-        self._step(self._chunks(count, 2, 1) + self._filling(self._split(size)))
+        self._step(self._chunks(count, 2, 1) + self._filling(split(size, self._longest)))
 
     def _filling(self, prompts: Iterable[tuple[int, int]]) -> list[Chunk]:
         """Return a chunk for each prompt, see `_fill`."""
@@ -287,8 +257,10 @@ class WarmUp:
         self._step(self._chunks(1, size, size, is_prompt=True, params=params))
 
 
-def shown(steps: Iterator[Warming], *, progress: bool = True) -> Iterator[Warming]:
-    """Yield the items of `steps`, and show a progress bar on a terminal, else log a line for every quarter of them."""
+def shown(
+    steps: Iterator[Warming], *, progress: bool = True, say: Callable[[str], None] = log.info
+) -> Iterator[Warming]:
+    """Yield the items of `steps`, and show a progress bar on a terminal, else say a line for every quarter of them."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -301,7 +273,7 @@ def shown(steps: Iterator[Warming], *, progress: bool = True) -> Iterator[Warmin
         for step in steps:
             bar.update(task, completed=step.done, total=step.total, description=step.description)
             if not is_bar and 4 * step.done // step.total > 4 * (step.done - 1) // step.total:
-                log.info("warming up: %d of %d steps", step.done, step.total)
+                say(f"warming up: {step.done} of {step.total} steps ({step.description})")
             yield step
 
 

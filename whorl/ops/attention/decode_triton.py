@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from whorl.device import is_interpreting, is_varied
+from whorl.device import is_interpreting
 
 from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap, prefetch_lines
 from .._rows import ceil_div, power_of_2
+from .._varied import is_varied
 from .cuts_triton import Scales, cut, cut_of, fold, load_cut
 from .prompt_triton import sequence_block
 

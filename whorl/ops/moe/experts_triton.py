@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from whorl.device import is_interpreting, is_varied
+from whorl.device import is_interpreting
 
 from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
+from .._varied import is_varied
 from ..linear_triton import dot, unit_stride
 from .permute_triton import find_places
 
