@@ -10,6 +10,7 @@ of the warm-up whose descriptions begin with it are left out).
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -181,7 +182,8 @@ def main() -> None:
     for step, _ in enumerate(load(llm)):
         new = list(recorder.seen.values())[warmed + len(late) :]
         late += [f"step {step} ({shapes[-1]}): {name}" for name in new]
-    document: dict[str, Any] = {"tasks": num_tasks, "warmed": warmed, "late": late}
+    names = Counter(name for name, _ in list(recorder.seen)[:warmed])
+    document: dict[str, Any] = {"tasks": num_tasks, "warmed": warmed, "by_kernel": names, "late": late}
     document |= {
         f"most_{name}": max(values) for name, values in zip(Shape._fields, zip(*shapes, strict=True), strict=True)
     }
