@@ -126,9 +126,13 @@ def load(llm: LLM) -> Iterator[None]:
     rng = random.Random(5)
     longest = llm.max_model_len - 60
     for number in range(400):
-        if number in (100, 200):  # the first time the prefix is new, the second time all but the last tokens are cached
-            for token in range(20):
-                llm.add([7] * (longest - 3) + [token] * 3, SamplingParams(max_tokens=4))
+        if number in (100, 200, 300):  # many prompts at once: long ones, the same with a cached prefix, and short ones
+            while llm.has_work:
+                llm.step()
+                yield
+            for token in range(36):
+                prompt = [token] * 19 if number == 300 else [7] * (longest - 3) + [token] * 3
+                llm.add(prompt, SamplingParams(max_tokens=4))
         if number % 3 and rng.random() < 0.7:
             length = rng.choice((1, 2, rng.randint(1, 20), rng.randint(1, longest), rng.randint(longest // 2, longest)))
             prompt = [rng.randrange(llm.vocab_size) for _ in range(length)]

@@ -1,7 +1,9 @@
 """Launches of kernels that were compiled before: what Triton would have launched, without asking it."""
 
 import itertools
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from whorl.bench.first_steps import compiled_kernels
 from whorl.ops import _launch_triton, swiglu_triton
 from whorl.ops._launch_triton import Launched, launched
 
@@ -229,6 +232,18 @@ def test_no_tensor_is_kept_and_kinds_are_bounded(stub: StubDriver, monkeypatch: 
         assert len(ours._compiled) <= 3
     held = [part for key in ours._compiled for part in key]
     assert not any(isinstance(p, Tensor) for part in held for p in (part if isinstance(part, tuple) else (part,)))
+
+
+def test_launched_kernels_are_counted_by_name(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("whorl.made_up_triton")
+    module.kernel, module.other = Launched(scaled), doubled  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = compiled_kernels()
+    for changes in ({}, {"stride": 1}, {"stride": 1}):
+        args, options = arguments(**changes)
+        module.kernel[(1,)](*args, **options)
+    doubled[(1,)](ROW, BLOCK=32)
+    assert compiled_kernels() - before == {"_scaled": 2, "_doubled": 1}
 
 
 def test_the_interpreter_has_nothing_to_remember() -> None:

@@ -223,9 +223,9 @@ def test_prompts_that_are_too_long_are_split(size: int) -> None:
 
 
 def test_sequences_of_every_kernel_of_attention() -> None:
-    assert sequence_classes(16) == [1]
-    assert sequence_classes(17) == sequence_classes(256) == [1, 17]
-    assert sequence_classes(600) == [1, 17, 257, 513]
+    assert sequence_classes(32) == [1]
+    assert sequence_classes(33) == sequence_classes(256) == [1, 33]
+    assert sequence_classes(600) == [1, 33, 257, 513]
 
 
 # ---- when

@@ -6,7 +6,7 @@ two. So for every power of two, that power and a larger odd number represent all
 
 _PRODUCT_ROWS = 128  # torch's matrix products are tuned for every multiple of it, see `ops.linear_library`
 # Attention of prompts has a kernel for few sequences, one for many, and one for each power of two above.
-_FEW_SEQUENCES, _MANY_SEQUENCES = 16, 256
+_FEW_SEQUENCES, _MANY_SEQUENCES = 32, 256
 
 
 def class_sizes(limit: int, *, odd: bool = True) -> list[int]:

@@ -215,7 +215,7 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
     size, count = cut_of(q.dtype), lengths.shape[0]
     block_size, kv_heads = k_cache.shape[1:3]
     cuts = max(1, ceil_div(tables.shape[1] * block_size, size))
-    shared = {"D": dim, "BLOCK_B": sequence_block(count) if is_varied() else power_of_2(count), "CUT": size}
+    shared = {"D": dim, "BLOCK_B": _sequence_block(count), "CUT": size}
     shared |= {"enable_fp_fusion": False, **overlap(q)}
     plan, programs = _plan(tokens * kv_heads, cuts)
     walks = programs == 1
@@ -263,6 +263,13 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
             **shared,
         )
     return y
+
+
+def _sequence_block(count: int) -> int:
+    """Return the constant BLOCK_B; a recorded step of one or few sequences has a kernel of its own."""
+    if is_varied() or count > 8:
+        return sequence_block(count)
+    return 1 if count == 1 else 8
 
 
 def _plan(heads: int, cuts: int) -> tuple[dict[str, int], int]:

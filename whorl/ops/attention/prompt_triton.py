@@ -14,7 +14,7 @@ from .._rows import ceil_div, power_of_2
 from .cuts_triton import LN_2, Scales, add_mass, cut_of, fold, load_cut, weigh, weighted
 
 _HOPPER_QUERIES = 128
-FEW_SEQUENCES, MANY_SEQUENCES = 16, 256
+FEW_SEQUENCES, MANY_SEQUENCES = 32, 256  # few are counted within one warp
 
 
 @launched
@@ -179,7 +179,7 @@ def prompt(
 
 
 def sequence_block(count: int) -> int:
-    """Return the constant BLOCK_B for a number of sequences, which changes from step to step: one of a few sizes."""
+    """Return the constant BLOCK_B for a number of sequences, which changes from step to step: one of few sizes."""
     return FEW_SEQUENCES if count <= FEW_SEQUENCES else max(MANY_SEQUENCES, power_of_2(count))
 
 
