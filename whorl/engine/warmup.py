@@ -85,7 +85,8 @@ class WarmUp:
         self._longest = llm.max_model_len - 1  # a prompt leaves room for one generated token
         most_tokens = min(llm.max_prompt_tokens, llm.settings.step_tokens)
         self._most_tokens = min(most_tokens, self._most_seqs * self._longest)
-        self._contexts = contexts(llm.max_model_len, llm.pool.block_size, is_full=self._is_full)
+        lengths = contexts(llm.max_model_len, llm.pool.block_size)
+        self._contexts = lengths if self._is_full else lengths[-1:]
 
     def run(self) -> Iterator[Warming]:
         """Run the tasks; yield the progress after each."""
@@ -144,8 +145,14 @@ class WarmUp:
             for size in (_FEW, min(_SOME, max_tokens)) if self._is_full else (_FEW,):
                 if context > size and size <= max_tokens:
                     yield self._fill(f"prompt of {context}, all but {size} cached", [(context - size, size)])
-            for count in sequence_classes(self._most_seqs) if self._is_full else []:
-                if count <= max_tokens:
+        if self._is_full:
+            yield from self._last_tokens()
+
+    def _last_tokens(self) -> Iterator[Task]:
+        """The last tokens of prompts whose prefixes are in the cache, for attention of few tokens of many sequences."""
+        for context in contexts(self.llm.max_model_len, self.llm.pool.block_size, odd=False):
+            for count in sequence_classes(self._most_seqs):
+                if count <= self._most_tokens:
                     yield self._fill(f"last tokens of {count} prompts of {context}", [(context - 1, 1)] * count)
 
     def _mixed(self) -> Iterator[Task]:
