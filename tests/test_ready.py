@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from whorl.engine.batch import field_offsets
+from whorl.ops import OPS
+from whorl.ops._varied import varied
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
@@ -70,3 +73,14 @@ def test_every_array_of_a_call_begins_at_a_multiple_of_16_bytes(size: tuple[int,
     ends = [start + int(kind[1]) * count for _, kind, start, count in fields]
     assert all(end <= start for end, (_, _, start, _) in zip(ends, fields[1:], strict=False))
     assert ends[-1] <= num_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("paged_attention", 1), ("paged_attention", 3), ("paged_attention", 7), ("experts", 5)]
+)
+def test_kernels_that_suit_all_sizes_give_equal_bits(name: str, number: int, device: str) -> None:
+    op = OPS[name]
+    values = op.make(**op.cases[number], dtype=torch.bfloat16, device=device)
+    expected = op(**values, backend="triton")
+    with varied():
+        assert torch.equal(op(**values, backend="triton"), expected)
