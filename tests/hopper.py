@@ -59,11 +59,12 @@ def build(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             signature[name] = DESCRIBED.format(POINTERS[value.base.dtype][1:], value.block_shape, value.layout)
         elif isinstance(value, torch.Tensor):
             signature[name], attributes[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
-        elif value is None or (isinstance(value, int) and value == 1):  # the JIT makes constants of these
-            signature[name], constants[(i,)] = "constexpr", value
+        elif value is None or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
+            signature[name], constants[(i,)] = "constexpr", value  # as the JIT makes constants of these
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
-            if isinstance(value, int) and value % 16 == 0:
+            is_free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+            if isinstance(value, int) and value % 16 == 0 and not is_free:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     make = GluonASTSource if kernel.is_gluon() else ASTSource
     source = make(kernel, signature, constants, attributes)

@@ -229,6 +229,18 @@ def test_an_engine_in_process(shape: str, tmp_path: Path) -> None:
         assert words in text
 
 
+def test_how_far_it_is_is_said_beside_json(shape: str) -> None:
+    options = "--device cpu --requests 4 --input 8 --output 2 --concurrency 2 --warmup-requests 1 --warmup short"
+    result = run("--random-config", shape, options, "--max-num-seqs 2 --max-num-batched-tokens 32 --json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["rows"][0]["num_good"] == 4
+    lines = [line.split(" s  ")[1] for line in result.stderr.splitlines() if " s  " in line]
+    assert lines[0].startswith("weights of ")
+    warming = [line for line in lines if line.startswith("warming up: ")]
+    assert len(warming) == 4
+    assert lines[-1] == "2 at once: requests, 5 of 5 done"
+
+
 def engine_load(llm: LLM, requests: Sequence[Request], load: Load, **more: Any) -> list[Record]:
     return EngineLoad(llm, vocabulary(llm), load, requests, **more).run()
 

@@ -1,5 +1,6 @@
 """`whorl bench decode` with --context, --profile and --first: what it fills, whose a kernel is, what is late."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,18 @@ def test_what_is_done_late_is_seen(shape: str, monkeypatch: pytest.MonkeyPatch) 
     engine = resolved.engine.changed(warmup="full")
     warm = first_steps.run(settings(shape, batch="3", context="30", num_tokens=5, prompt_tokens=16, engine=engine))
     assert warm["load"]["late_steps"] == 0
+
+
+def test_what_the_host_does_beside_is_said() -> None:
+    before = first_steps.HostWork(allocations=3, retries=0, collections=5, reserved_bytes=2**20)
+    now = first_steps.HostWork(allocations=5, retries=1, collections=6, reserved_bytes=3 * 2**20)
+    said = "2 allocations from the driver (+2 MiB)", "1 of them after cached memory", "1 full garbage collections"
+    assert all(
+        text.startswith(start) for text, start in zip(first_steps._new_host_work(before, now), said, strict=True)
+    )
+    assert first_steps._new_host_work(now, now) == []
+    gc.collect()
+    assert first_steps.host_work("cpu").collections > 0
 
 
 def test_every_mode_has_its_work(shape: str) -> None:

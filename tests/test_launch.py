@@ -2,8 +2,10 @@
 
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from whorl.bench.first_steps import compiled_kernels
 from whorl.ops import _launch_triton, swiglu_triton
 from whorl.ops._launch_triton import Launched, launched, prepare
 from whorl.ops._rows import contiguous_strides, row_strides, row_view
@@ -33,11 +36,12 @@ def _doubled(x_ptr, BLOCK: tl.constexpr):
 
 
 scaled, doubled = JITFunction(_scaled), JITFunction(_doubled)  # compiled also where Triton interprets what it decorates
+loose = JITFunction(_scaled, do_not_specialize=["n"], do_not_specialize_on_alignment=["x_ptr", "stride"])
 
 
 @pytest.fixture
 def stub() -> Iterator[StubDriver]:
-    with stub_driver(scaled, doubled) as driver:
+    with stub_driver(scaled, doubled, loose) as driver:
         yield driver
 
 
@@ -109,6 +113,34 @@ def test_another_kind_is_another_kernel(changes: dict[str, Any], stub: StubDrive
         args, options = arguments(**chosen)
         assert ours[(2,)](*args, **options) is scaled[(2,)](*args, **options), chosen
     assert len(by_triton) == 4 + 2
+
+
+LOOSE: list[tuple[dict[str, Any], int]] = [  # a launch, and the number of kernels so far
+    ({}, 1),
+    ({"n": 48}, 1),
+    ({"n": 1}, 1),
+    ({"n": 0}, 1),
+    ({"n": -5}, 1),
+    ({"stride": 16}, 1),
+    ({"x": AWAY}, 1),
+    ({"n": 2**31}, 2),
+    ({"n": 2**31 + 1}, 2),
+    ({"stride": 1}, 3),
+    ({"y": AWAY}, 4),
+]
+
+
+def test_what_a_kernel_does_not_specialise_on_makes_no_other_kind(stub: StubDriver, by_triton: list[str]) -> None:
+    ours = Launched(loose)
+    for changes, num_kernels in LOOSE:
+        args, options = arguments(**changes)
+        assert ours[(2,)](*args, **options) is loose[(2,)](*args, **options), changes
+        assert len(loose.device_caches[0][0]) == num_kernels, changes
+    by_triton.clear()
+    for changes, _ in LOOSE:
+        args, options = arguments(**changes)
+        ours[(2,)](*args, **options)
+    assert by_triton == []
 
 
 def test_a_launch_is_the_same_without_triton(stub: StubDriver, by_triton: list[str]) -> None:
@@ -211,13 +243,13 @@ def test_no_tensor_is_kept_and_kinds_are_bounded(stub: StubDriver, monkeypatch: 
 OPTIONS: dict[str, Any] = {"BLOCK": 32, "num_warps": 2}
 
 
-def test_a_prepared_launch_is_the_same_without_triton(stub: StubDriver, asked: list[str]) -> None:
+def test_a_prepared_launch_is_the_same_without_triton(stub: StubDriver, by_triton: list[str]) -> None:
     launch = prepare(Launched(scaled), (3, 4), 3, 40, 0.5, **OPTIONS)
     launch(ROW, ROW)
     stub.stream = 8
     launch(ROW, ROW)
     first, second = stub.launches
-    assert asked == ["_scaled"]
+    assert by_triton == ["_scaled"]
     assert first.grid == (3, 4, 1)
     assert second == first._replace(stream=8)
 
@@ -234,24 +266,24 @@ def test_tensors_of_every_kind_get_the_kernel_that_triton_compiles_for_them(stub
             assert stub.launches[-1].function is right[i], i
 
 
-def test_prepared_launches_of_devices_are_their_own(stub: StubDriver, asked: list[str]) -> None:
+def test_prepared_launches_of_devices_are_their_own(stub: StubDriver, by_triton: list[str]) -> None:
     launch = prepare(Launched(scaled), (1,), 3, 40, 0.5, **OPTIONS)
     for device in (0, 1, 0, 1):
         stub.device = device
         launch(ROW, ROW)
     functions = [one.function for one in stub.launches]
-    assert len(asked) == 2
+    assert len(by_triton) == 2
     assert functions[0] is functions[2] is not functions[1]
     assert functions[1] is functions[3]
 
 
 def test_a_prepared_launch_notices_hooks_globals_and_subclasses(
-    stub: StubDriver, asked: list[str], monkeypatch: pytest.MonkeyPatch
+    stub: StubDriver, by_triton: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch, seen = prepare(Launched(doubled), (1,), BLOCK=32), []
     for _ in range(2):
         launch(ROW)
-    assert len(asked) == 1
+    assert len(by_triton) == 1
     knobs.runtime.launch_enter_hook.add(seen.append)
     try:
         launch(ROW)
@@ -259,9 +291,9 @@ def test_a_prepared_launch_notices_hooks_globals_and_subclasses(
         knobs.runtime.launch_enter_hook.remove(seen.append)
     assert len(seen) == 1
     launch(ROW.as_subclass(Labelled))
-    assert len(asked) == 3
+    assert len(by_triton) == 3
     launch(ROW)
-    assert len(asked) == 3
+    assert len(by_triton) == 3
     monkeypatch.setitem(globals(), "SCALE", tl.constexpr(3))
     with pytest.raises(RuntimeError, match="Global variable SCALE has changed"):
         launch(ROW)
@@ -301,6 +333,18 @@ def test_rows_are_where_their_strides_say(x: Tensor) -> None:
         read = view.as_strided((outer, inner, x.shape[-1]), (*strides, 1))
         assert torch.equal(read.reshape(x.shape), x)
     assert contiguous_strides(x.shape) == x.contiguous().stride()
+
+
+def test_launched_kernels_are_counted_by_name(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("whorl.made_up_triton")
+    module.kernel, module.other = Launched(scaled), doubled  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = compiled_kernels()
+    for changes in ({}, {"stride": 1}, {"stride": 1}):
+        args, options = arguments(**changes)
+        module.kernel[(1,)](*args, **options)
+    doubled[(1,)](ROW, BLOCK=32)
+    assert compiled_kernels() - before == {"_scaled": 2, "_doubled": 1}
 
 
 def test_the_interpreter_has_nothing_to_remember() -> None:

@@ -20,7 +20,8 @@ from whorl.engine.sequence import SamplingParams
 from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.prompt_lookup import PromptLookup
-from whorl.engine.warmup import Warming, WarmUp, class_sizes, kind_for
+from whorl.engine.warmup import Warming, WarmUp, kind_for
+from whorl.engine.warmup_sizes import class_sizes, sequence_classes, split
 from whorl.engine.weights import random_model
 from whorl.models.qwen3 import Qwen3
 from whorl.serve.engine_thread import EngineThread
@@ -211,6 +212,20 @@ def test_products_of_every_multiple_are_tried() -> None:
         work = WarmUp(llm, kind)  # type: ignore[arg-type]
         descriptions = {task.description for task in work.tasks()}
         assert {n for n in range(128, 400, 128) if f"prompt of {n}" in descriptions} == expected
+
+
+@pytest.mark.parametrize("size", [1, 89, 90, 200, 2048])
+def test_prompts_that_are_too_long_are_split(size: int) -> None:
+    prompts = split(size, 89)
+    assert sum(new for _, new in prompts) == size
+    assert max(new for _, new in prompts) <= 89
+    assert len(prompts) == -(-size // 89)
+
+
+def test_sequences_of_every_kernel_of_attention() -> None:
+    assert sequence_classes(32) == [1]
+    assert sequence_classes(33) == sequence_classes(256) == [1, 33]
+    assert sequence_classes(600) == [1, 33, 257, 513]
 
 
 # ---- when

@@ -3,14 +3,17 @@
 The load has twice as many requests as run at once, with prompts from a third of --context to all of it and outputs from
 a fifth of --tokens to all of them. It runs twice with the same steps, so the extra time of the first run was spent on
 one-time work: compiling kernels, recording graphs, and trials (checks of which library products have the right bits).
+For a slow step the report also names what else takes time on the host: memory from the driver, garbage collection.
 """
 
+import gc
 import importlib
 import os
 import random
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,31 +32,54 @@ _SLOW = 2.0  # a step is slow if it is longer than its second run by (_SLOW - 1)
 
 
 class OneTimeWork(NamedTuple):
-    """Counts of work that is done once per process; None where a count is not available."""
+    """Counts of work that is done once per process."""
 
     graphs: int
     trials: int
-    kernels: int | None
+    kernels: Counter[str]  # by name
+
+
+class HostWork(NamedTuple):
+    """Counts of other work of the host that may delay a step, and the bytes that the allocator has from the driver."""
+
+    allocations: int  # memory that the allocator got from the driver
+    retries: int  # allocations for which cached memory was returned to the driver first
+    collections: int  # of garbage, in all generations of objects
+    reserved_bytes: int
 
 
 def one_time_work(llm: LLM) -> OneTimeWork:
     """Return how much one-time work has been done so far."""
-    return OneTimeWork(len(llm.runner._graphs), _trial_store.num_trials(), compiled_kernels())
+    num_graphs = len(llm.runner._graphs) + len(llm.runner._prompt_graphs)
+    return OneTimeWork(num_graphs, _trial_store.num_trials(), compiled_kernels())
 
 
-def compiled_kernels() -> int | None:
-    """Return the number of Triton kernels loaded in this process; None where this version of Triton hides them."""
+def host_work(device: str) -> HostWork:
+    """Return how much other work the host has done so far; a device without an allocator of its own counts none."""
+    module = devices.accelerator(device)
+    stats: dict[str, int] = {} if module is None else module.memory_stats()
+    return HostWork(
+        stats.get("num_device_alloc", 0),
+        stats.get("num_alloc_retries", 0),
+        gc.get_stats()[-1]["collections"],
+        stats.get("reserved_bytes.all.current", 0),
+    )
+
+
+def compiled_kernels() -> Counter[str]:
+    """Return how many variants of each Triton kernel are loaded in this process."""
     if "triton" not in sys.modules:
-        return 0
+        return Counter()
+    launched = importlib.import_module("whorl.ops._launch_triton").Launched
     kind = importlib.import_module("triton.runtime.jit").JITFunction
     ours = [module for name, module in list(sys.modules.items()) if name.startswith("whorl.") and "triton" in name]
-    functions = {
-        id(function): function for module in ours for function in vars(module).values() if isinstance(function, kind)
-    }
-    try:
-        return sum(len(cache[0]) for function in functions.values() for cache in function.device_caches.values())
-    except (AttributeError, TypeError, KeyError):
-        return None
+    values = [value for module in ours for value in vars(module).values()]
+    kernels = [value.kernel if isinstance(value, launched) else value for value in values]
+    unique = {id(kernel): kernel for kernel in kernels if isinstance(kernel, kind)}
+    counts: Counter[str] = Counter()
+    for kernel in unique.values():
+        counts[kernel.__name__] += sum(len(cache[0]) for cache in kernel.device_caches.values())
+    return +counts
 
 
 def since_start() -> float | None:
@@ -148,7 +174,8 @@ def _load(llm: LLM, settings: DecodeSettings) -> Document:
 
 
 def _steps(llm: LLM, settings: DecodeSettings) -> list[Document]:
-    """Run the load; returns for every step its seconds, the running sequences, and as "late" its one-time work."""
+    """Run the load; returns for every step its seconds, the running sequences, as "late" its one-time work, and as
+    "beside" other work of the host."""
     rng = random.Random(0)
     longest, most = max(settings.contexts, default=CONTEXT), settings.num_tokens
     for _ in range(2 * max(settings.batches)):
@@ -162,22 +189,38 @@ def _steps(llm: LLM, settings: DecodeSettings) -> list[Document]:
             ignore_eos=True,
         )
         llm.add(prompt, params)
-    steps, before = [], one_time_work(llm)
+    steps, before, host_before = [], one_time_work(llm), host_work(settings.device)
     devices.synchronize(settings.device)
     while llm.has_work:
         started = time.perf_counter()
         llm.step()
         seconds = time.perf_counter() - started
-        now = one_time_work(llm)
-        steps.append({"seconds": seconds, "running": len(llm.scheduler.running), "late": _new_work(before, now)})
-        before = now
+        now, host_now = one_time_work(llm), host_work(settings.device)
+        work = {"late": _new_work(before, now), "beside": _new_host_work(host_before, host_now)}
+        steps.append({"seconds": seconds, "running": len(llm.scheduler.running), **work})
+        before, host_before = now, host_now
     return steps
 
 
 def _new_work(before: OneTimeWork, now: OneTimeWork) -> list[str]:
-    """Return the work that was done between two counts as text, such as ["2 graphs"]."""
-    pairs = zip(OneTimeWork._fields, before, now, strict=True)
-    return [f"{(b or 0) - (a or 0)} {name}" for name, a, b in pairs if a != b]
+    """Return the work that was done between two counts as text, such as ["2 graphs", "1 kernels (_decode_kernel)"]."""
+    counts = {"graphs": now.graphs - before.graphs, "trials": now.trials - before.trials}
+    work = [f"{count} {name}" for name, count in counts.items() if count]
+    kernels = now.kernels - before.kernels
+    return [*work, f"{kernels.total()} kernels ({', '.join(sorted(kernels))})"] if kernels else work
+
+
+def _new_host_work(before: HostWork, now: HostWork) -> list[str]:
+    """Return what the host did between two counts as text."""
+    work = []
+    if now.allocations > before.allocations:
+        grown = (now.reserved_bytes - before.reserved_bytes) / 2**20
+        work.append(f"{now.allocations - before.allocations} allocations from the driver ({grown:+.0f} MiB)")
+    if now.retries > before.retries:
+        work.append(f"{now.retries - before.retries} of them after cached memory was returned")
+    if now.collections > before.collections:
+        work.append(f"{now.collections - before.collections} full garbage collections")
+    return work
 
 
 def _timed(device: str, function: Any) -> tuple[float, Any]:
@@ -204,7 +247,7 @@ def render(document: Document) -> str:
     lines.append(f"load      {result['requests']} requests in {result['steps']} steps: {times}")
     lines.append(f"late      {result['late_steps']} steps did one-time work (warm-up {document['warmup']})")
     for row in result["slow"][:20]:
-        why = ", ".join(row["late"]) or "no one-time work"
+        why = ", ".join([*row["late"], *row["beside"]]) or "no one-time work"
         lines.append(
             f"          step {row['step']}: {row['seconds'] * 1e3:.1f} ms, again {row['again'] * 1e3:.1f}: {why}"
         )

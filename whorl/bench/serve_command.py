@@ -68,11 +68,12 @@ def run(target: Target, points: Sequence[Point], options: LoadOptions, slo: Mapp
     if options.api_key:
         header["command"] = header["command"].replace(options.api_key, "***")
     rows = []
-    with Progress(sum(len(p.requests) + len(p.warmup) for p in points)) as progress, _records(options.records) as write:
+    num_requests = sum(len(point.requests) + len(point.warmup) for point in points)
+    with Progress(num_requests, lines=True) as progress, _records(options.records) as write:
         for point in points:
-            progress.describe(f"{point.load}: warm-up")
+            progress.describe(f"{point.load}: warm-up requests")
             num_failed = _warm_up(target, point, progress)
-            progress.describe(str(point.load))
+            progress.describe(f"{point.load}: requests")
             records, more = target.measure(point.load, point.requests, options.seconds, progress.advance)
             write(point.load, records)
             row = summarize(point.load, records, slo) | more | {"num_failed_warmup": num_failed}

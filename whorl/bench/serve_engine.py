@@ -4,24 +4,32 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from whorl.bench.progress import say
 from whorl.bench.provenance import Document
 from whorl.bench.serve_record import Record
 from whorl.bench.workload import Load, Request
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.settings import EngineSettings
+from whorl.engine.warmup import WarmUp, kind_for, shown
 
 _SPIN = 0.001  # seconds before an arrival that are spent polling the clock instead of sleeping
 
 
 def load_engine(model: str | None, random_config: str | None, settings: EngineSettings) -> LLM:
-    """Return an engine with the model, or with random weights of a config."""
+    """Return an engine with the model, or with random weights of a config, warmed up as that of a server is."""
+    say(f"weights of {random_config or model or 'the default model'}")
     if random_config is None:
-        return LLM(model, settings)
-    from whorl.bench import decode
+        llm = LLM(model, settings, warm=False)
+    else:
+        from whorl.bench import decode
 
-    random_model, _ = decode.load(decode.DecodeSettings.resolve(random_config=random_config, engine=settings))
-    return LLM(model=random_model, settings=settings)
+        random_model, _ = decode.load(decode.DecodeSettings.resolve(random_config=random_config, engine=settings))
+        llm = LLM(model=random_model, settings=settings, warm=False)
+    work = WarmUp(llm, kind_for(settings.warmup, llm.runner.device, is_server=True))
+    for _ in shown(work.run(), say=say):
+        pass
+    return llm
 
 
 def vocabulary(llm: LLM) -> tuple[int, ...]:

@@ -18,8 +18,7 @@ from .scheduler import Chunk
 from .sequence import Sequence as Seq
 
 UNREAD = -1  # in `tokens`: the token is only on the device, as the last one sampled in its lane
-# Name, type and length of each array; T: tokens, B: sequences ("entries"), S: samples. Eight-byte types come first, so
-# that all arrays are aligned.
+# Name, type and length of each array; T: tokens, B: sequences ("entries"), S: samples.
 # By token: its id, its sequence's lane, its position, its slot in the KV cache, its block, and where that block belongs
 # in the flattened block tables (table_at).
 # By sequence: its lane (entry_lanes), its first token (query_starts, and T at the end), and its length including this
@@ -47,6 +46,7 @@ _FIELDS = (
 )
 Size = tuple[int, int, int]  # T, B, S
 Field = tuple[str, str, int, int]  # name, type, first byte, number of elements
+_ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for an array that begins elsewhere
 
 
 @functools.lru_cache(maxsize=256)
@@ -57,6 +57,7 @@ def field_offsets(size: Size) -> tuple[tuple[Field, ...], int]:
     for name, kind, count in _FIELDS:
         fields.append((name, kind, num_bytes, counts[count]))
         num_bytes += int(kind[1]) * counts[count]
+        num_bytes += -num_bytes % _ALIGNMENT
     return tuple(fields), num_bytes
 
 

@@ -21,6 +21,7 @@ from whorl import ops
 from whorl.device import ahead, event, graph_pool, host_buffer, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
 from whorl.nn import Inserted, Model, Step
+from whorl.ops._varied import varied
 
 from .batch import Batch, Call, PlacedChunk, Sample, Score, Size, field_offsets
 from .caches import cache_specs
@@ -142,7 +143,8 @@ class Runner:
                 options["states"] = (
                     self._states.new_zeros(call.size[0], self._states.shape[1]) if states is None else states
                 )
-            hidden, logits, token_ids = self._compute(inputs, width, **options)
+            with varied():
+                hidden, logits, token_ids = self._compute(inputs, width, **options)
         else:
             if self._states is not None and states is not None:
                 self._states[: len(states)].copy_(states)

@@ -2,8 +2,9 @@
 
 It runs steps of dummy sequences through the runner and the sampler, for all sizes that the settings allow. The dummies
 use the spare lane and write to no slot, so they leave nothing: no block, prefix, sequence, counter or random number.
-Triton compiles a kernel for classes of sizes: one, multiples of 16 and other numbers; launch plans change at powers of
-two. So for every power of two, that power and a larger odd number represent all sizes up to the next.
+A step has several sizes: tokens, sequences, samples and the longest context. Kernels depend on one of them each, so it
+is enough to run through the classes of each size by itself (warmup_sizes.py); tests/test_ready.py checks that nothing
+is left.
 """
 
 import logging
@@ -24,6 +25,7 @@ from .runner import Result
 from .sampler import Sampler
 from .scheduler import Chunk
 from .sequence import SamplingParams, Sequence
+from .warmup_sizes import class_sizes, contexts, counts, sequence_classes, split
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -31,10 +33,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Kind = Literal["full", "short", "off"]
 _STRIDE = 7919  # between the token ids of dummies: different tokens select different experts
-_PRODUCT_ROWS = 128  # torch's matrix products are tuned for every multiple of it, see `ops.linear_library`
 _FEW, _SOME = 8, 512  # new tokens after a cached prefix: attention has a kernel for each case
-_LONGER = 33  # tokens of each of several prompts, long enough for the prefill kernel of attention
+_LONGER = 17  # tokens of each of several prompts from which the prompt kernel of attention runs
 _NUM_LOGPROBS = 5  # log-probabilities to report
+_SCORED = (2, 9, 33, 100, 200)  # tokens of prompts that are scored: the head multiplies up to 256 of them at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,6 @@ def kind_for(kind: Kind | None, device: str, *, is_server: bool) -> Kind:
     return kind or ("full" if is_server and device != HOST else "off")
 
 
-def class_sizes(limit: int, *, odd: bool = True) -> list[int]:
-    """Return counts up to `limit` that represent all of them: powers of two and the limit. With `odd` also a count
-    between two powers, the largest multiple of 16 and the limit less one."""
-    powers = [1 << i for i in range(limit.bit_length())]
-    between = [*(p + p // 2 + 1 for p in powers), limit - 1, limit // 16 * 16] if odd else []
-    return sorted({size for size in (*powers, *between, limit) if 1 <= size <= limit})
-
-
 class WarmUp:
     """The warm-up of one engine. Iterating over `run` does one task at a time, so that a server may stop in between."""
 
@@ -88,8 +82,11 @@ class WarmUp:
         self._lane = llm.scheduler.max_num_seqs  # the runner's spare lane
         self._most_seqs = llm.scheduler.max_num_seqs
         self._sampler = Sampler(llm.model, llm.vocab_size)  # the engine's sampler holds the state of requests
-        # A prompt leaves room for one generated token.
-        self._most_tokens = min(llm.max_prompt_tokens, llm.max_model_len - 1)
+        self._longest = llm.max_model_len - 1  # a prompt leaves room for one generated token
+        most_tokens = min(llm.max_prompt_tokens, llm.settings.step_tokens)
+        self._most_tokens = min(most_tokens, self._most_seqs * self._longest)
+        lengths = contexts(llm.max_model_len, llm.pool.block_size)
+        self._contexts = lengths if self._is_full else lengths[-1:]
 
     def run(self) -> Iterator[Warming]:
         """Run the tasks; yield the progress after each."""
@@ -119,35 +116,44 @@ class WarmUp:
     # ---- the tasks
 
     def _decoding(self) -> Iterator[Task]:
-        """Decode steps: every size that is recorded; if nothing is recorded, one size of each class."""
+        """Decode steps: every size that is recorded, and one size of each class of those that are not."""
         runner, num_drafted = self.llm.runner, self.llm.proposer.k if self.llm.proposer else 0
-        sizes = runner.graph_sizes(min(self._most_seqs * (num_drafted + 1), self.llm.settings.step_tokens))
-        lengths = sorted({keys for _, keys in sizes})
-        if not sizes:
-            lengths = self._contexts()
-            counts = class_sizes(self._most_seqs, odd=self._is_full)
-            sizes = [(count, keys) for keys in lengths for count in counts]
+        most_tokens = min(self._most_seqs * (num_drafted + 1), self.llm.settings.step_tokens)
+        sizes = runner.graph_sizes(most_tokens)
+        lengths = sorted({keys for _, keys in sizes}) or self._contexts
+        largest = max((count for count, _ in sizes), default=0)
+        larger = [count for count in counts(most_tokens, is_full=self._is_full) if count > largest]
+        sizes += [(count, keys) for keys in lengths for count in larger]
         for count, keys in sizes:
             if self._is_full or keys == lengths[0]:
                 description = f"decode {count} of up to {keys} keys"
                 yield Task("record", description, partial(self._decode, count, keys, num_drafted))
 
     def _prompts(self) -> Iterator[Task]:
-        """One prompt of each size; several prompts; and the last tokens of prompts whose prefix is in the cache."""
+        """Prompts of each number of tokens and of sequences; and the last tokens of prompts with a cached prefix."""
         max_tokens = self._most_tokens
-        sizes = set(class_sizes(max_tokens, odd=self._is_full))
-        if self._is_full:
-            sizes |= set(range(_PRODUCT_ROWS, max_tokens + 1, _PRODUCT_ROWS))
-        for size in sorted(sizes):
-            yield self._fill(f"prompt of {size}", [(0, size)])
-        for count in class_sizes(self._most_seqs, odd=self._is_full)[1:]:
-            for length in (2, _LONGER) if self._is_full else (2,):
-                if count * length <= max_tokens:
+        for size in counts(max_tokens, is_full=self._is_full):
+            yield self._fill(f"prompt of {size}", split(size, self._longest))
+        for count in counts(self._most_seqs, is_full=self._is_full)[1:]:
+            for length in (1, 2) if self._is_full else (2,):
+                if count * length <= max_tokens and length <= self._longest:
                     yield self._fill(f"{count} prompts of {length}", [(0, length)] * count)
-        for context in self._contexts():
+        for count in sequence_classes(self._most_seqs)[1:] if self._is_full else []:
+            if count * _LONGER <= max_tokens and self._longest >= _LONGER:
+                yield self._fill(f"{count} longer prompts", [(0, _LONGER)] * count)
+        for context in self._contexts:
             for size in (_FEW, min(_SOME, max_tokens)) if self._is_full else (_FEW,):
                 if context > size and size <= max_tokens:
                     yield self._fill(f"prompt of {context}, all but {size} cached", [(context - size, size)])
+        if self._is_full:
+            yield from self._last_tokens()
+
+    def _last_tokens(self) -> Iterator[Task]:
+        """The last tokens of prompts whose prefixes are in the cache, for attention of few tokens of many sequences."""
+        for context in contexts(self.llm.max_model_len, self.llm.pool.block_size, odd=False):
+            for count in sequence_classes(self._most_seqs):
+                if count <= self._most_tokens:
+                    yield self._fill(f"last tokens of {count} prompts of {context}", [(context - 1, 1)] * count)
 
     def _mixed(self) -> Iterator[Task]:
         """Steps with both prompts and decoding sequences."""
@@ -173,10 +179,10 @@ class WarmUp:
         for name, params in variants.items():
             for count in sizes:
                 yield Task("sample", f"{name} of {count}", partial(self._sample, count, params))
-        size = min(self._most_tokens, _LONGER)
-        if size > 1:
-            params = SamplingParams(prompt_logprobs=_NUM_LOGPROBS)
-            yield Task("sample", f"scores of a prompt of {size}", partial(self._score, size, params))
+        params, longest = SamplingParams(prompt_logprobs=_NUM_LOGPROBS), min(self._most_tokens, self._longest)
+        for size in sorted({min(size, longest) for size in (_SCORED if self._is_full else (_LONGER,))}):
+            if size > 1:
+                yield Task("sample", f"scores of a prompt of {size}", partial(self._score, size, params))
 
     def _drafting(self) -> Iterator[Task]:
         """The calls that a proposer makes, and the measurement of the cost of verifying a draft."""
@@ -189,12 +195,6 @@ class WarmUp:
         if count and self.llm.max_model_len > proposer.k + 2:  # may be more tokens than any recorded graph has
             yield Task("draft", f"check {count} drafts", partial(self._check_drafts, count, proposer.k))
         yield Task("draft", "cost of drafts", partial(self.llm.measure_drafts, proposer))
-
-    def _contexts(self) -> list[int]:
-        """Return lengths of sequences that represent all. A call's block tables are as wide as its longest sequence."""
-        max_tokens, block = self.llm.max_model_len, self.llm.pool.block_size
-        widths = class_sizes(-(-max_tokens // block), odd=self._is_full)
-        return [min(width * block, max_tokens) for width in (widths if self._is_full else [widths[-1]])]
 
     # ---- running dummy sequences
 
@@ -216,7 +216,7 @@ class WarmUp:
         self._step(self._chunks(count, 2, 1, draft=num_drafted))
 
     def _mix(self, count: int, size: int) -> None:
-        self._step(self._chunks(count, 2, 1) + self._filling([(0, size)]))
+        self._step(self._chunks(count, 2, 1) + self._filling(split(size, self._longest)))
 
     def _filling(self, prompts: Iterable[tuple[int, int]]) -> list[Chunk]:
         """Return a chunk for each prompt, see `_fill`."""
@@ -255,7 +255,7 @@ class WarmUp:
     def _sample(self, count: int, params: SamplingParams) -> None:
         """Sample from logits of zeros; the tokens are discarded."""
         device, chunks = self.llm.runner.device, self._chunks(count, 2, 1, params=params)
-        logits = torch.zeros(count, self.llm.model.vocab_size, dtype=torch.float32, device=device)
+        logits = torch.zeros(count, self.llm.model.vocab_size, dtype=self.llm.model.dtype, device=device)
         ids = torch.zeros(count, dtype=torch.int64, device=device)
         self.num_steps += 1
         self._sampler.start([Result([Sample(chunk, 0, 1) for chunk in chunks], logits, ids, [], logits)])()
@@ -264,8 +264,10 @@ class WarmUp:
         self._step(self._chunks(1, size, size, is_prompt=True, params=params))
 
 
-def shown(steps: Iterator[Warming], *, progress: bool = True) -> Iterator[Warming]:
-    """Yield the items of `steps`, and show a progress bar on a terminal, else log a line for every quarter of them."""
+def shown(
+    steps: Iterator[Warming], *, progress: bool = True, say: Callable[[str], None] = log.info
+) -> Iterator[Warming]:
+    """Yield the items of `steps`, and show a progress bar on a terminal, else say a line for every quarter of them."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -278,7 +280,7 @@ def shown(steps: Iterator[Warming], *, progress: bool = True) -> Iterator[Warmin
         for step in steps:
             bar.update(task, completed=step.done, total=step.total, description=step.description)
             if not is_bar and 4 * step.done // step.total > 4 * (step.done - 1) // step.total:
-                log.info("warming up: %d of %d steps", step.done, step.total)
+                say(f"warming up: {step.done} of {step.total} steps ({step.description})")
             yield step
 
 

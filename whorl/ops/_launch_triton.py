@@ -4,7 +4,9 @@
 through Triton, which compiles and checks; later launches of that kind call the compiled kernel directly. The key of a
 kind distinguishes at least what Triton specialises on: every constant and option, every tensor's dtype and whether its
 address is a multiple of 16 bytes, whether an integer is 1, a multiple of 16 or wider than 32 bits, and the type of
-every number. Triton settings that change compilation are not part of it: those of the first launch stay in effect.
+every number. An argument that the kernel names in `do_not_specialize` or `do_not_specialize_on_alignment` counts for
+as little as it does for Triton. Triton settings that change compilation are not part of the key: those of the first
+launch stay in effect.
 
 Even that key takes 6 microseconds for a kernel of twenty arguments. Where everything but the tensors follows from the
 shapes, `prepare` fixes the rest once, and a launch then looks at nothing but the tensors.
@@ -26,13 +28,19 @@ MAX_KINDS = 1024  # kinds of launches remembered for one kernel
 _NONE = (None, ())  # in place of what was compiled for a device, where nothing was
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _NUMBERS = frozenset((int, bool, type(None)))
-# The code of what an argument that is no constexpr contributes to the key. An integer from 2 to 2^31 - 1 counts as a
-# multiple of 16 ('whole') or not ('wide'); any other integer, a bool and None count by value.
+# The code of what an argument that is no constexpr contributes to the key: {tensor} for a tensor, {integer} for an
+# integer above {lowest} and below 2^31. Any other integer, a bool and None count by value.
 _KIND = (
-    "({0}.dtype, not {0}.data_ptr() & 15) if {0}.__class__ in _tensors else "
-    "('wide' if {0} & 15 else 'whole') if {0}.__class__ is int and 1 < {0} < 2147483648 else "
+    "{tensor} if {0}.__class__ in _tensors else {integer} if {0}.__class__ is int and {lowest} < {0} < 2147483648 else "
     "float if {0}.__class__ is float else ({0}.__class__, {0}) if {0}.__class__ in _numbers else _unknown({0})"
 )
+_ALIGNED = {
+    "tensor": "({0}.dtype, not {0}.data_ptr() & 15)",
+    "integer": "('wide' if {0} & 15 else 'whole')",  # a multiple of 16 is whole
+    "lowest": "1",
+}
+_ANY_ALIGNMENT = {"tensor": "{0}.dtype", "integer": "int", "lowest": "1"}
+_ANY_VALUE = _ANY_ALIGNMENT | {"lowest": "-2147483649"}
 
 
 class Compiled(NamedTuple):
@@ -182,7 +190,7 @@ def _describer(kernel: Any) -> Callable[..., tuple[Key, tuple[Any, ...]]]:
     """Generate a function with this kernel's signature that returns the key of a launch and its arguments in order."""
     parameters = kernel.params
     heading = ", ".join(p.name + (f"=_default_{p.name}" if p.has_default else "") for p in parameters)
-    kinds = ", ".join(p.name if p.is_constexpr else _KIND.format(p.name) for p in parameters)
+    kinds = ", ".join(p.name if p.is_constexpr else _kind(p) for p in parameters)
     text = (
         f"def describe({heading}, **_options):\n"
         f"    return ({kinds}, *_options.items()), ({', '.join(p.name for p in parameters)},)\n"
@@ -192,6 +200,15 @@ def _describer(kernel: Any) -> Callable[..., tuple[Key, tuple[Any, ...]]]:
     exec(compile(text, f"<the arguments of {kernel.__name__}>", "exec"), names)
     describe: Callable[..., tuple[Key, tuple[Any, ...]]] = names["describe"]
     return describe
+
+
+def _kind(parameter: Any) -> str:
+    """Return the code of what this parameter's argument contributes to the key."""
+    if parameter.do_not_specialize:
+        codes = _ANY_VALUE
+    else:
+        codes = _ANY_ALIGNMENT if parameter.do_not_specialize_on_alignment else _ALIGNED
+    return _KIND.format(parameter.name, **{name: code.format(parameter.name) for name, code in codes.items()})
 
 
 def _unknown(value: Any) -> Any:

@@ -34,7 +34,7 @@ def dot(a, b, total, WIDEN: tl.constexpr):
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _few_kernel(
     x_ptr,
     weight_ptr,
@@ -80,7 +80,7 @@ def _few_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _tile_kernel(
     x_ptr,
     weight_ptr,

@@ -63,7 +63,7 @@ def _logprob(x, top, log_sum):
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _log_softmax_kernel(
     x_ptr, y_ptr, x_stride_a, x_stride_b, V, B, NESTED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
 ):
@@ -124,7 +124,7 @@ def _load_chosen(x_ptr, token, V):
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _token_logprobs_kernel(
     x_ptr, ids_ptr, y_ptr, x_stride_a, x_stride_b, V, B, NESTED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
 ):

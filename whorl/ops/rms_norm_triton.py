@@ -45,7 +45,7 @@ def _split_rows(rows, B, NESTED: tl.constexpr):
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T", "B"])
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,

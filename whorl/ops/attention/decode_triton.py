@@ -15,7 +15,9 @@ from whorl.device import is_interpreting
 from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap, prefetch_lines
 from .._rows import ceil_div, power_of_2
+from .._varied import is_varied
 from .cuts_triton import Scales, cut, cut_of, fold, load_cut
+from .prompt_triton import sequence_block
 
 WALKERS = 256  # programs that saturate the memory bandwidth without sharing a sequence's cuts
 PROGRAMS = 264  # programs that share long sequences: two for each of an H200's multiprocessors
@@ -26,7 +28,7 @@ CHANNELS = 32  # channels of a program that combines cuts
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "cuts", "B"])
 def _decode_kernel(
     q_ptr,
     k_cache_ptr,
@@ -162,7 +164,7 @@ def fold_some(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["cuts", "B"])
 def _fold_kernel(
     out_ptr,
     top_ptr,
@@ -213,7 +215,7 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
     size, count = cut_of(q.dtype), lengths.shape[0]
     block_size, kv_heads = k_cache.shape[1:3]
     cuts = max(1, ceil_div(tables.shape[1] * block_size, size))
-    shared = {"D": dim, "BLOCK_B": power_of_2(count), "CUT": size}
+    shared = {"D": dim, "BLOCK_B": _sequence_block(count), "CUT": size}
     shared |= {"enable_fp_fusion": False, **overlap(q)}
     plan, programs = _plan(tokens * kv_heads, cuts)
     walks = programs == 1
@@ -243,7 +245,7 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
         **shared,
     )
     if not walks:
-        ahead = min(AHEAD, power_of_2(cuts))
+        ahead = AHEAD if is_varied() else min(AHEAD, power_of_2(cuts))
         _fold_kernel[(tokens, heads, ceil_div(dim, CHANNELS))](
             out,
             top,
@@ -263,6 +265,13 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
     return y
 
 
+def _sequence_block(count: int) -> int:
+    """Return the constant BLOCK_B; a recorded step of one or few sequences has a kernel of its own."""
+    if is_varied() or count > 8:
+        return sequence_block(count)
+    return 1 if count == 1 else 8
+
+
 def _plan(heads: int, cuts: int) -> tuple[dict[str, int], int]:
     """Return launch constants, and how many programs share the cuts of one token and key head.
 
@@ -270,6 +279,6 @@ def _plan(heads: int, cuts: int) -> tuple[dict[str, int], int]:
     """
     if cuts == 1 or heads >= (WALKERS if cuts <= LONG else WALKERS // 2):
         return {"STAGES": 3, "num_warps": 4}, 1
-    if heads * cuts <= SHORT:  # without a software pipeline the first cut is ready sooner
+    if heads * cuts <= SHORT and not is_varied():  # without a software pipeline the first cut is ready sooner
         return {"STAGES": 1, "num_warps": 8}, cuts
     return {"STAGES": 3, "num_warps": 8}, min(cuts, max(2, PROGRAMS // heads))

@@ -143,7 +143,7 @@ def _load_queries(smem, ptr, stride, count):
     async_load(smem, at, gl.expand_dims(rows < count, 1))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_stride", "B"])
 def _prompt_gluon_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, starts_ptr, lengths_ptr, y_ptr, lse_ptr, q_stride_t, q_stride_h,
     k_stride_block, k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, table_stride,

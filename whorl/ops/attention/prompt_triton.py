@@ -14,10 +14,11 @@ from .._rows import ceil_div, power_of_2
 from .cuts_triton import LN_2, Scales, add_mass, attention_weights, cut_of, fold, load_cut, sum_values
 
 _HOPPER_QUERIES = 128
+FEW_SEQUENCES, MANY_SEQUENCES = 32, 256  # few are counted within one warp
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "B"])
 def _prompt_kernel(
     q_ptr,
     k_cache_ptr,
@@ -141,7 +142,7 @@ def prompt(
         "HQ": heads,
         "G": heads // k_cache.shape[2],
         "BLOCK_SIZE": k_cache.shape[1],
-        "BLOCK_B": power_of_2(count),
+        "BLOCK_B": sequence_block(count),
         "HAS_LSE": lse is not None,
         "enable_fp_fusion": False,
     }
@@ -175,6 +176,11 @@ def prompt(
         **shapes,
     )
     return y
+
+
+def sequence_block(count: int) -> int:
+    """Return the constant BLOCK_B for a number of sequences, which changes from step to step: one of few sizes."""
+    return FEW_SEQUENCES if count <= FEW_SEQUENCES else max(MANY_SEQUENCES, power_of_2(count))
 
 
 def hopper_reason(tensors: list[Tensor], strides: tuple[int, ...]) -> str | None:

@@ -193,7 +193,7 @@ def _scale_places(slots_ptr, tokens, is_token, heads, HK: tl.constexpr, CACHE_BL
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T", "P"])
 def _qk_norm_rope_kernel(
     qkv_ptr,
     q_weight_ptr,

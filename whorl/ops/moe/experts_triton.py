@@ -14,11 +14,13 @@ from whorl.device import is_interpreting
 from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
+from .._varied import is_varied
 from ..linear_triton import dot, unit_stride
 from .permute_triton import find_places
 
 FEW_TOKENS = 4  # up to here each token reads the weights of its experts for itself
 MANY_TOKENS = 256  # up to here most experts have few tokens
+FEW_PAIRS, MANY_PAIRS = 512, 4096  # (token, choice) pairs that are sorted at once
 
 
 @triton.jit
@@ -317,9 +319,7 @@ def _run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, id
     pairs, (num_experts, channels, width) = ids.numel(), down.shape
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
-    _sort_kernel[(num_experts,)](
-        ids, order, counts, pairs, BLOCK_P=min(4096, power_of_2(pairs)), num_warps=4, **overlap(x)
-    )
+    _sort_kernel[(num_experts,)](ids, order, counts, pairs, BLOCK_P=sort_block(pairs), num_warps=4, **overlap(x))
     hidden, parts = (torch.empty(pairs, n, dtype=x.dtype, device=x.device) for n in (width, channels))
     gate_up_plan, down_plan = tile_plan(len(x), x.element_size())
     options = {"BLOCK_E": power_of_2(num_experts), "WIDEN": is_interpreting(), "enable_fp_fusion": False, **overlap(x)}
@@ -345,6 +345,13 @@ def _run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, id
         hidden, down, order, counts, parts, *down.stride()[:2], channels, width, num_experts, **options, **down_plan
     )
     _combine(parts, weights, y)
+
+
+def sort_block(pairs: int) -> int:
+    """Return how many (token, choice) pairs are sorted at once."""
+    if is_varied():
+        return FEW_PAIRS if pairs <= FEW_PAIRS else MANY_PAIRS
+    return min(MANY_PAIRS, power_of_2(pairs))
 
 
 def tile_plan(count: int, element_size: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -15,7 +15,7 @@ from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import unit_stride
-from ..moe.experts_triton import _activate, _combine, _find_tile, _sort_kernel
+from ..moe.experts_triton import _activate, _combine, _find_tile, _sort_kernel, sort_block
 from .product_triton import Weight, product, weight_arguments
 
 FEW_TOKENS = 4  # up to here each token reads the weights of its experts for itself
@@ -183,7 +183,7 @@ def route_by_expert(ids: Tensor, num_experts: int) -> Routing:
     pairs = ids.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    block = min(4096, power_of_2(pairs))
+    block = sort_block(pairs)
     _sort_kernel[(num_experts,)](ids, order, counts, pairs, BLOCK_P=block, num_warps=4, **overlap(ids))
     return order, counts, True
 
