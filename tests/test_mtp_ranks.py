@@ -76,15 +76,15 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def outputs(llm: LLM) -> dict[str, list[tuple[list[int], Logits]]]:
     """Tokens and logits of each kind of request, four at a time in a cache that is too small for them."""
-    recorded, found = record(llm), {}
+    recorded, by_kind = record(llm), {}
     for kind, values in KINDS.items():
         params = SamplingParams(max_tokens=14, ignore_eos=True, **values)
         added = [llm.add(prompt, params)[0] for prompt in PROMPTS]
         while llm.has_work:
             llm.step()
-        found[kind] = [(seq.output_ids, recorded[seq.id]) for seq in added]
+        by_kind[kind] = [(seq.output_ids, recorded[seq.id]) for seq in added]
     assert llm.pool.num_used == 0
-    return found
+    return by_kind
 
 
 def test_two_ranks(engine: Callable[..., LLM]) -> None:
@@ -112,7 +112,7 @@ def test_sampled_outputs_have_the_targets_distribution(engine: Callable[..., LLM
     prompt, proposer = [5, 4, 3, 8], Recorded(k=2)
     llm = engine(2, proposer, max_num_seqs=64, num_blocks=200)
     params = SamplingParams(temperature=1.0, top_k=3, seed=1, max_tokens=4, ignore_eos=True, n=600)
-    found = [tuple(output.token_ids[:3]) for output in llm.generate([prompt], params, progress=False)]
+    drawn = [tuple(output.token_ids[:3]) for output in llm.generate([prompt], params, progress=False)]
     target, _ = make_pair(num_attention_heads=HEADS)
     filters = sampler._filters([params], torch.device("cpu"))
     expected = {(): 1.0}
@@ -125,8 +125,8 @@ def test_sampled_outputs_have_the_targets_distribution(engine: Callable[..., LLM
                     longer[*before, token] = share * probability
         expected = longer
     assert len(expected) == 27
-    assert set(found) <= set(expected)
-    counts = torch.tensor([found.count(outcome) for outcome in expected])
+    assert set(drawn) <= set(expected)
+    counts = torch.tensor([drawn.count(outcome) for outcome in expected])
     assert misfit(counts, torch.tensor(list(expected.values()))) < 1, (counts, expected)
     assert llm.num_accepted > 100
     assert llm.num_drafted - llm.num_accepted > 100
