@@ -10,7 +10,7 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from whorl.bench import decode, decode_command, decode_profile, first_steps, step_trace
+from whorl.bench import decode, decode_command, decode_profile, decode_profile_report, first_steps, step_trace
 from whorl.bench.decode import DecodeSettings
 from whorl.bench.decode_options import DecodeOptions
 from whorl.bench.decode_profile import marked, part_bytes
@@ -230,7 +230,7 @@ def test_a_profile_on_the_host(shape: str) -> None:
     assert layers["qkv product"] == pytest.approx(parts["qkv product"]["us"] / 2)
     assert all(parts[part]["launches"] >= 1 for part in needed)
     assert 0 < parts["attention"]["share_of_roofline"] < 1
-    text = decode_profile.render(document)
+    text = decode_profile_report.render(document)
     assert "us a layer" in text
     assert "batch 2, 40 keys" in text
 

@@ -15,6 +15,7 @@ from whorl.bench.filled_cache import fill
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document, provenance
 from whorl.bench.random_config import read_config
+from whorl.bench.steady_steps import SPARE_TOKENS, count_experts, expert_figures, time_steps
 from whorl.engine.caches import block_size
 from whorl.engine.llm import LLM
 from whorl.engine.roofline import copy_bandwidth, num_values, prompt_flops, step_bytes
@@ -72,7 +73,7 @@ class DecodeSettings:
         config = None if random_config is None else read_config(random_config)
         contexts = () if context is None else parse_counts(context, "--context")
         most = (config or {}).get("max_position_embeddings")
-        if most is not None and contexts and max(contexts) + num_tokens + 1 > most:
+        if most is not None and contexts and max(contexts) + num_tokens + SPARE_TOKENS > most:
             raise ValueError(f"--context {context} plus --tokens {num_tokens} exceeds the model's {most} positions")
         return DecodeSettings(
             name=random_config or model or "SmolLM2-135M-Instruct",
@@ -190,7 +191,7 @@ def header(settings: DecodeSettings, model: Any) -> Document:
 
 def engine(model: Any, batch: int, context: int, settings: DecodeSettings, **changes: Any) -> LLM:
     """Return an engine with room for `batch` sequences of `context` keys and the tokens to generate."""
-    length = context + settings.num_tokens + 1
+    length = context + settings.num_tokens + SPARE_TOKENS
     sizes: dict[str, Any] = {
         "max_num_seqs": batch,
         "max_num_batched_tokens": max(2048, batch),
@@ -207,8 +208,8 @@ def engine(model: Any, batch: int, context: int, settings: DecodeSettings, **cha
 
 
 def start(llm: LLM, vocab_size: int, batch: int, context: int, num_tokens: int) -> list[Sequence]:
-    """Add sequences and run their prompts; returns them when each has one token and generates `num_tokens` more."""
-    params = SamplingParams(temperature=0, max_tokens=num_tokens + 1, ignore_eos=True)
+    """Add sequences and run their prompts; returns them when each has one token and room for `num_tokens` more."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens + SPARE_TOKENS, ignore_eos=True)
     sequences = [llm.add(prompt, params)[0] for prompt in prompts(batch, context, vocab_size)]
     while not all(seq.num_outputs for seq in sequences):
         llm.step()
@@ -219,16 +220,27 @@ def _decode(model: Any, vocab_size: int, batch: int, context: int, settings: Dec
     """Time steps in which `batch` sequences decode, through `LLM.step`; returns a row of the table."""
     free(settings.device)  # the previous row may have had a large cache
     llm = engine(model, batch, context, settings)
-    seconds = [_time_steps(llm, vocab_size, batch, context, settings) for _ in range(settings.repeats + 1)][1:]
-    mean_context = context + settings.num_tokens // 2
-    result = speeds(model, batch, mean_context, statistics.median(seconds), settings.engine.kv_cache_dtype)
-    return {"batch": batch, "context": context, **result}
+    num = settings.num_tokens
+
+    def started() -> list[Sequence]:
+        return start(llm, vocab_size, batch, context, num)
+
+    seconds = statistics.median([time_steps(llm, started(), num) for _ in range(settings.repeats + 1)][1:])
+    distinct = count_experts(llm, started, num)  # the same prompts once more
+    sizes: dict[str, Any] = {"context": context + num // 2, "kv_cache_dtype": settings.engine.kv_cache_dtype}
+    needed = step_bytes(model, batch=batch, distinct=distinct, **sizes)
+    return {
+        "batch": batch,
+        "context": context,
+        **_speeds(batch, needed, seconds, settings.device),
+        **expert_figures(model, batch, distinct),
+    }
 
 
-def speeds(model: Any, batch: int, context: int, seconds: float, kv_cache_dtype: str = "auto") -> Document:
-    """Return the speed of a step of `batch` tokens that takes `seconds`, next to the roofline."""
-    needed = step_bytes(model, batch=batch, context=context, kv_cache_dtype=kv_cache_dtype)
-    limit = needed / copy_bandwidth(next(model.parameters()).device.type)
+def _speeds(batch: int, needed: float, seconds: float, device: str) -> Document:
+    """Return the speed of a step of `batch` tokens that takes `seconds` and must read `needed` bytes, beside the
+    roofline: the speed if only reading them took time."""
+    limit = needed / copy_bandwidth(device)
     return {
         "tok_s": batch / seconds,
         "ms_per_step": seconds * 1e3,
@@ -237,19 +249,6 @@ def speeds(model: Any, batch: int, context: int, seconds: float, kv_cache_dtype:
         "limit_tok_s": batch / limit,
         "share_of_roofline": limit / seconds,
     }
-
-
-def _time_steps(llm: LLM, vocab_size: int, batch: int, context: int, settings: DecodeSettings) -> float:
-    """Return the mean seconds of a decode step over `num_tokens` steps."""
-    sequences = start(llm, vocab_size, batch, context, settings.num_tokens)
-    before = sum(seq.num_outputs for seq in sequences)
-    devices.synchronize(settings.device)
-    started = time.perf_counter()
-    while llm.has_work:
-        llm.step()
-    devices.synchronize(settings.device)
-    total = sum(seq.num_outputs for seq in sequences) - before
-    return (time.perf_counter() - started) * batch / total
 
 
 def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ from whorl.bench import (
     decode,
     decode_peer,
     decode_profile,
+    decode_profile_report,
     decode_report,
     draft_lengths,
     draft_sweep,
@@ -64,7 +65,7 @@ def build_benchmark(model: str | None, options: DecodeOptions, engine: EngineSet
 
         def profile_steps() -> tuple[Document, str, bool]:
             document = decode_profile.run(settings)
-            return document, decode_profile.render(document), True
+            return document, decode_profile_report.render(document), True
 
         return profile_steps
     if mode == "first":

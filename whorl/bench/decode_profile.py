@@ -4,6 +4,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from whorl import device as devices
 from whorl.bench import step_trace
-from whorl.bench.columns import table
 from whorl.bench.decode import DecodeSettings, engine, free, header, load, start
-from whorl.bench.decode_report import render_header, size
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
+from whorl.bench.steady_steps import Distinct, count_experts, end, expert_figures
 from whorl.bench.step_trace import EXPERTS, HEAD, MARK, STEP, Event, Kernel
 from whorl.engine.caches import cache_specs
 from whorl.engine.llm import LLM
-from whorl.engine.roofline import copy_bandwidth
+from whorl.engine.roofline import copy_bandwidth, layer_bytes
+from whorl.engine.sequence import Sequence as Seq
 from whorl.nn import weighted
 
 _STEPS = 8  # number of traced steps
@@ -120,7 +121,8 @@ def need_profiler(device: str) -> None:
 def run(settings: DecodeSettings) -> Document:
     """Profile every row.
 
-    Returns {"header": ..., "profiles": [{"batch", "context", "how", "step_us", "parts": [...]}]}.
+    Returns {"header": ..., "profiles": [{"batch", "context", "how", "distinct_experts", "independent_experts",
+    "step_us", "parts": [...]}]}.
     """
     with Progress(1 + len(settings.rows)) as progress:
         with progress(f"weights of {settings.name}"):
@@ -136,12 +138,22 @@ def run(settings: DecodeSettings) -> Document:
 def _profile(model: Any, vocab_size: int, batch: int, context: int, settings: DecodeSettings) -> Document:
     is_host = devices.accelerator(settings.device) is None
     read = _host_parts if is_host else _kernels
+    settings = replace(settings, num_tokens=max(settings.num_tokens, _WARM + _STEPS))  # no sequence ends in the trace
+    distinct: Distinct = {}
 
     def traced(**changes: Any) -> tuple[list[Kernel], dict[str, int]]:
         free(settings.device)  # memory of the previous engine
         llm = engine(model, batch, context, settings, run_ahead=False, **changes)
-        start(llm, vocab_size, batch, context, settings.num_tokens)
-        return read(_trace(llm))
+
+        def started() -> list[Seq]:
+            return start(llm, vocab_size, batch, context, settings.num_tokens)
+
+        sequences = started()
+        events = _trace(llm)
+        end(llm, sequences)
+        if not distinct:
+            distinct.update(count_experts(llm, started, _WARM + _STEPS))  # the same prompts once more
+        return read(events)
 
     with marked(model):
         kernels, calls = traced(use_graphs=None if is_host else False)
@@ -151,12 +163,14 @@ def _profile(model: Any, vocab_size: int, batch: int, context: int, settings: De
         kernels, how = _aligned(replayed, kernels), "graph"
         calls = _count(kernels)
     seen = {kernel.part for kernel in kernels}
-    needed = part_bytes(model, batch, context + settings.num_tokens // 2, seen, settings.engine.kv_cache_dtype)
+    mean_context = context + _WARM + _STEPS // 2
+    needed = part_bytes(model, batch, mean_context, seen, settings.engine.kv_cache_dtype, distinct)
     parts = _parts(model, kernels, calls, needed, settings.device)
     return {
         "batch": batch,
         "context": context,
         "how": how,
+        **expert_figures(model, batch, distinct),
         "step_us": sum(kernel.us for kernel in kernels) / _STEPS,
         "parts": parts,
     }
@@ -242,10 +256,18 @@ def _place(part: str) -> tuple[int, str]:
     return (_ORDER.index(part) if part in _ORDER else len(_ORDER), part)
 
 
-def part_bytes(model: Any, batch: int, context: int, seen: set[str], kv_cache_dtype: str = "auto") -> dict[str, float]:
+def part_bytes(
+    model: Any,
+    batch: int,
+    context: int,
+    seen: set[str],
+    kv_cache_dtype: str = "auto",
+    distinct: Distinct | None = None,
+) -> dict[str, float]:
     """Return the bytes that each part must move in a step.
 
-    seen: the parts in the trace. Experts are one part, or two where their kernels can be told apart.
+    seen: the parts in the trace. Experts are one part, or two where their kernels can be told apart. distinct: as for
+    `roofline.layer_bytes`.
     """
     specs = cache_specs(model, kv_cache_dtype)
     num_bytes: dict[str, float] = {"attention": batch * sum(spec.step_bytes(context) for spec in specs)}
@@ -255,38 +277,11 @@ def part_bytes(model: Any, batch: int, context: int, seen: set[str], kv_cache_dt
         part = part_of(name, modules[name]) or step_trace.OTHER
         if part == "embedding" and is_tied:
             part = HEAD  # a tied embedding is read as the head; its lookup is negligible
-        layer_bytes = layer.step_bytes(batch)
+        read_bytes = layer_bytes(layer, batch, distinct)
         if part == EXPERTS and "experts down" in seen:
             up, down = (getattr(layer, proj).num_values for proj in ("gate_up_proj", "down_proj"))
             for half, values in (("experts gate/up", up), ("experts down", down)):
-                num_bytes[half] = num_bytes.get(half, 0.0) + layer_bytes * values / (up + down)
+                num_bytes[half] = num_bytes.get(half, 0.0) + read_bytes * values / (up + down)
             continue
-        num_bytes[part] = num_bytes.get(part, 0.0) + layer_bytes
+        num_bytes[part] = num_bytes.get(part, 0.0) + read_bytes
     return num_bytes
-
-
-HOW = {
-    "graph": "kernels of a replayed step",
-    "eager": "kernels of an eager step",
-    "host": "time on the host; launches are calls of torch's operators",
-}
-
-
-def render(document: Document) -> str:
-    """Return the document as text."""
-    lines = render_header(document["header"])
-    for result in document["profiles"]:
-        total = result["step_us"]
-        about = f"batch {result['batch']}, {result['context']} keys: {total:.1f} us a step; {HOW[result['how']]}"
-        cells = [["part", "us", "us a layer", "share", "launches", "must move", "of roofline"]]
-        cells += [_cells(row, total) for row in result["parts"]]
-        lines += ["", about, *table(cells)]
-    return "\n".join(lines)
-
-
-def _cells(row: Document, total: float) -> list[str]:
-    layer = "" if row["us_per_layer"] is None else f"{row['us_per_layer']:.2f}"
-    roofline = "" if row["share_of_roofline"] is None else f"{row['share_of_roofline']:.1%}"
-    moved = size(row["bytes"]) if row["bytes"] else ""
-    cells = [row["part"], f"{row['us']:.1f}", layer, f"{row['us'] / total:.1%}", f"{row['launches']:.1f}"]
-    return [*cells, moved, roofline]

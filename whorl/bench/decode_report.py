@@ -3,6 +3,8 @@
 from whorl.bench.columns import table
 from whorl.bench.provenance import Document, render_provenance
 
+EXPERTS = "different ones of a layer that a step reads, counted / if tokens chose independently"
+
 
 def size(num_bytes: float) -> str:
     """Return bytes as text, in GB or MB."""
@@ -29,10 +31,10 @@ def render_header(header: Document) -> list[str]:
 def render(document: Document) -> str:
     """Return the document as text."""
     lines = render_header(document["header"])
-    if any(row["batch"] > 1 for row in document["decode"]):
-        lines.append("note      the experts that a batch reads are counted as if routing were uniform")
     rows = [("whorl", row) for row in document["decode"]] + [(row["label"], row) for row in document["peers"]]
-    cells = [["decode", "keys", "batch", "tok/s", "ms/step", "a step reads", "achieved", "of roofline"]]
+    if any(row["distinct_experts"] is not None for row in document["decode"]):
+        lines.append(f"experts   {EXPERTS}")
+    cells = [["decode", "keys", "batch", "experts", "tok/s", "ms/step", "a step reads", "achieved", "of roofline"]]
     cells += [
         _cells(label, row) for label, row in sorted(rows, key=lambda pair: (pair[1]["context"], pair[1]["batch"]))
     ]
@@ -48,4 +50,16 @@ def _cells(label: str, row: Document) -> list[str]:
     if "note" in row:
         return [f"{label}: {row['note']}", str(row["context"]), str(row["batch"])]
     speed = [f"{row['tok_s']:.1f}", f"{row['ms_per_step']:.3f}", size(row["bytes_per_step"]), rate(row["tb_s"])]
-    return [label, str(row["context"]), str(row["batch"]), *speed, f"{row['share_of_roofline']:.1%}"]
+    return [label, str(row["context"]), str(row["batch"]), _experts(row), *speed, f"{row['share_of_roofline']:.1%}"]
+
+
+def _experts(row: Document) -> str:
+    """Return the experts that a step reads and those of independent choices; "-" where there are none to count."""
+    if row.get("distinct_experts") is None:
+        return "-"
+    return f"{row['distinct_experts']:.1f} / {row['independent_experts']:.1f}"
+
+
+def experts_note(row: Document) -> list[str]:
+    """Return a line about the experts of a result; none for a model without experts."""
+    return [] if row["distinct_experts"] is None else [f"experts   {_experts(row)}: {EXPERTS}"]

@@ -1,6 +1,8 @@
 """Engines whose KV cache already holds the keys of every prompt, so that decoding is timed without a long prefill.
 
-The blocks hold random numbers instead of the model's keys and values: attention takes the same time.
+The blocks hold random numbers instead of the model's keys and values: attention takes the same time. The numbers have
+both signs. Values of one sign would average to the same output of attention for every sequence, and then all sequences
+choose the same experts.
 """
 
 import dataclasses
@@ -12,8 +14,10 @@ from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import Sequence
 
+_MOST = 1 << 28  # bytes of a mask
 _CODES = 120  # upper bound of int8 and fp8 codes; 127 would be NaN in fp8
-_BYTES = 0x3C, 0x40  # for caches of raw bytes: read as e4m3, bf16 or fp32 these are numbers between 0.01 and 2
+# For caches of raw bytes: read as e4m3, bf16 or fp32 these are numbers of a magnitude between 0.01 and 2.
+_BYTES, _SIGN = (0x3C, 0x40), 0x80
 
 
 class _FilledPool(BlockPool):
@@ -36,10 +40,18 @@ def fill(llm: LLM) -> None:
                 continue
             generator = generator or torch.Generator(values.device).manual_seed(0)
             if values.dtype == torch.uint8:
-                values.random_(*_BYTES, generator=generator)
+                _fill_bytes(values, generator)
             elif values.itemsize == 1:  # int8 or fp8 codes that are finite in both
                 values.view(torch.int8).random_(0, _CODES, generator=generator)
             else:
                 values.normal_(generator=generator)
     # The class changes in place, since the scheduler and perhaps a proposer refer to this pool.
     llm.pool.__class__, llm.pool.use_prefix_cache = _FilledPool, False
+
+
+def _fill_bytes(values: Tensor, generator: torch.Generator) -> None:
+    """Fill bytes with numbers of either sign, block by block, since a mask of the whole cache may not fit."""
+    values.random_(*_BYTES, generator=generator)
+    for block in values.split(max(1, _MOST // values[0].numel())):
+        signs = torch.empty_like(block).random_(0, 2, generator=generator)
+        block.bitwise_or_(signs.mul_(_SIGN))

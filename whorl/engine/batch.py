@@ -270,7 +270,9 @@ def _blocks(table: list[int], start: int, end: int, block_size: int) -> Sequence
     """Return the block of each position."""
     if end - start == 1:
         return (table[start // block_size],)
-    return np.array(table)[np.arange(start, end) // block_size].tolist()  # type: ignore[no-any-return]
+    first = start // block_size
+    blocks = np.array(table[first : (end - 1) // block_size + 1])  # only those of the chunk: a table may be long
+    return blocks[np.arange(start, end) // block_size - first].tolist()  # type: ignore[no-any-return]
 
 
 def _places(chunk: Chunk) -> range:

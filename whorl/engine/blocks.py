@@ -27,7 +27,9 @@ class BlockPool:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"BlockPool: {num_blocks} blocks of {block_size} tokens; both must be at least 1")
         self.num_blocks, self.block_size, self.use_prefix_cache = num_blocks, block_size, use_prefix_cache
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # The free blocks: those that hold no prefix, of which the last is taken first, then those that keep one.
+        self._empty = list(range(num_blocks))[::-1]
+        self._kept: OrderedDict[int, None] = OrderedDict()
         self._num_holders = [0] * num_blocks
         self._names = itertools.count(_ROOT + 1)
         self._prefixes: dict[_Key, tuple[int, int]] = {}  # block and name of the prefix that ends in it
@@ -36,11 +38,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._empty) + len(self._kept)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks so many tokens need."""
@@ -59,7 +61,7 @@ class BlockPool:
             self._hold(block)
             seq.block_table.append(block)
             seq.chain.append(name)
-        seq.block_table += [self._take() for _ in range(num_new)]
+        seq.block_table += self._take(num_new)
         seq.num_computed = len(shared) * self.block_size
         self.num_queried += len(seq.token_ids)
         self.num_hit += seq.num_computed
@@ -70,13 +72,16 @@ class BlockPool:
         num_new = self.blocks_for(length) - len(seq.block_table)
         if num_new > self.num_free:
             return False
-        seq.block_table += [self._take() for _ in range(num_new)]
+        if num_new > 0:
+            seq.block_table += self._take(num_new)
         return True
 
     def shrink(self, seq: Sequence) -> None:
         """Free blocks that only a rejected draft needed."""
-        while len(seq.block_table) > self.blocks_for(len(seq.token_ids)):
-            self._drop(seq.block_table.pop())
+        num_needed = self.blocks_for(len(seq.token_ids))
+        if len(seq.block_table) > num_needed:
+            self._drop(seq.block_table[num_needed:][::-1])
+            del seq.block_table[num_needed:]
 
     def publish(self, seq: Sequence) -> None:
         """Put the full blocks of `seq` into the prefix cache. Their step may still be running: the device runs steps in
@@ -93,8 +98,7 @@ class BlockPool:
 
     def release(self, seq: Sequence) -> None:
         """Free the blocks of `seq`, last block first, so that the end of a prefix is reused before its beginning."""
-        for block in reversed(seq.block_table):
-            self._drop(block)
+        self._drop(seq.block_table[::-1])
         seq.block_table, seq.chain, seq.num_computed = [], [], 0
 
     def forget(self) -> None:
@@ -102,6 +106,8 @@ class BlockPool:
         assert self.num_used == 0, f"{self.num_used} blocks are held"
         self._prefixes.clear()
         self._keys.clear()
+        self._empty = [*reversed(self._kept), *self._empty]  # they are taken in the same order as before
+        self._kept.clear()
 
     def census(self, num_runs: int) -> list[tuple[int, int, int]]:
         """Divide the blocks into up to `num_runs` equal runs; return for each how many are held, how many of these by
@@ -141,23 +147,40 @@ class BlockPool:
         return prefix, tuple(seq.token_ids[first:end]), _parts(seq, first, end)
 
     def _hold(self, block: int) -> None:
+        """Hold a block that keeps a prefix; it may be free or held by others."""
         self._num_holders[block] += 1
-        self._free.pop(block, None)
+        self._kept.pop(block, None)
 
-    def _take(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        if (key := self._keys.pop(block, None)) is not None:
-            del self._prefixes[key]
-        self._hold(block)
-        return block
+    # A long sequence has thousands of blocks, and all others wait while they are taken or freed. So both functions
+    # handle all blocks of a sequence at once.
 
-    def _drop(self, block: int) -> None:
-        self._num_holders[block] -= 1
-        assert self._num_holders[block] >= 0, f"block {block} was dropped more often than held"
-        if self._num_holders[block] == 0:
-            self._free[block] = None
-            if block not in self._keys:  # it holds no prefix, so it is reused first
-                self._free.move_to_end(block, last=False)
+    def _take(self, count: int) -> list[int]:
+        """Take so many free blocks: first those that hold no prefix, then the least recently used prefixes."""
+        first = max(0, len(self._empty) - count)
+        blocks = self._empty[first:][::-1]
+        del self._empty[first:]
+        for _ in range(count - len(blocks)):
+            block, _ = self._kept.popitem(last=False)
+            del self._prefixes[self._keys.pop(block)]
+            blocks.append(block)
+        for block in blocks:
+            self._num_holders[block] = 1
+        return blocks
+
+    def _drop(self, blocks: list[int]) -> None:
+        """Give up blocks, in this order; those that nobody else holds become free."""
+        holders, keys = self._num_holders, self._keys
+        for block in blocks:
+            holders[block] -= 1
+        freed = [block for block in blocks if holders[block] <= 0]
+        assert sum([holders[block] for block in freed]) == 0, f"a block of {freed} was dropped more often than held"
+        if not keys:
+            self._empty += freed
+            return
+        self._empty += [block for block in freed if block not in keys]
+        for block in freed:
+            if block in keys:
+                self._kept[block] = None
 
 
 def _parts(seq: Sequence, first: int, end: int) -> tuple[_Part, ...]:

@@ -2,12 +2,13 @@
 
 import functools
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from whorl.device import accelerator, synchronize
-from whorl.nn import Weighted, weighted
+from whorl.nn import Experts, Weighted, weighted
 
 from .caches import cache_specs
 
@@ -15,10 +16,31 @@ _HOST_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 30  # size of the timed copy; larger 
 _COPIES = 10
 
 
-def step_bytes(model: Any, *, batch: int = 1, context: int = 0, kv_cache_dtype: str = "auto") -> float:
-    """Return the least bytes that a decode step of `batch` sequences moves, each with `context` keys in the cache."""
-    total = sum(layer.step_bytes(batch) for layer in _text_layers(model))
+def step_bytes(
+    model: Any,
+    *,
+    batch: int = 1,
+    context: int = 0,
+    kv_cache_dtype: str = "auto",
+    distinct: Mapping[Experts, float] | None = None,
+) -> float:
+    """Return the least bytes that a decode step of `batch` sequences moves, each with `context` keys in the cache.
+
+    distinct: as for `layer_bytes`.
+    """
+    total = sum(layer_bytes(layer, batch, distinct) for layer in _text_layers(model))
     return total + batch * sum(spec.step_bytes(context) for spec in cache_specs(model, kv_cache_dtype))
+
+
+def layer_bytes(layer: Weighted, batch: int, distinct: Mapping[Experts, float] | None = None) -> float:
+    """Return the bytes of a layer's weights that a decode step of `batch` sequences reads.
+
+    distinct: how many different experts of a layer the step reads, where they were counted; others are estimated as if
+    tokens chose their experts independently of each other.
+    """
+    if isinstance(layer, Experts) and distinct is not None and layer in distinct:
+        return layer.read_bytes(distinct[layer])
+    return layer.step_bytes(batch)
 
 
 def prompt_flops(model: Any, num_tokens: int) -> float:

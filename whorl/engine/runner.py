@@ -6,10 +6,11 @@ to a few sizes and replayed as graphs if the device can record them; `NO_GRAPHS`
 cannot, and why.
 """
 
+import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +122,15 @@ class Runner:
         if states is None:
             return [self.run_call(call) for call in calls]
         return [self.run_call(call, torch.cat([states[placed.chunk] for placed in call.placed])) for call in calls]
+
+    @contextlib.contextmanager
+    def eager(self) -> Iterator[None]:
+        """Run calls without graphs in this context, so that hooks of the model's modules are called."""
+        use_graphs, self._use_graphs = self._use_graphs, False
+        try:
+            yield
+        finally:
+            self._use_graphs = use_graphs
 
     def put(self, lanes: Sequence[int], token_ids: Tensor) -> None:
         """Set the last token of each lane to token_ids [N], for tokens that were sampled outside of this runner."""

@@ -64,8 +64,17 @@ class Experts(Weighted):
         self.down_proj.unpack(plain)
 
     def step_bytes(self, batch: int) -> float:
-        """Return the bytes of the experts that a batch uses if routing is uniform: a share of 1 - (1 - K / E)^B."""
-        return super().step_bytes(batch) * (1 - (1 - self.per_token / self.num_experts) ** batch)
+        """Return the bytes of as many experts as `independent` returns; a real step may read others."""
+        return self.read_bytes(self.independent(batch))
+
+    def read_bytes(self, num_distinct: float) -> float:
+        """Return the bytes of so many experts."""
+        return sum(parameter.nbytes for parameter in self.parameters()) * num_distinct / self.num_experts
+
+    def independent(self, batch: int) -> float:
+        """Return how many different experts `batch` tokens use, in the mean, if they choose uniformly and independently
+        of each other: E (1 - (1 - K / E)^B)."""
+        return self.num_experts * (1 - (1 - self.per_token / self.num_experts) ** batch)
 
     @property
     def num_values(self) -> int:

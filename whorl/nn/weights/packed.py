@@ -140,13 +140,18 @@ class Packed(Quantised):
         return values.view(*values.shape[: len(matrix.shape) - 1], columns).to(matrix.dtype)
 
     def randomize(self, matrix: Matrix, generator: torch.Generator) -> None:
-        """Draw random words: every code is equally likely."""
+        """Draw random words and random signs of scales.
+
+        Every code is equally likely, so codes have a mean of -1/2. With scales of one sign it would add the same number
+        to all outputs of a product, which makes all tokens alike after some layers.
+        """
         shape, device = matrix.shape, generator.device
         words = torch.empty(*shape[:-1], -(-shape[-1] // self.per_word), dtype=torch.int32, device=device)
         words.random_(-(2**31), 2**31, generator=generator)
         scale = ((4.0**self.bits - 1) / 12 * shape[-1]) ** -0.5
         count = self.num_groups(shape[-1])
-        scales = torch.full((*shape[:-1], count), scale, dtype=torch.bfloat16, device=device)
+        scales = torch.empty(*shape[:-1], count, dtype=torch.bfloat16, device=device)
+        scales.random_(0, 2, generator=generator).mul_(2 * scale).sub_(scale)
         self.lay_out(matrix, words, scales, None, None)
 
 
