@@ -159,7 +159,11 @@ def bench_decode(
     engine: Annotated[EngineSettings, Overrides(without=SET_BY_MEASUREMENT)],
     as_json: Json = False,
 ) -> None:
-    """Time decoding of a whole model against the bytes it must read, or measure what speculation gains."""
+    """Time decoding of a whole model against the bytes it must read, or measure what speculation gains.
+
+    "Of roofline" is the time to read these bytes at the speed of a memory copy, as a share of the time of a step; the
+    experts that a step reads are counted.
+    """
     need_torch()
     if measured.random_config is None:
         need_engine("bench decode")
