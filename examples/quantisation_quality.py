@@ -61,10 +61,8 @@ def main() -> None:
     next_ids = torch.tensor(ids[1:], device=plain.device)[:, None]
     for name in ("plain", *args.formats.split(",")):
         cache = name.removeprefix("kv-") if name in CACHES else "auto"
-        if name == "plain":
-            quantised = plain
-        else:
-            quantised = distributions(llm if name in CACHES else load(args, name), ids, cache)
+        other = llm if name in (*CACHES, "plain") else load(args, name)
+        quantised = plain if name == "plain" else distributions(other, ids, cache)
         divergence = (plain.exp() * (plain - quantised)).sum(-1)
         logprob, plain_logprob = (logprobs[:-1].gather(1, next_ids) for logprobs in (quantised, plain))
         same = (quantised.argmax(-1) == plain.argmax(-1)).double().mean()
