@@ -14,7 +14,7 @@ from whorl.ops.quantised import packed_linear_triton
 from whorl.ops.quantised.layout import packed_int4
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LENGTH, COLUMNS = 2500, 40  # two chunks and a part of one
+LENGTH, COLUMNS = 2500, 40  # whole chunks and a part of one
 COUNTS = (1, 3, 16, 17, 40)  # up to 16 tokens programs share chunks under the interpreter
 
 
@@ -59,7 +59,7 @@ def test_fp32_rows_do_not_depend_on_who_adds_the_chunks(monkeypatch: pytest.Monk
     for count in COUNTS:
         assert torch.equal(fp32(values, count), whole[:count]), count
     if DEVICE == "cpu":
-        assert programs == [1, 3, 3, 3, 1, 1]
+        assert programs == [1, 10, 10, 10, 1, 1]
     exact = torch.nn.functional.linear(*fp32_values(torch.float64).values())
     reference = ops.linear(**values, backend="torch")
     assert (whole - exact).abs().max() <= 2 * (reference - exact).abs().max()
@@ -77,5 +77,6 @@ def test_packed_rows_do_not_depend_on_who_adds_the_chunks(monkeypatch: pytest.Mo
 def test_it_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that are added from last to first have other bits."""
     add, values = _chunks_triton.add_chunks, fp32_values()
+    right = fp32(values, 3)
     monkeypatch.setattr(linear_fp32_triton, "add_chunks", lambda parts, *rest: add(parts.flip(0).contiguous(), *rest))
-    assert not torch.equal(fp32(values, 3), fp32(values, max(COUNTS))[:3])
+    assert not torch.equal(fp32(values, 3), right)

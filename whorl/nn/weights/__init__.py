@@ -6,7 +6,7 @@ experts of a stack, or for nothing.
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from whorl.nn.weight import Formats
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .fp8_blocks import BlockRounding
     from .rounding import Rounding
 
-    AnyRounding = Rounding | BlockRounding | CpuRounding
+AnyRounding: TypeAlias = Union["Rounding", "BlockRounding", "CpuRounding"]
 
 # By quant_method: "module:function", a function from the values of `quantization_config` to `Formats`. Other packages
 # may add theirs.
@@ -79,7 +79,7 @@ def check_scheme(scheme: str | None, device: str) -> None:
         cpu4.check_device(device)
 
 
-def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | None = None) -> "AnyRounding":
+def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | None = None) -> AnyRounding:
     """Return how matrices are rounded to `scheme`.
 
     columns: the number of columns of each matrix, by name. block_scales: for a model that is published in FP8 with a

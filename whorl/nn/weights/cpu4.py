@@ -92,8 +92,8 @@ class Cpu4(Quantised):
     offsets, fp32 [.., N, K / GROUP]. An embedding has the buffer `rows`, bf16 [N, K], beside them or instead of them.
     """
 
-    is_weight_only: ClassVar[bool] = False  # tokens are rounded, too
-    unit: ClassVar[Unit] = Unit(columns=GROUP)
+    is_weight_only = False  # tokens are rounded, too
+    unit = Unit(columns=GROUP)
 
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
         tensors = {"rows": torch.empty(matrix.shape, dtype=torch.bfloat16)} if _is_embedding(matrix) else {}

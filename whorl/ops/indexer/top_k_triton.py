@@ -249,7 +249,7 @@ def select(
         return
     topk, positions, is_chosen = indices.shape[1], key_positions, False
     while True:
-        piece, capacity, most = _round_sizes(*scores.shape, topk)
+        piece, capacity, most = _round_sizes(scores.shape[0], scores.shape[1], topk)
         if scores.shape[1] <= most:
             break
         pieces = ceil_div(scores.shape[1], piece)

@@ -334,7 +334,9 @@ def forward(
     most = tables.shape[1] * cache.shape[1] if indices is None else indices.shape[1]
     cuts = max(1, ceil_div(most, size))
     plan, programs = _plan(q, cuts, value_dim)
-    if is_coded and programs == 1 and q.dtype == torch.bfloat16 and not is_interpreting():
+    # Only where operands pass through shared memory: elsewhere the width of a code would decide which columns tensor
+    # cores add together.
+    if is_coded and programs == 1 and plan["BLOCK_H"] == 64 and q.dtype == torch.bfloat16 and not is_interpreting():
         pages = (cache.view(torch.int32), *pages[1:])
     scratch = (0,) if programs == 1 else (tokens, heads, cuts)
     out = torch.empty(*scratch, value_dim, dtype=torch.float32, device=q.device)
