@@ -57,7 +57,7 @@ def find(config: Mapping[str, Any]) -> Formats:
     method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
     if not isinstance(method, str) or method not in FORMATS:
         description = REFUSED.get(method) if isinstance(method, str) else None
-        known = ", ".join([*FORMATS, "bfloat16, float16 or float32"])
+        known = ", ".join([*(name for name in FORMATS if name != "cpu4"), "bfloat16, float16 or float32"])
         raise ValueError(
             f"the weights are quantised ({method}{f': {description}' if description else ''}); expected {known}"
         )
