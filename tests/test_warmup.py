@@ -48,7 +48,7 @@ def state(llm: LLM) -> dict[str, Any]:
     pool, scheduler = llm.pool, llm.scheduler
     return {
         "stats": llm.stats(),
-        "free": list(pool._free),
+        "free": [*pool._empty, *pool._kept],
         "holders": list(pool._num_holders),
         "prefixes": dict(pool._prefixes),
         "lanes": list(scheduler._lanes),
