@@ -59,7 +59,7 @@ MORE_CASES: dict[str, list[dict[str, Any]]] = {
         {"tokens": (5,), "heads": 2, "size": (512, 128), "swapped": True},
         {"tokens": (2,), "heads": 128, "size": (16, 512)},  # rows of 65536: heads go first
     ],
-    "latent_write": [{"tokens": (7,), "rank": 512, "rotary": 64, "block": 16, "skipped": True, "split": True}],
+    "latent_write": [{"tokens": (7,), "latent_dim": 512, "rotary": 64, "block": 16, "skipped": True, "split": True}],
     "index_write": [{"tokens": (7,), "dim": 128, "rotary": 64, "block": 16, "skipped": True}],
     "paged_indexer": [
         {"queries": (1,), "contexts": (300,), "heads": 8, "dim": 128, "topk": 33, "block": 128},
