@@ -16,9 +16,7 @@ KNOWN = {
     "awq": "4-bit groups, unpacked to the model's dtype",
     "gptq": "4- or 8-bit groups, unpacked to the model's dtype",
     "gguf": "blocks of a GGUF file, unpacked to the model's dtype",
-    "cpu4": "4-bit groups times 8-bit activations on Arm CPUs (only by --quantize, never in a checkpoint)",
 }
-LOADED_ONLY = "cpu4"
 INT8 = "int8 activations times int8 weights, summed exactly as integers"
 # Projections that whorl and vLLM store as one matrix.
 MERGED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -74,7 +72,7 @@ def unknown_format(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     yield Problem(
         where=launch.inputs.model_where,
         found=f"quant_method {config.get('quant_method')}{stored_as}",
-        expected=f"one of {', '.join(n for n in KNOWN if n != LOADED_ONLY)}, in a format of docs/quantisation.md",
+        expected=f"one of {', '.join(KNOWN)}, in a format of docs/quantisation.md",
         why="whorl refuses weights in a format that it does not know.",
         fix="use the unquantised checkpoint, or quantise it with whorl quantize",
     )

@@ -16,14 +16,14 @@ import torch
 
 from whorl import models
 from whorl.device import HOST, accelerator, default_device, numbered
-from whorl.nn import ONE, Model, Ranks, create_parameters, weighted
+from whorl.nn import ONE, Matrix, Model, Ranks, create_parameters, weighted
 from whorl.nn import weights as formats
 
 from . import dcp
 from .checkpoint import Checkpoint, Source, read_config
 from .fill import check_fit, fill
 from .hub import resolve
-from .quantize import describe_cpu4, quantized
+from .quantize import quantized
 from .room import free_memory
 from .safetensors import open_safetensors
 
@@ -84,8 +84,9 @@ def load_model(
             model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
             check_fit(model, checkpoint)
         fill(_allocated(model, device), checkpoint, progress=progress, unpack=unpack)
-    if quantize == "cpu4" and (tp or ONE).rank == 0:
-        log.warning("%s", describe_cpu4(model))
+    matrices = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
+    if (line := formats.describe(quantize, matrices)) is not None and (tp or ONE).rank == 0:
+        log.warning("%s", line)
     return model  # type: ignore[no-any-return]
 
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from whorl.nn import Index, Matrix
 from whorl.nn import weights as formats
-from whorl.nn.weights import cpu4
 
-from .checkpoint import Checkpoint, Source, some
+from .checkpoint import Checkpoint, Source
 
 # Not quantised: the head, the router and the weights of an indexer's heads. Their errors cost most, their bytes little.
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"
@@ -43,17 +42,19 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
     """Return the checkpoint with weights rounded by `scheme`. model: the checkpoint's model on "meta", which lists its
     matrices. ignore: modules to leave as they are, by name, or "re:" and a regular expression.
 
-    "cpu4" rounds the head, too. A tied embedding is read twice: it is rounded as the head, and in bf16 for lookups.
+    Some schemes round the head, too. A tied embedding is then read twice: for the head, and in bf16 for lookups.
     Raises ValueError if the weights are already quantised or none are left to be quantised.
     """
     if checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"):
         raise ValueError(f"{checkpoint.path}: the weights are already quantised; give the original model")
-    ignored = [*KEPT, *([] if getattr(model, "tower", None) is None else [TOWER]), *ignore]
-    if scheme == cpu4.METHOD:
-        ignored = ignore = _left_by_cpu4(model, ignored)
+    kept = [name for name in KEPT if name != _HEAD or not formats.rounds_head(scheme)]
+    ignored = [*kept, *([] if getattr(model, "tower", None) is None else [TOWER]), *ignore]
+    if scheme not in formats.SCHEME_NAMES:  # what no checkpoint is written in lists all that it leaves by name
+        ignored = ignore = _left(model, scheme, ignored)
     shapes = _chosen(checkpoint, model, scheme, ignored)
     columns = {name: columns for name, (_, columns) in shapes.items()}
-    rounding = formats.rounding_to(scheme, columns, getattr(model, "block_scales", None))
+    blocks = getattr(model, "block_scales", None)
+    rounding, of_head = (formats.rounding_to(scheme, columns, blocks, is_head=is_head) for is_head in (False, True))
     if rounding.takes_patterns:  # layers that the model does not load stay as they are
         left = [*ignored, *(f"re:{re.escape(layer)}" for layer in getattr(model, "ignored_layers", ()))]
     else:
@@ -69,8 +70,7 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
             continue
         if module.endswith(_EMBEDDING):
             sources[name] = source  # read again, for lookups
-        is_head = module.endswith((_HEAD, _EMBEDDING))
-        own = rounding.for_head() if isinstance(rounding, cpu4.CpuRounding) and is_head else rounding
+        own = of_head if module.endswith((_HEAD, _EMBEDDING)) else rounding
         weight = _RoundedWeight(module, source, own, result)
         tensors = own.shapes(*shapes[module])
         sources |= {f"{module}.{end}": weight.source(end, shape, dtype) for end, (shape, dtype) in tensors.items()}
@@ -92,29 +92,11 @@ def _chosen(checkpoint: Checkpoint, model: Any, scheme: str, ignored: Sequence[s
     return stored
 
 
-def _left_by_cpu4(model: Any, ignored: Sequence[str]) -> list[str]:
-    """Return the names of the matrices that "cpu4" leaves as they are."""
-    shapes = _matrices(model, cpu4.METHOD)
-    unfit = cpu4.unfit({name: columns for name, (_, columns) in shapes.items()})
-    kept = [name for name in ignored if name != _HEAD]
-    if len(unfit) == len(shapes):
-        raise ValueError(
-            f"quantize is 'cpu4', whose product takes columns in multiples of {cpu4.GROUP} and more than that, and no "
-            f"matrix has such; leave it out. Found are {', '.join(map(str, sorted({c for _, c in shapes.values()})))}"
-        )
-    return [name for name in shapes if name in unfit or _is_matched(name, kept)]
-
-
-def describe_cpu4(model: Any) -> str:
-    """Return a line that says which matrices of a loaded model are rounded to "cpu4" and which are not."""
-    by_name = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
-    rounded = [name for name, matrix in by_name.items() if isinstance(matrix.format, cpu4.Cpu4)]
-    left = [name for name in by_name if name not in rounded]
-    others = f"; as they were: {some(left)}" if left else ""
-    return (
-        f"cpu4: {len(rounded)} matrices are rounded to 4 bits in groups of {cpu4.GROUP}, and what they multiply to 8 "
-        f"bits, so outputs differ from those without it; the head has 4 more bits, the embedding is bfloat16{others}"
-    )
+def _left(model: Any, scheme: str, ignored: Sequence[str]) -> list[str]:
+    """Return the names of the matrices that a scheme which takes no patterns leaves as they are."""
+    shapes = _matrices(model, scheme)
+    unfit = set(formats.unfit(scheme, {name: columns for name, (_, columns) in shapes.items()}))
+    return [name for name in shapes if name in unfit or _is_matched(name, ignored)]
 
 
 def _further_layers(
@@ -149,7 +131,7 @@ def _matrices(model: Any, scheme: str) -> dict[str, tuple[int, int]]:
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
     shapes = {part.source(name): part.shape for name, matrix in matrices.items() for part in matrix.parts}
     is_tied = not any(name.endswith(_HEAD) for name in shapes)
-    has_embedding = scheme == cpu4.METHOD and is_tied
+    has_embedding = formats.rounds_head(scheme) and is_tied
     return {name: shape for name, shape in shapes.items() if has_embedding or not name.endswith(_EMBEDDING)}
 
 

@@ -13,6 +13,8 @@ from whorl.nn.weight import Formats
 from .dense import ALL_DENSE, DENSE
 
 if TYPE_CHECKING:
+    from whorl.nn.weight import Matrix
+
     from .cpu4 import CpuRounding
     from .fp8_blocks import BlockRounding
     from .rounding import Rounding
@@ -27,8 +29,9 @@ FORMATS: dict[str, str] = {
     "awq": "whorl.nn.weights.awq:formats",
     "gptq": "whorl.nn.weights.gptq:formats",
     "gguf": "whorl.nn.weights.gguf:formats",
-    "cpu4": "whorl.nn.weights.cpu4:formats",
 }
+# Likewise, of weights that are rounded while they are read (`LOADED`) to a format that no checkpoint has.
+LOADED_FORMATS = {"cpu4": "whorl.nn.weights.cpu4:formats"}
 # Methods that are not supported, with the description that the error gives.
 REFUSED = {
     "mxfp4": "MXFP4: e2m1 values in blocks of 32, as gpt-oss has them",
@@ -55,13 +58,14 @@ def find(config: Mapping[str, Any]) -> Formats:
     if not settings:
         return ALL_DENSE
     method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
-    if not isinstance(method, str) or method not in FORMATS:
+    readers = FORMATS | LOADED_FORMATS
+    if not isinstance(method, str) or method not in readers:
         description = REFUSED.get(method) if isinstance(method, str) else None
-        known = ", ".join([*(name for name in FORMATS if name != "cpu4"), "bfloat16, float16 or float32"])
+        known = ", ".join([*FORMATS, "bfloat16, float16 or float32"])
         raise ValueError(
             f"the weights are quantised ({method}{f': {description}' if description else ''}); expected {known}"
         )
-    module, _, name = FORMATS[method].partition(":")
+    module, _, name = readers[method].partition(":")
     return getattr(import_module(module), name)(settings)  # type: ignore[no-any-return]
 
 
@@ -79,8 +83,36 @@ def check_scheme(scheme: str | None, device: str) -> None:
         cpu4.check_device(device)
 
 
-def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | None = None) -> AnyRounding:
-    """Return how matrices are rounded to `scheme`.
+def rounds_head(scheme: str) -> bool:
+    """Return whether `scheme` rounds the head, too."""
+    return scheme == "cpu4"
+
+
+def unfit(scheme: str, columns: Mapping[str, int]) -> list[str]:
+    """Return the matrices that `scheme` cannot round; columns: the number of columns of each matrix, by name.
+
+    Raises ValueError if it can round none.
+    """
+    if scheme != "cpu4":
+        return []
+    from . import cpu4
+
+    return cpu4.unfit(columns)
+
+
+def describe(scheme: str | None, matrices: "Mapping[str, Matrix]") -> str | None:
+    """Return a line on what `scheme`, if it is of one device, has rounded; matrices: of a loaded model, by name."""
+    if scheme != "cpu4":
+        return None
+    from . import cpu4
+
+    return cpu4.describe(matrices)
+
+
+def rounding_to(
+    scheme: str, columns: Mapping[str, int], block_scales: str | None = None, *, is_head: bool = False
+) -> AnyRounding:
+    """Return how matrices, or a head, are rounded to `scheme`.
 
     columns: the number of columns of each matrix, by name. block_scales: for a model that is published in FP8 with a
     scale per block, the kind of these scales, "ue8m0" or "float"; None for other models.
@@ -92,11 +124,24 @@ def rounding_to(scheme: str, columns: Mapping[str, int], block_scales: str | Non
     if scheme == "cpu4":
         from . import cpu4
 
-        return cpu4.CpuRounding()
+        return cpu4.CpuRounding(passes=2 if is_head else 1)
     from .rounding import SCHEMES, Rounding, group_size
 
     layout = SCHEMES[scheme]
     return Rounding(layout, group_size(columns) if layout.has_groups else None)
 
 
-__all__ = ["ALL_DENSE", "DENSE", "FORMATS", "LOADED", "REFUSED", "SCHEME_NAMES", "check_scheme", "find", "rounding_to"]
+__all__ = [
+    "ALL_DENSE",
+    "DENSE",
+    "FORMATS",
+    "LOADED",
+    "REFUSED",
+    "SCHEME_NAMES",
+    "check_scheme",
+    "describe",
+    "find",
+    "rounding_to",
+    "rounds_head",
+    "unfit",
+]

@@ -36,6 +36,7 @@ GROUP = 32  # columns per scale; torch's product takes multiples of it
 STEPS = 15  # between the least and the largest value of a group
 # Row counts that a trial compares with single rows. torch chooses a kernel by whether 4 divides the count.
 TRIALS = (2, 3, 4, 5, 8, 16, 64, 512)
+MOST_NAMES = 8  # in a message
 LOOP_RATIO = 100  # the time of torch's plain loop by that of its kernel: bench/results/packed_cpu.md
 _STORE = TrialStore("cpu4", __file__)
 
@@ -49,9 +50,6 @@ class CpuRounding:
 
     def settings(self, ignore: list[str]) -> dict[str, Any]:
         return {"quant_method": METHOD, "ignore": ignore}
-
-    def for_head(self) -> "CpuRounding":
-        return CpuRounding(2)
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Return shape and dtype of a projection's tensors, by the ends of their names."""
@@ -247,11 +245,29 @@ def _has_kernel() -> bool:
 def unfit(columns: Mapping[str, int]) -> list[str]:
     """Return the matrices that torch's product cannot take. Experts of a layer are rounded together or not at all.
 
-    columns: the number of columns of each matrix, by name.
+    columns: the number of columns of each matrix, by name. Raises ValueError if it can take none.
     """
     plain = {name for name, count in columns.items() if count % GROUP or count <= GROUP}
     layers = tuple(f"{name.partition('.experts.')[0]}.experts." for name in plain if ".experts." in name)
-    return [name for name in columns if name in plain or name.startswith(layers)]
+    left = [name for name in columns if name in plain or name.startswith(layers)]
+    if len(left) == len(columns):
+        raise ValueError(
+            f"quantize is 'cpu4', whose product takes columns in multiples of {GROUP} and more than that, and no "
+            f"matrix has such; leave it out. Found are {', '.join(map(str, sorted(set(columns.values()))))}"
+        )
+    return left
+
+
+def describe(matrices: Mapping[str, Matrix]) -> str:
+    """Return a line that says which matrices of a loaded model are rounded and which are not."""
+    left = [name for name, matrix in matrices.items() if not isinstance(matrix.format, Cpu4)]
+    more = f" and {len(left) - MOST_NAMES} more" if len(left) > MOST_NAMES else ""
+    others = f"; as they were: {', '.join(left[:MOST_NAMES])}{more}" if left else ""
+    return (
+        f"cpu4: {len(matrices) - len(left)} matrices are rounded to 4 bits in groups of {GROUP}, and what they "
+        "multiply to 8 bits, so outputs differ from those without it; the head has 4 more bits, the embedding is "
+        f"bfloat16{others}"
+    )
 
 
 def formats(settings: Mapping[str, Any]) -> Formats:
