@@ -130,7 +130,7 @@ def test_real_language() -> None:
         "What is the capital of France?",
         "Repeat this list: apple, banana, cherry, orange, grape, melon, plum.",
     )
-    llm = LLM(device="cpu", num_blocks=64, draft_length="fixed")
+    llm = LLM(device="cpu", num_blocks=64, speculate=PromptLookup(), draft_length="fixed")
     recorded, rounds = record(llm), []
     for proposer in (None, PromptLookup()):
         llm.proposer = proposer

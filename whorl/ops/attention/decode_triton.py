@@ -17,6 +17,7 @@ from .._overlap_triton import begin, follow, overlap, prefetch_lines
 from .._rows import ceil_div, power_of_2
 from .._varied import is_varied
 from .cuts_triton import Scales, cut, cut_of, fold, load_cut
+from .fold_triton import fold_stored
 from .prompt_triton import sequence_block
 
 WALKERS = 256  # programs that saturate the memory bandwidth without sharing a sequence's cuts
@@ -143,26 +144,6 @@ def divided(out, total):
     return tl.where(total > 0, tl.div_rn(out, tl.where(total > 0, total, 1.0)), 0.0)
 
 
-@triton.jit
-def fold_some(
-    top, total, out, out_ptr, top_ptr, total_ptr, at, channels, count, D: tl.constexpr, AHEAD: tl.constexpr
-):  # fmt: skip
-    """Combine the stored results of AHEAD cuts from cut `at` on; unless count is None, of the first count of them."""
-    mask = channels < D
-    for ahead in tl.static_range(AHEAD):
-        here = at + ahead + tl.zeros((1,), tl.int64)
-        if count is None:
-            cut_top, cut_total = tl.load(top_ptr + here), tl.load(total_ptr + here)
-        else:
-            is_real = ahead + tl.zeros((1,), tl.int32) < count
-            cut_top = tl.load(top_ptr + here, mask=is_real, other=float("-inf"))
-            cut_total = tl.load(total_ptr + here, mask=is_real, other=0.0)
-            mask = is_real[:, None] & (channels < D)
-        cut_out = tl.load(out_ptr + here[:, None] * D + channels, mask=mask, other=0.0)
-        top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
-    return top, total, out
-
-
 @launched
 @triton.jit(do_not_specialize=["cuts", "B"])
 def _fold_kernel(
@@ -188,35 +169,35 @@ def _fold_kernel(
     token, head = tl.program_id(0), tl.program_id(1)
     _, end = sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
     first = tl.maximum(end - window, 0) if window > 0 else 0
-    channels = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    channels = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = token.to(tl.int64) * HQ + head
-    top = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    out = tl.zeros((1, BLOCK_D), tl.float32)
-    i, stop = first // CUT, tl.cdiv(end, CUT)
-    at = row * cuts
     follow(OVERLAP)
-    while i + AHEAD <= stop:
-        top, total, out = fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, None, D, AHEAD)
-        i += AHEAD
-    if i < stop:
-        top, total, out = fold_some(top, total, out, out_ptr, top_ptr, total_ptr, at + i, channels, stop - i, D, AHEAD)
-    y = divided(out, tl.broadcast_to(total[:, None], out.shape)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * D + channels, y, mask=channels < D)
+    out, total = fold_stored(
+        out_ptr, top_ptr, total_ptr, row * cuts, first // CUT, tl.cdiv(end, CUT), channels, D, AHEAD
+    )  # fmt: skip
+    tl.store(y_ptr + row * D + channels, divided(out, total).to(y_ptr.dtype.element_ty), mask=channels < D)
 
 
-def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scale: float, window: int) -> Tensor:
-    """Return attention of few queries per sequence; the arguments are those of `prompt`, without lse."""
+def decode(
+    tensors: list[Tensor],
+    scales: Scales,
+    strides: tuple[int, ...],
+    scale: float,
+    window: int,
+    y: Tensor | None = None,
+) -> Tensor:
+    """Return attention of few queries per sequence; the arguments are those of `prompt`, without lse.
+
+    y: where to write it, contiguous; default: a new tensor.
+    """
     q, k_cache, _, tables, starts, lengths = tensors
     tokens, heads, dim = q.shape
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device) if y is None else y
     if not y.numel():
         return y
     size, count = cut_of(q.dtype), lengths.shape[0]
     block_size, kv_heads = k_cache.shape[1:3]
     cuts = max(1, ceil_div(tables.shape[1] * block_size, size))
-    shared = {"D": dim, "BLOCK_B": _sequence_block(count), "CUT": size}
-    shared |= {"enable_fp_fusion": False, **overlap(q)}
     plan, programs = _plan(tokens * kv_heads, cuts)
     walks = programs == 1
     scratch = (0,) if walks else (tokens, heads, cuts)
@@ -236,36 +217,47 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
         count,
         HK=kv_heads,
         G=heads // kv_heads,
+        D=dim,
         BLOCK_SIZE=block_size,
+        BLOCK_B=block_of_sequences(count),
         BLOCK_G=max(16, power_of_2(heads // kv_heads)),
         BLOCK_D=max(16, power_of_2(dim)),
+        CUT=size,
         WALKS=walks,
         WIDEN=is_interpreting(),
+        enable_fp_fusion=False,
         **plan,
-        **shared,
+        **overlap(q),
     )
     if not walks:
-        ahead = AHEAD if is_varied() else min(AHEAD, power_of_2(cuts))
-        _fold_kernel[(tokens, heads, ceil_div(dim, CHANNELS))](
-            out,
-            top,
-            total,
-            starts,
-            lengths,
-            y,
-            window,
-            cuts,
-            count,
-            HQ=heads,
-            BLOCK_D=CHANNELS,
-            AHEAD=ahead,
-            num_warps=1,
-            **shared,
-        )
+        fold_cuts([out, top, total], starts, lengths, y, window, cuts)
     return y
 
 
-def _sequence_block(count: int) -> int:
+def fold_cuts(stored: list[Tensor], starts: Tensor, lengths: Tensor, y: Tensor, window: int, cuts: int) -> None:
+    """Write to y what the stored results of cuts combine to. stored: out, top and total, [T, HQ, cuts] and channels."""
+    tokens, heads, dim = y.shape
+    _fold_kernel[(tokens, heads, ceil_div(dim, CHANNELS))](
+        *stored,
+        starts,
+        lengths,
+        y,
+        window,
+        cuts,
+        lengths.shape[0],
+        HQ=heads,
+        D=dim,
+        BLOCK_B=block_of_sequences(lengths.shape[0]),
+        BLOCK_D=CHANNELS,
+        CUT=cut_of(y.dtype),
+        AHEAD=AHEAD if is_varied() else min(AHEAD, power_of_2(cuts)),
+        num_warps=1,
+        enable_fp_fusion=False,
+        **overlap(y),
+    )
+
+
+def block_of_sequences(count: int) -> int:
     """Return the constant BLOCK_B; a recorded step of one or few sequences has a kernel of its own."""
     if is_varied() or count > 8:
         return sequence_block(count)

@@ -20,7 +20,8 @@ from whorl.device import is_interpreting
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..attention.cuts_triton import LOG2_E, add_rescaled, cut_of, exp_scores, opaque, rescale_factors, total_of
-from ..attention.decode_triton import AHEAD, divided, fold_some, sequence_of
+from ..attention.decode_triton import divided, sequence_of
+from ..attention.fold_triton import fold_stored
 from ..linear_triton import dot, unit_stride
 from .codes import GROUP
 from .codes_triton import GROUP_SIZE, byte_views
@@ -28,6 +29,7 @@ from .codes_triton import GROUP_SIZE, byte_views
 PROGRAMS = 132  # multiprocessors of an H200, each of which has room for one program
 SCRATCH = 2**30  # largest scratch memory for results of cuts in bytes; beyond it one program takes all cuts of a list
 CHANNELS = 128  # value channels per chunk, and per program of the merging kernel
+MORE = 16  # cuts whose results are loaded at once when they are merged: those of 2048 keys
 
 
 @triton.jit
@@ -296,18 +298,11 @@ def _latent_fold_kernel(
     begin(OVERLAP)
     b, end = sequence_of(tl.program_id(0), starts_ptr, lengths_ptr, B, BLOCK_B)
     stop = _num_cuts(b, end, lengths_ptr, indices_ptr, K, B, CUT)
-    channels = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    channels = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64) * HQ + tl.program_id(1)
-    top = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    out = tl.zeros((1, BLOCK), tl.float32)
     follow(OVERLAP)
-    for i in range(0, stop, MORE):
-        top, total, out = fold_some(
-            top, total, out, out_ptr, top_ptr, total_ptr, row * cuts + i, channels, stop - i, LATENT, MORE
-        )  # fmt: skip
-    y = divided(out, tl.broadcast_to(total[:, None], out.shape)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * LATENT + channels, y, mask=channels < LATENT)
+    out, total = fold_stored(out_ptr, top_ptr, total_ptr, row * cuts, 0, stop, channels, LATENT, MORE)
+    tl.store(y_ptr + row * LATENT + channels, divided(out, total).to(y_ptr.dtype.element_ty), mask=channels < LATENT)
 
 
 def forward(
@@ -385,7 +380,7 @@ def forward(
             most,
             count,
             BLOCK=width,
-            MORE=min(AHEAD, power_of_2(cuts)),
+            MORE=min(MORE, power_of_2(cuts)),
             num_warps=1,
             **options,
         )
