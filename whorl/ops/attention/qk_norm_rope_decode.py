@@ -108,6 +108,7 @@ _CASES: list[Values] = [
     {"contexts": (300, 0, 129), "heads": 4, "kv_heads": 2, "dim": 32},
     {"contexts": (140,), "heads": 8, "kv_heads": 1, "dim": 64, "scale": 0.01},
     {"contexts": (300, 40), "heads": 4, "kv_heads": 2, "dim": 32, "window": 150, "sliced": True, "style": "pairs"},
+    {"contexts": (), "heads": 2, "kv_heads": 1, "dim": 16},
     {"contexts": (260,), "heads": 3, "kv_heads": 1, "dim": 96, "rotary": 48, "plus_one": True},  # by two kernels
     {"contexts": (140, 7), "heads": 4, "kv_heads": 2, "dim": 32, "format": "fp8"},  # likewise
 ]
@@ -134,12 +135,13 @@ def _make(
     values = make_case(draw, looked_up=True, kv_heads=kv_heads, dim=dim, tokens=tokens, **case)
     counts = tuple(min(count, 1) for count in contexts)
     paged = paged_cases.make(draw, counts, contexts, kv_heads, kv_heads, dim, block, window, format)
-    last = torch.tensor([max(count - 1, 0) for count in contexts], device=draw.device)
+    integers: Values = {"dtype": torch.int64, "device": draw.device}
+    last = torch.tensor([max(count - 1, 0) for count in contexts], **integers)
     blocks = paged["block_tables"].gather(1, last[:, None] // block)[:, 0]
-    slots = torch.where(torch.tensor(counts, device=draw.device) > 0, blocks * block + last % block, -1)
+    slots = torch.where(torch.tensor(counts, **integers) > 0, blocks * block + last % block, -1)
     # Tokens of the sequences that have one come first; the others are padding.
     order = sorted(range(len(counts)), key=lambda b: not counts[b])
-    slots = slots[torch.tensor(order, device=draw.device)]
+    slots = slots[torch.tensor(order, **integers)]
     values = {n: v for n, v in values.items() if n not in ("positions", "sections", "layout", "with_v")}
     paged = {n: v for n, v in paged.items() if n != "q"}
     out = torch.zeros(len(contexts), values["num_heads"], dim, **draw.kind)
