@@ -66,7 +66,8 @@ def forget_users(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
         name: loaded for name, loaded in sys.modules.items() if name.startswith("whorl.ops") and "triton" in name
     }
     for name, loaded in kernels.items():
-        is_user = any(getattr(value, "__module__", None) == module for value in vars(loaded).values())
+        functions = [getattr(value, "fn", value) for value in vars(loaded).values()]  # fn: what a kernel was made of
+        is_user = any(getattr(function, "__module__", None) == module for function in functions)
         if is_user and name != module and name in sys.modules:
             forget(name, monkeypatch)
             forget_users(name, monkeypatch)
