@@ -299,20 +299,12 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
             sizes = few.experts_plan(wide, weight.codes.dtype, is_up) if count <= 4 else None
             sizes = sizes or tiles_of_experts.plan(count, 2)[0 if is_up else 1]
         if "CHUNKS" in sizes:
-            return microseconds(
-                [
-                    lambda i=i: few.experts(x, weight, i, y, sizes, **options)
-                    for i in chosen
-                ]
-            )
-        routings = [tiles_of_experts.route_by_expert(ids, NUM_EXPERTS) if count > 4 else (ids, ids, False) for ids in chosen]
+            return microseconds([lambda i=i: few.experts(x, weight, i, y, sizes, **options) for i in chosen])
+        routings = [
+            tiles_of_experts.route_by_expert(ids, NUM_EXPERTS) if count > 4 else (ids, ids, False) for ids in chosen
+        ]
         launch = tiles_of_experts.launch
-        return microseconds(
-            [
-                lambda r=r: launch(x, weight, y, r, sizes, **options)
-                for r in routings
-            ]
-        )
+        return microseconds([lambda r=r: launch(x, weight, y, r, sizes, **options) for r in routings])
 
     plans = [*(few_plans(kind, wide, is_up, True, 1) if count <= 8 else ()), *expert_tile_plans()]
     product = "gate_up" if is_up else "down"
