@@ -153,8 +153,11 @@ def test_decode_of_random_weights_next_to_a_peer(shape: str) -> None:
     copy = document["header"]["copy_tb_s"]
     assert all(row["share_of_roofline"] == pytest.approx(row["tb_s"] / copy) for row in document["decode"])
     assert document["prefill"]["tok_s"] > 0
+    peer = document["peer_prefill"]
+    assert (peer["label"], peer["chunk"], peer["attention"]) == ("transformers", 40, "sdpa")
+    assert peer["ratio"] == pytest.approx(peer["seconds"] / document["prefill"]["seconds"])
     text = decode_report.render(document)
-    for word in ("of roofline", "GB/s", "prefill   40 tokens", "transformers", "random weights"):
+    for word in ("of roofline", "GB/s", "prefill   40 tokens", "transformers", "random weights", "40 tokens at once"):
         assert word in text
 
 
@@ -184,6 +187,27 @@ def test_a_peer_that_fails_is_reported(shape: str, monkeypatch: pytest.MonkeyPat
     result = run("--random-config", shape, "--batch", "1", "--tokens", "2", "--repeats", "1", "--peer", "transformers")
     assert result.exit_code == 0
     assert "transformers: did not run: RuntimeError: no such thing" in result.stdout
+
+
+def test_a_peers_prompt_is_cut_until_it_fits(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whorl.bench import decode_peer
+
+    real, chunks = decode_peer._forward, []
+
+    def forward(model: Any, ids: Any, chunk: int) -> None:
+        chunks.append(chunk)
+        if chunk > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        real(model, ids, chunk)
+
+    monkeypatch.setattr(decode_peer, "_forward", forward)
+    monkeypatch.setattr(decode_peer, "LEAST_CHUNK", 8)
+    arguments = ["--random-config", shape, "--batch", "1", "--tokens", "2", "--repeats", "1", "--device", "cpu"]
+    arguments += ["--prompt-tokens", "40", "--peer", "transformers"]
+    assert json.loads(run(*arguments, "--json").stdout)["peer_prefill"]["chunk"] == 10
+    assert chunks == [40, 20, 10, 10]
+    monkeypatch.setattr(decode_peer, "LEAST_CHUNK", 16)
+    assert "transformers: did not run: OutOfMemoryError: CUDA out of memory" in run(*arguments).stdout
 
 
 def test_verify(shape: str) -> None:

@@ -3,7 +3,6 @@
 import gc
 import statistics
 import time
-from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +110,7 @@ class DecodeSettings:
         return None if self.name == "SmolLM2-135M-Instruct" else self.name
 
 
-Peer = Callable[[DecodeSettings, abc.Sequence[Document], Progress], list[Document]]
+Peer = Callable[[DecodeSettings, Document, Progress], Document]
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
@@ -147,10 +146,13 @@ def load(settings: DecodeSettings) -> tuple[Any, Any]:
 
 
 def run(settings: DecodeSettings, peer: Peer | None = None) -> Document:
-    """Return {"header": ..., "decode": [...], "prefill": ..., "peers": [...]}; peer: times our rows in a library."""
-    num_rows = len(settings.rows)
-    peer_rows = 0 if peer is None else num_rows * 2
-    with Progress(2 + num_rows + bool(settings.prompt_tokens) + peer_rows) as progress:
+    """Return {"header": ..., "decode": [...], "prefill": ..., "peers": [...], "peer_prefill": ...}.
+
+    peer: times the same in a library and returns the last two.
+    """
+    num_rows, has_prefill = len(settings.rows), bool(settings.prompt_tokens)
+    peer_rows = 0 if peer is None else num_rows * 2 + has_prefill
+    with Progress(2 + num_rows + has_prefill + peer_rows) as progress:
         with progress(f"weights of {settings.name}"):
             model, tokenizer = load(settings)
         with progress("copy bandwidth"):
@@ -166,7 +168,7 @@ def run(settings: DecodeSettings, peer: Peer | None = None) -> Document:
                 document["prefill"] = _prefill(model, vocab_size, settings)
         del model
         free(settings.device)
-        document["peers"] = [] if peer is None else peer(settings, document["decode"], progress)
+        document |= {"peers": [], "peer_prefill": None} if peer is None else peer(settings, document, progress)
     return document
 
 

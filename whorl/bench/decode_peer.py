@@ -1,42 +1,53 @@
-"""Times the same decoding in transformers, with the same checkpoint or random weights of the same shape."""
+"""Times the same decoding and prefill in transformers, with the same checkpoint or random weights of the same shape."""
 
+import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from whorl import device as devices
-from whorl.bench.decode import DecodeSettings, prompts, timed
+from whorl.bench.decode import DecodeSettings, free, prompts, timed
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 
+LEAST_CHUNK = 256  # tokens of a prompt that transformers computes at once, at least
 
-def run(settings: DecodeSettings, ours: Sequence[Document], progress: Progress) -> list[Document]:
-    """Time each of our rows in each variant of transformers; a failure becomes the note of its row."""
+
+def run(settings: DecodeSettings, document: Document, progress: Progress) -> Document:
+    """Time the rows and the prefill of our document in transformers; a failure becomes the note of its row."""
     variants: dict[str, dict[str, Any]] = {"transformers": {}}
     if devices.accelerator(settings.device) is not None:
         variants["transformers, static cache, compiled"] = {"cache_implementation": "static"}
+    load = functools.cache(lambda: _load(settings))
     rows: list[Document] = []
-    model: Any = None
-    for row in ours:
+    for row in document["decode"]:
         for label, options in variants.items():
             with progress(f"{label}, batch {row['batch']}, {row['context']} keys"):
                 result: Document = {"label": label, "batch": row["batch"], "context": row["context"]}
-                try:
-                    model = _load(settings) if model is None else model
-                    result |= _compare(row, _seconds(model, row, options, settings))
-                except Exception as error:  # an exception of another library must not end the benchmark
-                    text = str(error).splitlines()
-                    result["note"] = f"did not run: {type(error).__name__}: {text[0] if text else ''}"
-                rows.append(result)
-    return rows
+                compare = functools.partial(_compare, load, row, options, settings)
+                rows.append(result | _noted(compare))
+    prefill = None
+    if document["prefill"] is not None:
+        with progress(f"transformers, prefill of {settings.prompt_tokens}"):
+            prefill = {"label": "transformers"} | _noted(lambda: _prefill(load, document["prefill"], settings))
+    return {"peers": rows, "peer_prefill": prefill}
 
 
-def _compare(ours: Document, seconds: float) -> Document:
+def _noted(function: Callable[[], Document]) -> Document:
+    """Return what the function returns, or a note: an exception of another library must not end the benchmark."""
+    try:
+        return function()
+    except Exception as error:
+        text = str(error).splitlines()
+        return {"note": f"did not run: {type(error).__name__}: {text[0] if text else ''}"}
+
+
+def _compare(load: Callable[[], Any], ours: Document, options: dict[str, Any], settings: DecodeSettings) -> Document:
     """Return a row with the bytes and the roofline of our row, so that the shares compare times."""
-    batch = ours["batch"]
+    batch, seconds = ours["batch"], _seconds(load(), ours, options, settings)
     return {
         "tok_s": batch / seconds,
         "ms_per_step": seconds * 1e3,
@@ -65,6 +76,38 @@ def _seconds(model: Any, row: Document, options: dict[str, Any], settings: Decod
         long, short = (timed(settings.device, lambda count=count: generate(count)) for count in (num + 1, 1))  # type: ignore[misc]
         samples.append((long - short) / num)
     return statistics.median(samples)
+
+
+def _prefill(load: Callable[[], Any], ours: Document, settings: DecodeSettings) -> Document:
+    """Time a prompt of as many tokens, in chunks of half as many until it fits into memory."""
+    model, length = load(), ours["prompt_tokens"]
+    ids = torch.tensor(prompts(1, length, model.config.vocab_size), device=settings.device)
+    chunk = length
+    while True:
+        try:
+            forward = functools.partial(_forward, model, ids, chunk)
+            times = [timed(settings.device, forward) for _ in range(settings.repeats + 1)]
+            break
+        except torch.OutOfMemoryError:
+            if chunk // 2 < LEAST_CHUNK:
+                raise
+            chunk //= 2
+            free(settings.device)
+    seconds = statistics.median(times[1:])
+    return {
+        "chunk": chunk,
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "seconds": seconds,
+        "tok_s": length / seconds,
+        "ratio": seconds / ours["seconds"],
+    }
+
+
+@torch.inference_mode()
+def _forward(model: Any, ids: torch.Tensor, chunk: int) -> None:
+    past = None
+    for part in ids.split(chunk, 1):
+        past = model(part, past_key_values=past, use_cache=True, logits_to_keep=1).past_key_values
 
 
 def _load(settings: DecodeSettings) -> Any:

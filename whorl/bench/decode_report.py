@@ -43,7 +43,16 @@ def render(document: Document) -> str:
         share = f"{prefill['share_of_matmul']:.0%} of a large matmul's {prefill['matmul_tflop_s']:.2f}"
         lines += ["", f"prefill   {prefill['prompt_tokens']} tokens in {prefill['seconds'] * 1e3:.1f} ms: "]
         lines[-1] += f"{prefill['tok_s']:.0f} tok/s, {prefill['tflop_s']:.2f} TFLOP/s, {share}"
+    if (peer := document["peer_prefill"]) is not None:
+        lines.append(f"          {peer['label']}: {_peer_prefill(peer)}")
     return "\n".join(lines)
+
+
+def _peer_prefill(row: Document) -> str:
+    if "note" in row:
+        return str(row["note"])
+    times = f"{row['seconds'] * 1e3:.1f} ms, {row['tok_s']:.0f} tok/s"
+    return f"{times}, {row['chunk']} tokens at once, {row['attention']} attention: whorl is {row['ratio']:.2f}x as fast"
 
 
 def _cells(label: str, row: Document) -> list[str]:

@@ -57,7 +57,10 @@ def make(
     shape = (sum(counts) + 3, block, kv_heads, dim + 8 * draw.sliced)
     caches = draw_caches(draw, shape, format, draw.scale)
     q, device = draw.normal(sum(queries), heads, dim), draw.device
-    tables, free = torch.zeros(len(counts), max(counts, default=0) + 1, dtype=torch.int32), torch.randperm(sum(counts) + 3).int()
+    tables, free = (
+        torch.zeros(len(counts), max(counts, default=0) + 1, dtype=torch.int32),
+        torch.randperm(sum(counts) + 3).int(),
+    )
     for b, count in enumerate(counts):
         tables[b, :count], free = free[:count], free[count:]
     starts = torch.tensor([0, *queries]).cumsum(0)
