@@ -15,22 +15,21 @@ from .._overlap_triton import begin, follow, overlap_level, overlap_options
 from .._rows import empty_like, power_of_2
 from ..linear_triton import unit_stride
 
-LOWEST: tl.constexpr = tl.constexpr(-(2**63))
+LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # a key below that of -inf
 
 
 @triton.jit
-def _sort_keys(values, ids):
-    """Pack value and id into one int64 key; the maximum key is the highest value and, among equals, the lowest id."""
+def _sort_keys(values):
+    """Return int32 in the order of the values: a warp finds the maximum of such integers in one instruction."""
     bits = values.to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
-def _top_key(keys):
-    """Return the highest key of a 2-D block of `_sort_keys`, and the id in it."""
+def _top_key(keys, ids):
+    """Return the highest key of a 2-D block of `_sort_keys` and its id, among equals the lowest."""
     best = tl.max(tl.max(keys, 1), 0)
-    return best, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
+    return best, tl.min(tl.min(tl.where(keys == best, ids, 0x7FFFFFFF), 1), 0)
 
 
 @launched
@@ -80,9 +79,9 @@ def _route_kernel(
             best = best + (second if SIZE > 1 else 0.0)
         best = tl.where(group < GROUPS, best, float("-inf"))
         is_kept = group < 0
-        keys = _sort_keys(best, group)
+        keys = _sort_keys(best)
         for _ in range(TOP_GROUPS):
-            winner = _top_key(keys)[1]
+            winner = _top_key(keys, group)[1]
             is_kept = is_kept | (group == winner)
             keys = tl.where(group == winner, LOWEST, keys)
         ranking = tl.where(is_kept, ranking, float("-inf"))
@@ -90,13 +89,13 @@ def _route_kernel(
     weights = tl.zeros((BLOCK_K,), tl.float32)
     chosen = tl.zeros((BLOCK_K,), tl.int32)
     total = 0.0
-    keys = _sort_keys(ranking, ids)
-    for i in range(K):
-        key, winner = _top_key(keys)
+    keys = _sort_keys(ranking)
+    for i in tl.static_range(K):
+        key, winner = _top_key(keys, ids)
         if HAS_BIAS:
             weight = tl.sum(tl.sum(tl.where(ids == winner, scores, 0.0), 1), 0)
-        else:  # scores are never negative, so the upper half of the key holds their bits unchanged
-            weight = (key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        else:  # scores are never negative, so a key has their bits
+            weight = key.to(tl.float32, bitcast=True)
         weights = tl.where(choice == i, weight, weights)
         chosen = tl.where(choice == i, winner, chosen)
         keys = tl.where(ids == winner, LOWEST, keys)
