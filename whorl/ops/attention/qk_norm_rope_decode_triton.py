@@ -92,7 +92,10 @@ def _rotate_decode_kernel(
     b, end = sequence_of(token, starts_ptr, lengths_ptr, B, BLOCK_B)
     first = tl.maximum(end - window, 0) if window > 0 else 0
     i = first // CUT + tl.program_id(2)
-    if i * CUT < end:
+    if i * CUT >= end:
+        if tl.program_id(2) == 0:  # or a step without any key would end before the kernels that it must follow
+            follow(OVERLAP)
+    else:
         last = end - 1  # the new key's position
         dtype = qkv_ptr.dtype.element_ty
         keys = i * CUT + tl.arange(0, CUT)
