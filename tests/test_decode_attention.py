@@ -4,9 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from mock_model import record
 from torch import Tensor
 
 from whorl import ops
+from whorl.engine.llm import LLM
+from whorl.engine.sequence import SamplingParams
+from whorl.engine.weights import random_model
+from whorl.models import gemma3, qwen3
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 import triton
@@ -107,3 +112,33 @@ def test_two_new_tokens_of_a_sequence_are_refused() -> None:
     values["query_starts"] = torch.tensor([0, 2, 2], dtype=torch.int32)
     with pytest.raises(ValueError, match="qk_norm_rope_decode: a sequence has 2 new tokens, expected at most one"):
         ops.qk_norm_rope_decode(**values)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_the_engine_gets_the_same_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that grow and shrink, windows among them; the operator runs as often as layers decode."""
+    kind = {"qwen3": qwen3.Qwen3, "gemma3": gemma3.Gemma3}[name]
+    config = kind.tiny(num_hidden_layers=2)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5] * 40]
+    outputs = []
+    calls: list[int] = []
+    reference = ops.qk_norm_rope_decode.unchecked
+    monkeypatch.setattr(
+        ops.qk_norm_rope_decode, "unchecked", lambda *a, **k: (calls.append(len(a[0])), reference(*a, **k))
+    )
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(qwen3, "ONE_KERNEL", devices)
+        torch.manual_seed(0)
+        llm = LLM(
+            model=random_model(config, device="cpu", dtype=torch.float32), device="cpu", num_blocks=32, block_size=4
+        )
+        recorded = record(llm)
+        sequences = [llm.add(p, SamplingParams(temperature=0, max_tokens=4 + 3 * i))[0] for i, p in enumerate(prompts)]
+        while llm.has_work:
+            llm.step()
+        outputs.append([recorded[seq.id] for seq in sequences])
+    assert set(calls) == {1, 2, 3}
+    for plain, fused in zip(*outputs, strict=True):
+        assert plain.keys() == fused.keys()
+        assert len(plain) >= 4
+        assert all(torch.equal(plain[i], fused[i]) for i in plain)

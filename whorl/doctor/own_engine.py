@@ -24,8 +24,6 @@ def predict_text(launch: Launch) -> Prediction:
     if launch.device != "npu":
         kernel = "whorl::qk_norm_rope_write" if is_normed else "whorl::rope"
         because = f"{kernel} reads q and k from the output of their projection" + " and applies their norms" * is_normed
-        if is_normed and launch.device == "cuda":
-            because += "; whorl::qk_norm_rope_decode does while few tokens are decoded"
         return "text", "whorl", because, _FUSED
     refusal = _mrope_refusal(launch, launch.rope.head_dim if launch.rope else int(model.get("head_dim") or 128))
     if is_normed and refusal is None:

@@ -14,6 +14,9 @@ from whorl.models.windows import by_layer
 from whorl.nn import Experts, KVCache, Linear, Ranks, RMSNorm, Step
 from whorl.nn.weight import FEW
 
+# Devices where decoding tokens are rotated and attend in one kernel. Not "cuda" yet: it has not run on a GPU.
+ONE_KERNEL: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
@@ -122,7 +125,7 @@ class Attention(llama.Attention):
         return q
 
     def mix(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
-        is_fused = self.is_normed and step.has_single_tokens and qkv.is_cuda and qkv.shape[0] <= FEW
+        is_fused = self.is_normed and step.has_single_tokens and qkv.shape[0] <= FEW and qkv.device.type in ONE_KERNEL
         if not is_fused:
             return super().mix(qkv, rotary, step, cache)
         out = qkv.new_empty(qkv.shape[0], self.num_heads, self.head_dim)
