@@ -4,8 +4,20 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+
+# Triton's interpreter may leave its own functions in these; a compiler needs the originals.
+_PLACES = (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype)
+_ORIGINALS = [(place, dict(vars(place))) for place in _PLACES]
+
+
+def _restore_language() -> None:
+    for place, members in _ORIGINALS:
+        for name, value in members.items():
+            if vars(place).get(name) is not value:
+                setattr(place, name, value)
 
 
 class Launch(NamedTuple):
@@ -55,6 +67,7 @@ class StubDriver:
 @contextlib.contextmanager
 def stub_driver(*kernels: Any) -> Iterator[StubDriver]:
     """In the block `kernels` are compiled and launched here, from nothing."""
+    _restore_language()
     before, stub = driver._active, StubDriver()
     driver.set_active(stub)
     for kernel in kernels:

@@ -259,11 +259,11 @@ def test_an_engine_until_a_rank_is_killed(engine: Callable[..., LLM], checkpoint
 RAISE = """
 from whorl.engine.runner import Runner
 run_call, calls = Runner.run_call, []
-def failing(self, call):
+def failing(self, call, *states):
     calls.append(call)
     if len(calls) == 5:
         raise ValueError("the planted fault")
-    return run_call(self, call)
+    return run_call(self, call, *states)
 Runner.run_call = failing
 """
 
@@ -418,7 +418,7 @@ def test_a_rank_of_torchrun_that_raises_ends_the_run(checkpoints: dict[str, Path
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script), "on"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)  # collectives wait longer
     assert done.returncode != 0
-    assert "ValueError: the planted fault" in done.stderr
+    assert "ValueError: the planted fault" in done.stderr, done.stderr
 
 
 # ---- settings of the libraries, and what they are worth
