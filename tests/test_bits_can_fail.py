@@ -10,7 +10,8 @@ from torch import Tensor
 from whorl.device import is_interpreting
 from whorl.ops import OPS, linear, paged_attention
 
-LINEAR, DECODE = "whorl.ops.linear_triton", "whorl.ops.attention.decode_triton"
+LINEAR = "whorl.ops.linear_triton"
+DECODE, FOLD = (f"whorl.ops.attention.{name}_triton" for name in ("decode", "fold"))
 LOOP = "    for start in range(0, K, BLOCK_K):\n        k = start + tl.arange(0, BLOCK_K)\n        if EVEN:"
 
 
@@ -54,7 +55,8 @@ def test_another_order_of_k(tmp_path: Path, device: str, monkeypatch: pytest.Mon
 def test_another_order_of_cuts(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = attend(17, device, torch.float32)
     assert torch.equal(attend(1, device, torch.float32), whole)
-    plant(DECODE, "here = at + ahead +", "here = at + (AHEAD - 1 - ahead) +", 1, tmp_path, monkeypatch)
+    stored = "at = row * cuts + "
+    plant(DECODE, f"{stored}i", f"{stored}tl.cdiv(end, CUT) - 1 - i", 1, tmp_path, monkeypatch)
     actual = attend(1, device, torch.float32)
     assert not torch.equal(actual, whole)
     torch.testing.assert_close(actual, whole, rtol=1e-4, atol=1e-5)
@@ -64,13 +66,13 @@ def test_another_order_of_cuts(tmp_path: Path, device: str, monkeypatch: pytest.
 def test_a_product_and_a_sum_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contraction: of two products that are added one is rounded; the interpreter rounds both.
 
-    `fold` with its sides changed rounds the other. It is so little that few of many results show it in 16 bits.
+    `fold_stored` with its sides changed rounds the other. It is so little that few of many results show it in 16 bits.
     """
     many = {"sequences": 16, "heads": 32, "kv_heads": 4, "dim": 128}
     whole = attend(17, "cuda", torch.float16, **many)
     assert torch.equal(attend(1, "cuda", torch.float16, **many), whole)
-    written = "fold(top, total, out, cut_top, cut_total, cut_out)"
-    plant(DECODE, written, "fold(cut_top, cut_total, cut_out, top, total, out)", 2, tmp_path, monkeypatch)
+    written = "tl.fma(cut_outs[ahead], cut_add, out * cut_keep)"
+    plant(FOLD, written, "tl.fma(out, cut_keep, cut_outs[ahead] * cut_add)", 1, tmp_path, monkeypatch)
     actual = attend(1, "cuda", torch.float16, **many)
     assert not torch.equal(actual, whole)
     torch.testing.assert_close(actual, whole, rtol=0.002, atol=0.002)

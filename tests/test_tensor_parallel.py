@@ -122,7 +122,7 @@ def check_ranks(llm: LLM, path: Path) -> None:
     of one sequence after the other."""
     one_rank: Any = load_model(path, device="cpu", dtype=torch.float32, progress=False)
     recorded, cases = record(llm), list(requests())
-    plain = []
+    plain, llm.proposer = [], None
     for prompt, params in cases:
         (seq,) = run(llm, (prompt, params))
         expected, logits = alone(one_rank, ByteTokenizer(), prompt, params)
@@ -170,14 +170,15 @@ def test_two_ranks_equal_one(
     """3 KV heads, and 5 heads that share latents, are shared unevenly by two ranks, 2 KV heads evenly."""
     if name == "qwen3_moe":
         sum_in_two_turns(monkeypatch)
-    check_ranks(engine(name, num_blocks=13, run_ahead=name == "qwen3"), checkpoints[name])
+    options: dict[str, Any] = {"num_blocks": 13, "run_ahead": name == "qwen3", "speculate": PromptLookup()}
+    check_ranks(engine(name, **options), checkpoints[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_four_ranks_equal_one(name: str, engine: Callable[..., LLM], checkpoints: dict[str, Path]) -> None:
     """Some KV heads are on two ranks."""
-    check_ranks(engine(name, num_blocks=13, tp=4), checkpoints[name])
+    check_ranks(engine(name, num_blocks=13, tp=4, speculate=PromptLookup()), checkpoints[name])
 
 
 def check_scores(llm: LLM, path: Path) -> None:

@@ -158,12 +158,11 @@ def run(settings: DecodeSettings, peer: Peer | None = None) -> Document:
         with progress("copy bandwidth"):
             document: Document = {"header": header(settings, model)}
         vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
-        document["decode"] = []
+        document |= {"decode": [], "prefill": None}
         for context, batch in settings.rows:
             with progress(f"decode, batch {batch}, {context} keys"):
                 document["decode"].append(_decode(model, vocab_size, batch, context, settings))
-        document["prefill"] = None
-        if settings.prompt_tokens:
+        if has_prefill:
             with progress(f"prefill of {settings.prompt_tokens}"):
                 document["prefill"] = _prefill(model, vocab_size, settings)
         del model
