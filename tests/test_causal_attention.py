@@ -9,7 +9,7 @@ from test_inference_ops import assert_equal_bits, backends, is_slow
 from torch import Tensor
 
 from whorl.ops import OPS, causal_attention, paged_attention
-from whorl.ops.attention import paged
+from whorl.ops.attention import tiles
 
 Values = dict[str, Any]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -83,7 +83,7 @@ def test_another_cut_of_the_keys_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     values = packed((290,), "cpu")
     whole = served(values, (), "torch")
     assert_equal_bits(causal_attention(**values, backend="torch")[0], whole, "as it is")
-    monkeypatch.setattr(paged, "KEYS", 128)
+    monkeypatch.setattr(tiles, "KEYS", 128)
     with pytest.raises(AssertionError, match=r"rows .* differ"):
         assert_equal_bits(causal_attention(**values, backend="torch")[0], whole, "cut elsewhere")
 

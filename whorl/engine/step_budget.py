@@ -5,7 +5,7 @@ output.
 """
 
 from whorl.device import HOST
-from whorl.ops.attention.paged import ROWS as TILE
+from whorl.ops.attention.tiles import ROWS as TILE
 
 _SECONDS = 0.5  # about how long a step with prompts should take
 _FASTEST_GROWTH = 4  # from one step to the next, because one step may have been fast by accident

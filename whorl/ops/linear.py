@@ -2,10 +2,11 @@
 
 CPU libraries choose a kernel by the shape of a product, and kernels may sum in different orders. The reference
 therefore defines the bits of a row as those that it has in a product of TILE rows. It uses larger products, and weights
-in MKL's order, only where a trial has shown that their bits are equal.
+in a library's own order, only where a trial has shown that their bits are equal.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -45,9 +46,9 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     count, parts = x.shape[0], []
     if not count:
         return x @ weight.t()
-    packed = getattr(weight, "packed", None)
+    packed: Packed | None = getattr(weight, "packed", None)
     if packed is not None and packed.version == weight._version:
-        return _multiply_packed(x, packed.weight, weight)
+        return packed.library.multiply(x, packed.weight, weight)
     left = torch.nn.functional.pad(x, (0, 0, 0, -count % TILE)) if count % TILE else x
     for size in _sizes(weight.shape, weight.dtype, weight.device.type, torch.get_num_threads()):
         end = len(left) // size * size
@@ -57,44 +58,66 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def pack(weight: Tensor) -> None:
-    """Attach to a CPU weight [N, K] a copy in the order that MKL reads fastest, for products with few rows.
+    """Attach to a CPU weight [N, K] a copy in the order that a library reads fastest, for products with few rows.
 
     Such a product then takes no longer than reading the weight. The copy is the attribute `weight.packed`, takes as
-    much memory as the weight, and is used until the weight changes. Nothing happens unless the weight is fp32, MKL is
-    available and a trial shows that the bits are equal.
+    much memory as the weight, and is used until the weight changes. Nothing happens unless the weight is fp32 and a
+    trial shows that the bits of one of LIBRARIES are equal.
     """
-    is_fit = weight.device.type == HOST and weight.dtype == torch.float32 and not weight.is_inference()
-    if not is_fit or not torch.backends.mkl.is_available():
+    if weight.device.type != HOST or weight.dtype != torch.float32 or weight.is_inference():
         return
-    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), TILE)
-    key = weight.shape, torch.get_num_threads()
-    if key not in _PACKED:
-        name = f"packed {list(weight.shape)} {torch.get_num_threads()} threads"
-        _PACKED[key] = _STORE.outcome(name, HOST, lambda: _is_equal_packed(packed, weight))
-    if _PACKED[key]:
-        weight.packed = Packed(packed, weight._version)  # type: ignore[attr-defined]
+    for library in LIBRARIES:
+        if library.is_available() and library.has_equal_bits(weight):
+            weight.packed = Packed(library.order(weight.detach()), weight._version, library)  # type: ignore[attr-defined]
+            return
 
 
-def _is_equal_packed(packed: Tensor, weight: Tensor) -> bool:
-    x = torch.randn(LARGER[0], weight.shape[1], generator=torch.Generator().manual_seed(0))
-    expected = multiply(x, weight)
-    trials = (1, 2, TILE - 1, TILE, TILE + 1, *LARGER)
-    return all(torch.equal(_multiply_packed(x[:n], packed, weight), expected[:n]) for n in trials)
+class Library(NamedTuple):
+    """A library that stores a weight in an order of its own. multiply: of x, the ordered weight and the plain one."""
+
+    name: str
+    is_available: Callable[[], bool]
+    order: Callable[[Tensor], Tensor]
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def has_equal_bits(self, weight: Tensor) -> bool:
+        """Return whether a product of any number of rows has the bits of `multiply` with the plain weight."""
+        key = self.name, weight.shape, torch.get_num_threads()
+        if key not in _OUTCOMES:
+            name = f"{self.name} {list(weight.shape)} {torch.get_num_threads()} threads"
+            _OUTCOMES[key] = _STORE.outcome(name, HOST, lambda: self._trial(weight.detach()))
+        return _OUTCOMES[key]
+
+    def _trial(self, weight: Tensor) -> bool:
+        x = torch.randn(LARGER[0], weight.shape[1], generator=torch.Generator().manual_seed(0))
+        expected, ordered = multiply(x, weight), self.order(weight)
+        counts = (1, 2, TILE - 1, TILE, TILE + 1, *LARGER)
+        return all(torch.equal(self.multiply(x[:n], ordered, weight), expected[:n]) for n in counts)
 
 
 class Packed(NamedTuple):
-    """A weight in MKL's order, and the version of the plain weight that it was made from."""
+    """A weight in a library's order, and the version of the plain weight that it was made from."""
 
     weight: Tensor
     version: int
+    library: Library
 
 
-_PACKED: dict[tuple[torch.Size, int], bool] = {}  # by shape and number of threads: whether the bits are equal
-
-
-def _multiply_packed(x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
-    y: Tensor = torch.ops.mkl._mkl_linear(x, packed, weight, None, x.shape[0])
-    return y
+LIBRARIES = (
+    Library(
+        "mkl",
+        is_available=torch.backends.mkl.is_available,
+        order=lambda weight: torch.ops.mkl._mkl_reorder_linear_weight(weight, TILE),
+        multiply=lambda x, ordered, weight: torch.ops.mkl._mkl_linear(x, ordered, weight, None, x.shape[0]),
+    ),
+    Library(
+        "onednn",
+        is_available=torch.backends.mkldnn.is_available,
+        order=lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight, TILE),
+        multiply=lambda x, ordered, weight: torch.ops.mkldnn._linear_pointwise(x, ordered, None, "none", [], ""),
+    ),
+)
+_OUTCOMES: dict[tuple[str, torch.Size, int], bool] = {}  # by library, shape and number of threads
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from whorl.nn.ranks import Unit
 from whorl.nn.weight import Destination, Formats, Matrix, Part
 from whorl.ops._trial_store import TrialStore
 from whorl.ops.linear import multiply as multiply_plain
+from whorl.ops.linear import pack
 from whorl.ops.quantised.routed import activate, run_routed_experts
 
 from .dense import DENSE
@@ -63,9 +64,9 @@ class CpuRounding:
         """Round a weight; returns the tensors to store and the sums of squares of errors and of weights."""
         parts = [self._round(part.float()) for part in weight.split(max(MOST_VALUES // weight.shape[1], 1))]
         ends = {end: torch.cat([part[0][end] for part in parts]) for end in parts[0][0]}
-        return ends, sum(float(part[1]) for part in parts), float(weight.double().square().sum())
+        return ends, sum(error for _, error, _ in parts), sum(square for _, _, square in parts)
 
-    def _round(self, weight: Tensor) -> tuple[Ends, Tensor]:
+    def _round(self, weight: Tensor) -> tuple[Ends, float, float]:
         left, ends = weight.unflatten(-1, (-1, GROUP)), {"offsets": torch.zeros(())}
         if not bool(left.isfinite().all()):
             raise ValueError("has an infinity or NaN, which no scale can represent")
@@ -79,7 +80,7 @@ class CpuRounding:
             ends[f"words{number}"] = packed_words((codes + 8).to(torch.uint8).flatten(-2), 4)
             ends[f"scales{number}"] = scale.squeeze(-1).bfloat16()
             ends["offsets"] = ends["offsets"] + offset.squeeze(-1)
-        return ends, left.double().square().sum()
+        return ends, float(left.double().square().sum()), float(weight.double().square().sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ class Cpu4(Quantised):
             parameters["offsets"] = matrix.offsets.data
         rows = matrix.rows.data if _is_embedding(matrix) else None
         matrix.replace(**parameters)
+        if parameters:
+            matrix.entries = _entries(matrix)
         if rows is not None:  # no parameter: a step reads few of them
             matrix.register_buffer("rows", rows, persistent=False)
 
@@ -142,15 +145,15 @@ class Cpu4(Quantised):
         raise ValueError(f"cpu4: {matrix.name} is in torch's order, which only its product reads")
 
     def linear(self, matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        y = _multiply(matrix, 0, x)
+        y = multiply(x, *matrix.entries[0])
         return (y if bias is None else y + bias.float()).to(x.dtype)
 
     def experts(self, gate_up: Any, down: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Return the output of the experts, rounded where `ops.experts` rounds."""
 
         def run_expert(e: int, rows: Tensor) -> Tensor:
-            hidden = activate(_multiply(gate_up, e, rows).to(x.dtype))
-            return _multiply(down, e, hidden).to(x.dtype)
+            hidden = activate(multiply(rows, *gate_up.entries[e]).to(x.dtype))
+            return multiply(hidden, *down.entries[e]).to(x.dtype)
 
         return run_routed_experts(x, weights, ids, run_expert)
 
@@ -169,11 +172,13 @@ def _passes(matrix: Any) -> int:
     return 2 if matrix.is_head else 0
 
 
-def _multiply(matrix: Any, entry: int, x: Tensor) -> Tensor:
-    """Return the product with a matrix, or with one of a stack, in fp32."""
-    shape = matrix.shape[-2:]
-    codes = [getattr(matrix, f"packed{number}")[entry] for number in range(_passes(matrix))]
-    return multiply(x, codes, matrix.offsets.view(-1, shape[0], shape[1] // GROUP)[entry])
+def _entries(matrix: Any) -> list[tuple[list[Tensor], Tensor]]:
+    """Return the matrices of codes and the offsets of a matrix, or of each of a stack: views of its parameters."""
+    codes = [getattr(matrix, f"packed{number}").data for number in range(_passes(matrix))]
+    offsets = matrix.offsets.data.view(-1, *matrix.offsets.shape[-2:]).unbind()
+    for each in offsets:
+        pack(each)
+    return [([part[e] for part in codes], each) for e, each in enumerate(offsets)]
 
 
 # ---- torch's product

@@ -12,7 +12,7 @@ from ..sparse_attention.contract import check_outputs
 from ..sparse_attention.masked import masked_attention_backward
 from . import causal_torch_npu
 from .packed import backward_by_sequence, check_starts, read, sequences
-from .paged import attend, log_sum_exp
+from .tiles import attend, log_sum_exp
 
 
 def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, window: int) -> None:

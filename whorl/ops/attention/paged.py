@@ -1,28 +1,18 @@
-"""Attention over a paged KV cache.
-
-The reference computes tiles of rows, a row being one query of one head, over blocks of KEYS keys, so that every product
-has one of few shapes. As in `linear`, the bits of a row are those that it has in a tile of ROWS rows.
-"""
+"""Attention over a paged KV cache; tiles.py has the reference's arithmetic."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from whorl.device import HOST
-
 from .._check import check_cache, check_lengths, check_tables
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
-from .._trial_store import TrialStore
 from . import paged_torch_npu
 from .paged_cases import BENCH, CASES, make
-
-_STORE = TrialStore("paged_attention", __file__)
-ROWS = 32  # rows of the tile that defines a row's bits
-MORE_ROWS, FEW_ROWS = 256, 8  # rows of other tiles, used where a trial shows that their bits are equal
-KEYS = 256  # keys of a block; blocks begin at positions that are multiples of this
+from .tiles import KEYS, STEP, attend, attend_together, counts_together, least
 
 
 def check_attention(
@@ -55,145 +45,79 @@ def check_attention(
         check_tables(name, block_tables, starts, contexts, k_cache)
 
 
-def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return the keys or values of a sequence, [HK, length, D] in the dtype of accumulation.
+class _Cache(NamedTuple):
+    """The paged keys and values of the sequences; codes are dequantised and rounded to `dtype`."""
 
-    Codes are dequantised and rounded to `dtype` first.
-    """
-    x = cache.index_select(0, blocks).flatten(0, 1)[:length]
-    if scales is not None:
-        by_token = scales.index_select(0, blocks).transpose(1, 2).flatten(0, 1)[:length, :, None]
-        x = (x.to(by_token.dtype) * by_token).to(dtype)
-    return widen(x).transpose(0, 1)
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    block_tables: Tensor
+    dtype: torch.dtype
 
+    def of_one(self, b: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of sequence b, [HK, length, D] in the dtype of accumulation."""
+        k, v = self._gather(self.block_tables[b : b + 1, : -(-length // self.k.shape[1])])
+        return k[0, :, :length], v[0, :, :length]
 
-def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, list[list[Tensor]]]:
-    """Compute causal attention of one sequence, whose queries have the last n positions.
+    def of_several(self, members: list[int], lengths: tuple[int, ...], num_keys: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of sequences, [B, HK, num_keys, D], values zero past their lengths."""
+        device, block_size = self.k.device, self.k.shape[1]
+        exist = _exist(lengths, -(-max(lengths) // block_size), block_size, device)
+        is_range = members[-1] - members[0] == len(members) - 1
+        rows = self.block_tables[members[0] : members[-1] + 1] if is_range else self.block_tables[members]
+        k, v = self._gather(rows[:, : exist.shape[1]] * exist)  # elsewhere a table may hold anything
+        if missing := num_keys - k.shape[2]:
+            k, v = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (k, v))
+        return k, v.masked_fill_(_absent(lengths, v.shape[2], device), 0)
 
-    q: [n, HK, G, D], G query heads for each key head; k, v: [HK, length, D]; all in the dtype of accumulation. Returns
-    out in the shape of q, and for each tile of rows the highest scores and sums that `log_sum_exp` takes.
-    """
-    length, (count, heads, group, dim) = k.shape[1], q.shape
-    k, v = (torch.nn.functional.pad(x, (0, 0, 0, -length % KEYS)) for x in (k, v))
-    rows = (q * scale).transpose(0, 1).reshape(heads, count * group, dim)
-    sizes = _sizes((heads, dim), q.dtype, q.device.type, torch.get_num_threads())
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, -count * group % sizes[-1]))
-    parts, sums, at = [], [], 0
-    for size in sizes:
-        while rows.shape[1] - at >= size:
-            out, *tile_sums = _tile(rows[:, at : at + size], k, v, QueryTile(length, count, group, at, size), window)
-            parts.append(out)
-            sums.append(tile_sums)
-            at += size
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return out[:, : count * group].view(heads, count, group, dim).transpose(0, 1), sums
+    def _gather(self, blocks: Tensor) -> list[Tensor]:
+        return [self._read(x, scales, blocks) for x, scales in ((self.k, self.k_scale), (self.v, self.v_scale))]
 
-
-class QueryTile(NamedTuple):
-    """Where a tile of rows lies in its sequence. Rows past the last query are padding and have the last position."""
-
-    length: int  # tokens of the sequence
-    queries: int  # of them, the last, that are queries
-    group: int  # rows of one query: its heads that share a key head
-    at: int  # first row of the tile
-    size: int  # rows of the tile
-
-    def position(self, row: int) -> int:
-        """Return the position of a row's query in its sequence."""
-        return min(self.length - self.queries + row // self.group, self.length - 1)
-
-    def blocks(self, window: int) -> range:
-        """Return the first key of every block of KEYS keys from the first to the last that a row attends to."""
-        lowest, highest = self.position(self.at), self.position(self.at + self.size - 1)
-        return range(max(0, lowest - window + 1) // KEYS * KEYS if window else 0, highest + 1, KEYS)
+    def _read(self, cache: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
+        count, index = len(blocks), blocks.flatten()
+        x = cache.index_select(0, index)
+        if scales is not None:
+            x = (x.to(scales.dtype) * scales.index_select(0, index).transpose(1, 2)[..., None]).to(self.dtype)
+        return widen(x.view(count, -1, *cache.shape[2:])).transpose(1, 2)
 
 
-@functools.lru_cache(maxsize=256)  # every layer of a model needs the same masks
-def _hidden(place: QueryTile, block: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return the mask [rows, keys] of the block that begins at key `block`: True where a row does not attend."""
-    with torch.inference_mode(False):  # a later call may save the mask for backward
-        tokens = torch.arange(place.at, place.at + place.size, device=device) // place.group
-        position = (place.length - place.queries + tokens).clamp(max=place.length - 1)[:, None]
-        key = block + torch.arange(keys, device=device)
-        hidden = key > position
-        return hidden | (key <= position - window) if window else hidden
+@functools.lru_cache(maxsize=64)  # every layer of a model needs the same
+def _exist(lengths: tuple[int, ...], width: int, block_size: int, device: torch.device) -> Tensor:
+    """Return which of the first `width` blocks of a table a sequence has, [B, width] int32 of 0 and 1."""
+    ends = torch.tensor([-(-length // block_size) for length in lengths], device=device)
+    return (torch.arange(width, device=device) < ends[:, None]).int()
 
 
-def log_sum_exp(sums: list[list[Tensor]], like: Tensor) -> Tensor:
-    """Return the log-sum-exp of every row's scores, [n, HK, G]. sums, like: the two results of `attend`, out last."""
-    count, heads, group, _ = like.shape
-    lse = torch.cat([top + total.log() for top, total in sums], 1)[:, : count * group, 0]
-    return lse.view(heads, count, group).transpose(0, 1)
+@functools.lru_cache(maxsize=64)
+def _absent(lengths: tuple[int, ...], keys: int, device: torch.device) -> Tensor:
+    """Return which of the first `keys` positions lie past the end of a sequence, [B, 1, keys, 1]."""
+    ends = torch.tensor(lengths, device=device)
+    return (torch.arange(keys, device=device) >= ends[:, None])[:, None, :, None]
 
 
-def _tile(rows: Tensor, k: Tensor, v: Tensor, place: QueryTile, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute attention of one tile. rows: R scaled queries [HK, R, D]; k, v: [HK, multiple of KEYS, D].
-
-    Returns out [HK, R, D] and, [HK, R, 1] each, the highest score of a row and the sum of the exponentials relative to
-    it. The softmax is computed online over blocks of KEYS keys. For a row without visible keys in a block, the block
-    multiplies by one and adds zero, so a row's bits do not depend on the other rows of the tile.
-    """
-    first, *later = place.blocks(window)
-    top, _, weights = _weigh(rows, k, place, first, window, None)
-    total, out = weights.sum(-1, keepdim=True), weights @ v[:, first : first + KEYS]
-    for block in later:
-        new_top, shift, weights = _weigh(rows, k, place, block, window, top)
-        keep = torch.exp(top - shift)
-        total = total * keep + weights.sum(-1, keepdim=True)
-        out = out * keep + weights @ v[:, block : block + KEYS]
-        top = new_top
-    return out / total, top, total
+class _Sequences(NamedTuple):
+    members: list[int]
+    queries: int  # of each
+    num_keys: int  # of each, padded, if they are computed side by side; 0 for one sequence by itself
 
 
-def _weigh(
-    rows: Tensor, k: Tensor, place: QueryTile, block: int, window: int, top: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute one block of the online softmax. top: the highest score of each row before it; None for the first block.
-
-    Returns the highest score including this block, that score with -inf replaced by 0, both [HK, R, 1], and the
-    exponentials of the scores relative to it, [HK, R, KEYS].
-    """
-    hidden = _hidden(place, block, KEYS, window, rows.device)
-    scores = (rows @ k[:, block : block + KEYS].transpose(1, 2)).masked_fill(hidden, -torch.inf)
-    block_top = scores.amax(-1, keepdim=True)
-    top = block_top if top is None else torch.maximum(top, block_top)
-    shift = top.masked_fill(top == -torch.inf, 0)
-    return top, shift, torch.exp(scores - shift)
-
-
-@functools.cache
-def _sizes(shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads: int) -> tuple[int, ...]:
-    """Return the row counts of tiles in which a row has the bits that it has in ROWS rows, by trial as in `linear`.
-
-    shape: key heads and head size.
-    """
-    if device != HOST:
-        return (ROWS,)
-
-    def is_equal(size: int) -> bool:
-        name = f"{size} rows {list(shape)} {dtype} {num_threads} threads"
-        return _STORE.outcome(name, device, lambda: _is_equal(shape, dtype, size))
-
-    return tuple(size for size in (MORE_ROWS, ROWS, FEW_ROWS) if size == ROWS or is_equal(size))
-
-
-def _is_equal(shape: tuple[int, int], dtype: torch.dtype, size: int) -> bool:
-    """Return whether tiles of `size` rows of random numbers have the bits of tiles of ROWS rows."""
-    generator = torch.Generator().manual_seed(0)
-    heads, dim = shape
-    q, k, v = (torch.randn(heads, n, dim, generator=generator).to(dtype) for n in (MORE_ROWS, 2 * KEYS, 2 * KEYS))
-    place = QueryTile(KEYS + MORE_ROWS, MORE_ROWS, 1, 0, MORE_ROWS)
-    results = [
-        torch.cat(
-            [
-                _tile(part, k, v, place._replace(at=i * rows, size=rows), 0)[0]
-                for i, part in enumerate(q.split(rows, 1))
-            ],
-            1,
-        )
-        for rows in (size, ROWS)
-    ]
-    return torch.equal(*results)
+def _companions(starts: list[int], lengths: list[int], wide: Tensor) -> Iterator[_Sequences]:
+    """Yield the sequences that have queries, together where they have as many queries and blocks of KEYS keys."""
+    heads, group, dim = wide.shape[1:]
+    kind = wide.dtype, wide.device.type, torch.get_num_threads()
+    alike: dict[tuple[int, int], list[int]] = {}
+    for b, length in enumerate(lengths):
+        if queries := starts[b + 1] - starts[b]:
+            alike.setdefault((queries, -(-length // KEYS)), []).append(b)
+    for (queries, blocks), members in alike.items():
+        before = (blocks - 1) * KEYS
+        last = -(-(max(lengths[b] for b in members) - before) // STEP) * STEP  # keys of the last block
+        at, counts = 0, counts_together((heads, dim), least(queries * group), last, *kind)
+        for count in counts or (1,):
+            while len(members) - at >= count:
+                yield _Sequences(members[at : at + count], queries, before + last if counts else 0)
+                at += count
 
 
 def _fake(q: Tensor, **_: object) -> Tensor:
@@ -248,17 +172,21 @@ def paged_attention(
     heads = k_cache.shape[2]
     wide = widen(q).view(q.shape[0], heads, q.shape[1] // heads, q.shape[2])
     starts, lengths = query_starts.tolist(), context_lens.tolist()
-    outs = []
-    for b, length in enumerate(lengths):
-        if starts[b + 1] > starts[b]:
-            blocks = block_tables[b, : -(-length // k_cache.shape[1])]
-            k = _gather(k_cache, k_scale, blocks, length, q.dtype)
-            v = _gather(v_cache, v_scale, blocks, length, q.dtype)
-            outs.append(attend(wide[starts[b] : starts[b + 1]], k, v, window, scale)[0])
-    if starts[-1] < len(q):
-        outs.append(torch.zeros_like(wide[starts[-1] :]))
-    out = outs[0] if len(outs) == 1 else torch.cat(outs) if outs else wide.clone()
-    return narrow(out.flatten(1, 2), q.dtype).contiguous()
+    cache = _Cache(k_cache, v_cache, k_scale, v_scale, block_tables, q.dtype)
+    out = wide.new_zeros(wide.shape)
+    for members, queries, num_keys in _companions(starts, lengths, wide):
+        first, last = starts[members[0]], starts[members[-1] + 1]
+        if not num_keys:
+            k, v = cache.of_one(members[0], lengths[members[0]])
+            out[first:last] = attend(wide[first:last], k, v, window, scale)[0]
+            continue
+        is_range = last - first == queries * len(members)
+        at = slice(first, last) if is_range else [starts[b] + i for b in members for i in range(queries)]
+        ends = tuple(lengths[b] for b in members)
+        k, v = cache.of_several(members, ends, num_keys)
+        rows = wide[at].unflatten(0, (len(members), queries))
+        out[at] = attend_together(rows, k, v, ends, window, scale).flatten(0, 1)
+    return narrow(out.flatten(1, 2), q.dtype)
 
 
 def _triton_reason(q: Tensor, scale: float, **_: object) -> str | None:

@@ -1,0 +1,234 @@
+"""The reference's attention: tiles of rows, a row being one query of one head, over blocks of KEYS keys.
+
+Every product has one of few shapes. As in `linear`, the bits of a row are those that it has in a tile of ROWS rows of
+one sequence. Other tiles, and those of several sequences side by side, are used where a trial shows equal bits.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from whorl.device import HOST
+
+from .._trial_store import TrialStore
+
+_STORE = TrialStore("paged_attention", __file__)
+ROWS = 32  # rows of the tile that defines a row's bits
+MORE_ROWS, FEW_ROWS = 256, 8  # rows of other tiles, used where a trial shows that their bits are equal
+KEYS = 256  # keys of a block; blocks begin at positions that are multiples of this
+LEAST_ROWS = 2  # of a tile: libraries have another kernel for the product with one row
+STEP = 64  # keys that the last block of decoded tokens is cut to a multiple of, where a trial shows equal bits
+TOGETHER = (32, 16, 8, 4, 2, 1)  # sequences side by side, used where a trial shows that their bits are equal
+
+
+class QueryTile(NamedTuple):
+    """Where a tile of rows lies in its sequence. Rows past the last query are padding and have the last position."""
+
+    length: int  # tokens of the sequence
+    queries: int  # of them, the last, that are queries
+    group: int  # rows of one query: its heads that share a key head
+    at: int  # first row of the tile
+    size: int  # rows of the tile
+
+    def position(self, row: int) -> int:
+        """Return the position of a row's query in its sequence."""
+        return min(self.length - self.queries + row // self.group, self.length - 1)
+
+    def blocks(self, window: int) -> range:
+        """Return the first key of every block of KEYS keys from the first to the last that a row attends to."""
+        lowest, highest = self.position(self.at), self.position(self.at + self.size - 1)
+        return range(max(0, lowest - window + 1) // KEYS * KEYS if window else 0, highest + 1, KEYS)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, list[list[Tensor]]]:
+    """Compute causal attention of one sequence, whose queries have the last n positions.
+
+    q: [n, HK, G, D], G query heads for each key head; k, v: [HK, length, D]; all in the dtype of accumulation. Returns
+    out in the shape of q, and for each tile of rows the highest scores and sums that `log_sum_exp` takes.
+    """
+    length, (count, heads, group, dim) = k.shape[1], q.shape
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, -length % KEYS)) for x in (k, v))
+    rows = (q * scale).transpose(0, 1).reshape(heads, count * group, dim)
+    sizes = _sizes((heads, dim), q.dtype, q.device.type, torch.get_num_threads())
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, -count * group % sizes[-1]))
+    parts, sums, at = [], [], 0
+    for size in sizes:
+        while rows.shape[1] - at >= size:
+            place = QueryTile(length, count, group, at, size)
+            out, *tile_sums = _tile(rows[:, at : at + size], k, v, (place,), window)
+            parts.append(out)
+            sums.append(tile_sums)
+            at += size
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return out[:, : count * group].view(heads, count, group, dim).transpose(0, 1), sums
+
+
+def log_sum_exp(sums: list[list[Tensor]], like: Tensor) -> Tensor:
+    """Return the log-sum-exp of every row's scores, [n, HK, G]. sums, like: the two results of `attend`, out last."""
+    count, heads, group, _ = like.shape
+    lse = torch.cat([top + total.log() for top, total in sums], 1)[:, : count * group, 0]
+    return lse.view(heads, count, group).transpose(0, 1)
+
+
+def attend_together(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int, scale: float
+) -> Tensor:  # fmt: skip
+    """Compute `attend` for B sequences with n queries each, side by side, each in one tile of `least(n G)` rows.
+
+    q: [B, n, HK, G, D]; k, v: [B, HK, multiple of STEP, D], v zero past a sequence's length; B must be one of
+    `counts_together`. Returns out in the shape of q.
+    """
+    count, queries, heads, group, dim = q.shape
+    num_rows, size = queries * group, least(queries * group)
+    rows = (q * scale).transpose(1, 2).reshape(count, heads, num_rows, dim)
+    if size > num_rows:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, size - num_rows))
+    places = tuple(QueryTile(length, queries, group, 0, size) for length in lengths)
+    out = _tile(rows, k, v, places, window)[0][:, :, :num_rows]
+    return out.view(count, heads, queries, group, dim).transpose(1, 2)
+
+
+def least(rows: int) -> int:
+    """Return the rows of a tile of `attend_together` for so many rows."""
+    return max(rows, LEAST_ROWS)
+
+
+@functools.lru_cache(maxsize=256)  # every layer of a model needs the same masks
+def _hidden(places: tuple[QueryTile, ...], block: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Return the mask of the `keys` keys from key `block` on: True where a row does not attend.
+
+    [rows, keys] for one tile; [tiles, 1, rows, keys] for several, which differ in their lengths alone.
+    """
+    first = places[0]
+    with torch.inference_mode(False):  # a later call may save the mask for backward
+        tokens = torch.arange(first.at, first.at + first.size, device=device) // first.group
+        lengths = torch.tensor([place.length for place in places], device=device)[:, None]
+        position = (lengths - first.queries + tokens).minimum(lengths - 1)[:, None, :, None]
+        key = block + torch.arange(keys, device=device)
+        hidden = key > position
+        hidden = hidden | (key <= position - window) if window else hidden
+        return hidden[0, 0] if len(places) == 1 else hidden
+
+
+def _tile(
+    rows: Tensor, k: Tensor, v: Tensor, places: tuple[QueryTile, ...], window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute attention of one tile, or of one of each sequence. places: where each lies.
+
+    rows: R scaled queries [HK, R, D]; k, v: [HK, multiple of KEYS or STEP, D]; with a dim of sequences before them for
+    several tiles. Returns out like rows and, [..., HK, R, 1] each, the highest score of a row and the sum of the
+    exponentials relative to it. The softmax is computed online over blocks of KEYS keys. For a row without visible keys
+    in a block, the block multiplies by one and adds zero: a row's bits do not depend on other rows and sequences.
+    """
+    blocks = [place.blocks(window) for place in places]
+    first, *later = range(min(each.start for each in blocks), max(each.stop for each in blocks), KEYS)
+    top, _, weights = _weigh(rows, k, places, first, window, None)
+    total, out = _sum(weights), weights @ v[..., first : first + KEYS, :]
+    for block in later:
+        new_top, shift, weights = _weigh(rows, k, places, block, window, top)
+        keep = torch.exp(top - shift)
+        total = total * keep + _sum(weights)
+        out = out * keep + weights @ v[..., block : block + KEYS, :]
+        top = new_top
+    return out / total, top, total
+
+
+def _weigh(
+    rows: Tensor, k: Tensor, places: tuple[QueryTile, ...], block: int, window: int, top: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute one block of the online softmax. top: the highest score of each row before it; None for the first block.
+
+    Returns the highest score including this block, that score with -inf replaced by 0, both [..., HK, R, 1], and the
+    exponentials of the scores relative to it, [..., HK, R, keys of the block].
+    """
+    keys = k[..., block : block + KEYS, :]
+    hidden = _hidden(places, block, keys.shape[-2], window, rows.device)
+    scores = (rows @ keys.transpose(-1, -2)).masked_fill_(hidden, -torch.inf)
+    block_top = scores.amax(-1, keepdim=True)
+    top = block_top if top is None else torch.maximum(top, block_top)
+    shift = top.masked_fill(top == -torch.inf, 0) if window else top  # without a window a row sees the first block
+    return top, shift, torch.exp(scores - shift)
+
+
+def _sum(weights: Tensor) -> Tensor:
+    """Return the sum over the keys, always of KEYS numbers: another count would be summed in another order."""
+    missing = KEYS - weights.shape[-1]
+    return (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).sum(-1, keepdim=True)
+
+
+# ---- trials
+
+
+@functools.cache
+def _sizes(shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads: int) -> tuple[int, ...]:
+    """Return the row counts of tiles in which a row has the bits that it has in ROWS rows, by trial as in `linear`.
+
+    shape: key heads and head size.
+    """
+    if device != HOST:
+        return (ROWS,)
+
+    def is_equal(size: int) -> bool:
+        name = f"{size} rows {list(shape)} {dtype} {num_threads} threads"
+        return _STORE.outcome(name, device, lambda: _is_equal(shape, dtype, size))
+
+    return tuple(size for size in (MORE_ROWS, ROWS, FEW_ROWS) if size == ROWS or is_equal(size))
+
+
+@functools.cache
+def counts_together(
+    shape: tuple[int, int], rows: int, keys: int, dtype: torch.dtype, device: str, num_threads: int
+) -> tuple[int, ...]:
+    """Return of TOGETHER the numbers of sequences in whose tiles of `rows` rows a row has its bits, by trial.
+
+    shape: key heads and head size; keys: those of the last block, a multiple of STEP. The last number is 1, a tile of
+    one sequence; without it nothing is returned.
+    """
+    if device != HOST or rows > ROWS:
+        return ()
+
+    def is_equal(count: int) -> bool:
+        name = f"{count} together, {rows} rows, {keys} keys {list(shape)} {dtype} {num_threads} threads"
+        return _STORE.outcome(name, device, lambda: _is_equal_together(shape, rows, keys, dtype, count))
+
+    equal = tuple(count for count in TOGETHER if is_equal(count))
+    return equal if 1 in equal else ()
+
+
+def _is_equal(shape: tuple[int, int], dtype: torch.dtype, size: int) -> bool:
+    """Return whether tiles of `size` rows of random numbers have the bits of tiles of ROWS rows."""
+    q, k, v = (x[0] for x in _random(shape, dtype, 1, MORE_ROWS))
+    place = QueryTile(KEYS + MORE_ROWS, MORE_ROWS, 1, 0, MORE_ROWS)
+    results = [
+        torch.cat(
+            [
+                _tile(part, k, v, (place._replace(at=i * rows, size=rows),), 0)[0]
+                for i, part in enumerate(q.split(rows, 1))
+            ],
+            1,
+        )
+        for rows in (size, ROWS)
+    ]
+    return torch.equal(*results)
+
+
+def _is_equal_together(shape: tuple[int, int], rows: int, keys: int, dtype: torch.dtype, count: int) -> bool:
+    """Return whether tiles of `rows` rows of `count` sequences have the bits of each sequence in a tile of ROWS."""
+    q, k, v = _random(shape, dtype, count, rows)
+    places = tuple(QueryTile(KEYS + keys - b, rows, 1, 0, rows) for b in range(count))
+    for b, place in enumerate(places):
+        v[b, :, place.length :] = 0
+    as_cached = [x[:, :, : KEYS + keys].transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    actual = _tile(q, *as_cached, places, 0)[0]
+    padded = torch.nn.functional.pad(q, (0, 0, 0, ROWS - rows))
+    alone = [_tile(padded[b], k[b], v[b], (places[b]._replace(size=ROWS),), 0)[0] for b in range(count)]
+    return torch.equal(actual, torch.stack(alone)[:, :, :rows])
+
+
+def _random(shape: tuple[int, int], dtype: torch.dtype, count: int, rows: int) -> list[Tensor]:
+    """Return `rows` random queries and 2 KEYS keys and values of `count` sequences, [count, HK, ..., D]."""
+    generator, (heads, dim) = torch.Generator().manual_seed(0), shape
+    sizes = (rows, 2 * KEYS, 2 * KEYS)
+    return [torch.randn(count, heads, n, dim, generator=generator).to(dtype) for n in sizes]
