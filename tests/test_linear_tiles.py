@@ -50,6 +50,9 @@ def test_a_packed_weight_that_changes_is_not_used() -> None:
     weight, x = packed_weight(), torch.randn(2, 768)
     weight.mul_(2)
     assert torch.equal(linear(x, weight), linear(x, weight.clone()))
+    weight = packed_weight()
+    weight.data = torch.randn(320, 768)
+    assert torch.equal(linear(x, weight), linear(x, weight.clone()))
 
 
 def other_library(error: float) -> object:

@@ -47,7 +47,7 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     if not count:
         return x @ weight.t()
     packed: Packed | None = getattr(weight, "packed", None)
-    if packed is not None and packed.version == weight._version:
+    if packed is not None and packed.source == (weight.data_ptr(), weight._version):
         return packed.library.multiply(x, packed.weight, weight)
     left = torch.nn.functional.pad(x, (0, 0, 0, -count % TILE)) if count % TILE else x
     for size in _sizes(weight.shape, weight.dtype, weight.device.type, torch.get_num_threads()):
@@ -68,7 +68,8 @@ def pack(weight: Tensor) -> None:
         return
     for library in LIBRARIES:
         if library.is_available() and library.has_equal_bits(weight):
-            weight.packed = Packed(library.order(weight.detach()), weight._version, library)  # type: ignore[attr-defined]
+            ordered, source = library.order(weight.detach()), (weight.data_ptr(), weight._version)
+            weight.packed = Packed(ordered, source, library)  # type: ignore[attr-defined]
             return
 
 
@@ -96,10 +97,10 @@ class Library(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A weight in a library's order, and the version of the plain weight that it was made from."""
+    """A weight in a library's order, and the address and version of the plain weight that it was made from."""
 
     weight: Tensor
-    version: int
+    source: tuple[int, int]
     library: Library
 
 

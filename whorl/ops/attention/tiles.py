@@ -220,8 +220,8 @@ def _is_equal_together(shape: tuple[int, int], rows: int, keys: int, dtype: torc
     places = tuple(QueryTile(KEYS + keys - b, rows, 1, 0, rows) for b in range(count))
     for b, place in enumerate(places):
         v[b, :, place.length :] = 0
-    as_cached = [x[:, :, : KEYS + keys].transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
-    actual = _tile(q, *as_cached, places, 0)[0]
+    cut_k, cut_v = (x[:, :, : KEYS + keys].transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    actual = _tile(q, cut_k, cut_v, places, 0)[0]
     padded = torch.nn.functional.pad(q, (0, 0, 0, ROWS - rows))
     alone = [_tile(padded[b], k[b], v[b], (places[b]._replace(size=ROWS),), 0)[0] for b in range(count)]
     return torch.equal(actual, torch.stack(alone)[:, :, :rows])
