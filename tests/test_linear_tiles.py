@@ -71,6 +71,19 @@ def test_a_library_is_used_only_where_its_bits_are_equal(error: float, monkeypat
     assert hasattr(packed_weight(), "packed") is (error == 0)
 
 
+def test_nothing_is_packed_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(TILES, "LIBRARIES", (other_library(0.0),))
+    monkeypatch.setattr(TILES._STORE, "outcome", lambda name, device, trial: trial())
+    TILES._warn_of_memory.cache_clear()
+    size = 320 * 768 * 4
+    for free, is_packed in ((None, True), (TILES.RESERVE + size, True), (TILES.RESERVE + size - 1, False), (0, False)):
+        monkeypatch.setattr(TILES, "free_memory", lambda free=free: free)
+        assert hasattr(packed_weight(), "packed") is is_packed
+    assert caplog.text.count("decoding is slower") == 1
+
+
 def test_other_devices_dtypes_and_inference_tensors_are_not_packed() -> None:
     with torch.inference_mode():
         frozen = torch.randn(8, 8)

@@ -198,7 +198,7 @@ def test_what_is_packed_is_unpacked_where_it_fits(tmp_path: Path, monkeypatch: p
 
 
 def test_memory_of_this_machine() -> None:
-    from whorl.engine.weights.room import free_memory
+    from whorl.host_memory import free_memory
 
     free = free_memory()
     assert free is None or 1 << 20 < free < 1 << 50

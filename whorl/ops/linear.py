@@ -6,6 +6,7 @@ in a library's own order, only where a trial has shown that their bits are equal
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whorl.device import HOST
+from whorl.host_memory import free_memory
 
 from . import linear_torch_npu
 from ._draw import Draw, Sizes
@@ -21,7 +23,9 @@ from ._op import Values, narrow, operator, widen
 from ._trial_store import TrialStore
 
 _STORE = TrialStore("linear", __file__)
+log = logging.getLogger(__name__)
 TILE = 16  # rows of the product that defines a row's bits; the last product is padded to it
+RESERVE = 1 << 31  # bytes of memory that packed copies of weights leave free
 LARGER = (512, 128, 32)  # rows of larger products, used where a trial shows that their bits are equal
 
 
@@ -61,16 +65,29 @@ def pack(weight: Tensor) -> None:
     """Attach to a CPU weight [N, K] a copy in the order that a library reads fastest, for products with few rows.
 
     Such a product then takes no longer than reading the weight. The copy is the attribute `weight.packed`, takes as
-    much memory as the weight, and is used until the weight changes. Nothing happens unless the weight is fp32 and a
-    trial shows that the bits of one of LIBRARIES are equal.
+    much memory as the weight, and is used until the weight changes. Nothing happens unless the weight is fp32, a trial
+    shows that the bits of one of LIBRARIES are equal, and RESERVE remains free beside the copy.
     """
     if weight.device.type != HOST or weight.dtype != torch.float32 or weight.is_inference():
+        return
+    free = free_memory()
+    if free is not None and free < weight.nbytes + RESERVE:
+        _warn_of_memory()
         return
     for library in LIBRARIES:
         if library.is_available() and library.has_equal_bits(weight):
             ordered, source = library.order(weight.detach()), (weight.data_ptr(), weight._version)
             weight.packed = Packed(ordered, source, library)  # type: ignore[attr-defined]
             return
+
+
+@functools.cache
+def _warn_of_memory() -> None:
+    log.warning(
+        "less than %d GiB of memory would be left: weights are not stored in the CPU library's order as well, so that "
+        "decoding is slower, with the same results",
+        RESERVE >> 30,
+    )
 
 
 class Library(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 
 from whorl import models
 from whorl.device import HOST, accelerator, default_device, numbered
+from whorl.host_memory import free_memory
 from whorl.nn import ONE, Matrix, Model, Ranks, create_parameters, weighted
 from whorl.nn import weights as formats
 
@@ -24,7 +25,6 @@ from .checkpoint import Checkpoint, Source, read_config
 from .fill import check_fit, fill
 from .hub import resolve
 from .quantize import quantized
-from .room import free_memory
 from .safetensors import open_safetensors
 
 __all__ = [

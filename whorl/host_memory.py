@@ -1,4 +1,4 @@
-"""The host memory that is left for weights."""
+"""The memory of the host that is free."""
 
 from pathlib import Path
 
