@@ -12,7 +12,7 @@ from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
 from . import paged_torch_npu
 from .paged_cases import BENCH, CASES, make
-from .tiles import KEYS, STEP, attend, attend_together, counts_together, least
+from .tiles import KEYS, STEP, TOGETHER, attend, attend_together, rows_together
 
 
 def check_attention(
@@ -99,24 +99,27 @@ def _absent(lengths: tuple[int, ...], keys: int, device: torch.device) -> Tensor
 class _Sequences(NamedTuple):
     members: list[int]
     queries: int  # of each
-    num_keys: int  # of each, padded, if they are computed side by side; 0 for one sequence by itself
+    num_keys: int = 0  # of each, padded, if they are computed side by side; 0 for one sequence by itself
+    size: int = 0  # rows of each one's tile
 
 
 def _companions(starts: list[int], lengths: list[int], wide: Tensor) -> Iterator[_Sequences]:
     """Yield the sequences that have queries, together where they have as many queries and blocks of KEYS keys."""
     heads, group, dim = wide.shape[1:]
-    kind = wide.dtype, wide.device.type, torch.get_num_threads()
+    sizes = rows_together((heads, dim), wide.dtype, wide.device.type, torch.get_num_threads())
     alike: dict[tuple[int, int], list[int]] = {}
     for b, length in enumerate(lengths):
         if queries := starts[b + 1] - starts[b]:
             alike.setdefault((queries, -(-length // KEYS)), []).append(b)
-    for (queries, blocks), members in alike.items():
-        before = (blocks - 1) * KEYS
-        last = -(-(max(lengths[b] for b in members) - before) // STEP) * STEP  # keys of the last block
-        at, counts = 0, counts_together((heads, dim), least(queries * group), last, *kind)
-        for count in counts or (1,):
+    for (queries, _), members in alike.items():
+        size = next((size for size in sizes if size >= queries * group), 0)
+        if not size:
+            yield from (_Sequences([b], queries) for b in members)
+            continue
+        at, num_keys = 0, -(-max(lengths[b] for b in members) // STEP) * STEP
+        for count in TOGETHER:
             while len(members) - at >= count:
-                yield _Sequences(members[at : at + count], queries, before + last if counts else 0)
+                yield _Sequences(members[at : at + count], queries, num_keys, size)
                 at += count
 
 
@@ -174,7 +177,7 @@ def paged_attention(
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     cache = _Cache(k_cache, v_cache, k_scale, v_scale, block_tables, q.dtype)
     out = wide.new_zeros(wide.shape)
-    for members, queries, num_keys in _companions(starts, lengths, wide):
+    for members, queries, num_keys, size in _companions(starts, lengths, wide):
         first, last = starts[members[0]], starts[members[-1] + 1]
         if not num_keys:
             k, v = cache.of_one(members[0], lengths[members[0]])
@@ -185,7 +188,7 @@ def paged_attention(
         ends = tuple(lengths[b] for b in members)
         k, v = cache.of_several(members, ends, num_keys)
         rows = wide[at].unflatten(0, (len(members), queries))
-        out[at] = attend_together(rows, k, v, ends, window, scale).flatten(0, 1)
+        out[at] = attend_together(rows, k, v, ends, size, window, scale).flatten(0, 1)
     return narrow(out.flatten(1, 2), q.dtype)
 
 

@@ -18,9 +18,9 @@ _STORE = TrialStore("paged_attention", __file__)
 ROWS = 32  # rows of the tile that defines a row's bits
 MORE_ROWS, FEW_ROWS = 256, 8  # rows of other tiles, used where a trial shows that their bits are equal
 KEYS = 256  # keys of a block; blocks begin at positions that are multiples of this
-LEAST_ROWS = 2  # of a tile: libraries have another kernel for the product with one row
 STEP = 64  # keys that the last block of decoded tokens is cut to a multiple of, where a trial shows equal bits
-TOGETHER = (32, 16, 8, 4, 2, 1)  # sequences side by side, used where a trial shows that their bits are equal
+TOGETHER = (16, 8, 4, 2, 1)  # sequences side by side, used where a trial shows that their bits are equal
+SIDE_ROWS = (2, 4, 8, 16, 32)  # rows of their tiles; not 1: libraries have another kernel for products with one row
 
 
 class QueryTile(NamedTuple):
@@ -49,7 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[
     out in the shape of q, and for each tile of rows the highest scores and sums that `log_sum_exp` takes.
     """
     length, (count, heads, group, dim) = k.shape[1], q.shape
-    k, v = (torch.nn.functional.pad(x, (0, 0, 0, -length % KEYS)) for x in (k, v))
+    k, v = _padded(k), _padded(v)
     rows = (q * scale).transpose(0, 1).reshape(heads, count * group, dim)
     sizes = _sizes((heads, dim), q.dtype, q.device.type, torch.get_num_threads())
     rows = torch.nn.functional.pad(rows, (0, 0, 0, -count * group % sizes[-1]))
@@ -73,26 +73,21 @@ def log_sum_exp(sums: list[list[Tensor]], like: Tensor) -> Tensor:
 
 
 def attend_together(
-    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], size: int, window: int, scale: float
 ) -> Tensor:  # fmt: skip
-    """Compute `attend` for B sequences with n queries each, side by side, each in one tile of `least(n G)` rows.
+    """Compute `attend` for B sequences with n queries each, side by side, each in one tile of `size` rows.
 
-    q: [B, n, HK, G, D]; k, v: [B, HK, multiple of STEP, D], v zero past a sequence's length; B must be one of
-    `counts_together`. Returns out in the shape of q.
+    q: [B, n, HK, G, D]; k, v: [B, HK, multiple of STEP, D], v zero past a sequence's length; B must be one of TOGETHER
+    and size, at least n G, of `rows_together`. Returns out in the shape of q.
     """
     count, queries, heads, group, dim = q.shape
-    num_rows, size = queries * group, least(queries * group)
+    num_rows = queries * group
     rows = (q * scale).transpose(1, 2).reshape(count, heads, num_rows, dim)
     if size > num_rows:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, size - num_rows))
     places = tuple(QueryTile(length, queries, group, 0, size) for length in lengths)
     out = _tile(rows, k, v, places, window)[0][:, :, :num_rows]
-    return out.view(count, heads, queries, group, dim).transpose(1, 2)
-
-
-def least(rows: int) -> int:
-    """Return the rows of a tile of `attend_together` for so many rows."""
-    return max(rows, LEAST_ROWS)
+    return out.unflatten(2, (queries, group)).transpose(1, 2)
 
 
 @functools.lru_cache(maxsize=256)  # every layer of a model needs the same masks
@@ -178,34 +173,33 @@ def _sizes(shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads:
 
 
 @functools.cache
-def counts_together(
-    shape: tuple[int, int], rows: int, keys: int, dtype: torch.dtype, device: str, num_threads: int
-) -> tuple[int, ...]:
-    """Return of TOGETHER the numbers of sequences in whose tiles of `rows` rows a row has its bits, by trial.
+def rows_together(
+    shape: tuple[int, int], dtype: torch.dtype, device: str, num_threads: int
+) -> tuple[int, ...]:  # fmt: skip
+    """Return of SIDE_ROWS the row counts of tiles in which a row of several sequences has its bits, by trial.
 
-    shape: key heads and head size; keys: those of the last block, a multiple of STEP. The last number is 1, a tile of
-    one sequence; without it nothing is returned.
+    shape: key heads and head size. All are tried at the first call, so that none is tried while requests wait.
     """
-    if device != HOST or rows > ROWS:
+    if device != HOST:
         return ()
 
-    def is_equal(count: int) -> bool:
-        name = f"{count} together, {rows} rows, {keys} keys {list(shape)} {dtype} {num_threads} threads"
-        return _STORE.outcome(name, device, lambda: _is_equal_together(shape, rows, keys, dtype, count))
+    def is_equal(rows: int) -> bool:
+        name = f"side by side, {rows} rows {list(shape)} {dtype} {num_threads} threads"
+        return _STORE.outcome(name, device, lambda: _is_equal_together(shape, rows, dtype))
 
-    equal = tuple(count for count in TOGETHER if is_equal(count))
-    return equal if 1 in equal else ()
+    return tuple(rows for rows in SIDE_ROWS if is_equal(rows))
 
 
 def _is_equal(shape: tuple[int, int], dtype: torch.dtype, size: int) -> bool:
     """Return whether tiles of `size` rows of random numbers have the bits of tiles of ROWS rows."""
-    q, k, v = (x[0] for x in _random(shape, dtype, 1, MORE_ROWS))
+    q, k, v = _random(shape, dtype, 2, MORE_ROWS)
+    k, v = (x.flatten(0, 1).transpose(0, 1) for x in (k, v))
     place = QueryTile(KEYS + MORE_ROWS, MORE_ROWS, 1, 0, MORE_ROWS)
     results = [
         torch.cat(
             [
                 _tile(part, k, v, (place._replace(at=i * rows, size=rows),), 0)[0]
-                for i, part in enumerate(q.split(rows, 1))
+                for i, part in enumerate(q[0].split(rows, 1))
             ],
             1,
         )
@@ -214,21 +208,36 @@ def _is_equal(shape: tuple[int, int], dtype: torch.dtype, size: int) -> bool:
     return torch.equal(*results)
 
 
-def _is_equal_together(shape: tuple[int, int], rows: int, keys: int, dtype: torch.dtype, count: int) -> bool:
-    """Return whether tiles of `rows` rows of `count` sequences have the bits of each sequence in a tile of ROWS."""
-    q, k, v = _random(shape, dtype, count, rows)
-    places = tuple(QueryTile(KEYS + keys - b, rows, 1, 0, rows) for b in range(count))
-    for b, place in enumerate(places):
-        v[b, :, place.length :] = 0
-    cut_k, cut_v = (x[:, :, : KEYS + keys].transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
-    actual = _tile(q, cut_k, cut_v, places, 0)[0]
-    padded = torch.nn.functional.pad(q, (0, 0, 0, ROWS - rows))
-    alone = [_tile(padded[b], k[b], v[b], (places[b]._replace(size=ROWS),), 0)[0] for b in range(count)]
-    return torch.equal(actual, torch.stack(alone)[:, :, :rows])
+def _is_equal_together(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> bool:
+    """Return whether tiles of `rows` rows of sequences side by side have the bits of each in a tile of ROWS rows.
+
+    One block of keys is tried, for one sequence of each number of keys. The first and the last sequence are compared.
+    """
+    q, k, v = _random(shape, dtype, TOGETHER[0], ROWS)
+    for keys in range(STEP, KEYS + 1, STEP):
+        counts = TOGETHER if keys in (STEP, KEYS) else (1,)
+        places = [QueryTile(keys - b, rows, 1, 0, rows) for b in range(counts[0])]
+        cut_k, cut_v = (x[:, :keys].transpose(1, 2) for x in (k, v))
+        for b, place in enumerate(places):
+            cut_v[b, :, place.length :] = 0
+        for count in counts:
+            actual = _tile(q[:count, :, :rows], cut_k[:count], cut_v[:count], tuple(places[:count]), 0)[0]
+            for b in {0, count - 1}:
+                tile = (places[b]._replace(size=ROWS),)
+                alone, _, _ = _tile(q[b], _padded(cut_k[b]), _padded(cut_v[b]), tile, 0)
+                if not torch.equal(actual[b], alone[:, :rows]):
+                    return False
+    return True
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Return keys or values [HK, n, D] with zeros up to a multiple of KEYS."""
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % KEYS))
 
 
 def _random(shape: tuple[int, int], dtype: torch.dtype, count: int, rows: int) -> list[Tensor]:
-    """Return `rows` random queries and 2 KEYS keys and values of `count` sequences, [count, HK, ..., D]."""
+    """Return random queries of `count` sequences, [count, HK, rows, D], and KEYS keys and values of each as they are
+    read from a cache, [count, KEYS, HK, D]."""
     generator, (heads, dim) = torch.Generator().manual_seed(0), shape
-    sizes = (rows, 2 * KEYS, 2 * KEYS)
-    return [torch.randn(count, heads, n, dim, generator=generator).to(dtype) for n in sizes]
+    sizes = (heads, rows), (KEYS, heads), (KEYS, heads)
+    return [torch.randn(count, *size, dim, generator=generator).to(dtype) for size in sizes]
