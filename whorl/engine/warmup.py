@@ -130,7 +130,7 @@ class WarmUp:
                 yield Task("record", description, partial(self._decode, count, keys, num_drafted))
 
     def _prompts(self) -> Iterator[Task]:
-        """Prompts of each number of tokens and of sequences; and the last tokens of prompts with a cached prefix."""
+        """Prompts of each number of tokens and of sequences; and the end of a prompt with a cached prefix."""
         max_tokens = self._most_tokens
         for size in counts(max_tokens, is_full=self._is_full):
             yield self._fill(f"prompt of {size}", split(size, self._longest))
@@ -145,15 +145,6 @@ class WarmUp:
             for size in (_FEW, min(_SOME, max_tokens)) if self._is_full else (_FEW,):
                 if context > size and size <= max_tokens:
                     yield self._fill(f"prompt of {context}, all but {size} cached", [(context - size, size)])
-        if self._is_full:
-            yield from self._last_tokens()
-
-    def _last_tokens(self) -> Iterator[Task]:
-        """The last tokens of prompts whose prefixes are in the cache, for attention of few tokens of many sequences."""
-        for context in contexts(self.llm.max_model_len, self.llm.pool.block_size, odd=False):
-            for count in sequence_classes(self._most_seqs):
-                if count <= self._most_tokens:
-                    yield self._fill(f"last tokens of {count} prompts of {context}", [(context - 1, 1)] * count)
 
     def _mixed(self) -> Iterator[Task]:
         """Steps with both prompts and decoding sequences."""

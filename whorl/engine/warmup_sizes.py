@@ -30,9 +30,9 @@ def sequence_classes(limit: int) -> list[int]:
     return [size for size in (1, _FEW_SEQUENCES + 1, *(p + 1 for p in powers)) if size <= limit]
 
 
-def contexts(max_model_len: int, block_size: int, *, odd: bool = True) -> list[int]:
+def contexts(max_model_len: int, block_size: int) -> list[int]:
     """Return lengths of sequences that represent all. A call's block tables are as wide as its longest sequence."""
-    widths = class_sizes(-(-max_model_len // block_size), odd=odd)
+    widths = class_sizes(-(-max_model_len // block_size))
     return [min(width * block_size, max_model_len) for width in widths]
 
 

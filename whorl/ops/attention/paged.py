@@ -58,7 +58,7 @@ class _Cache(NamedTuple):
     def of_one(self, b: int, length: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of sequence b, [HK, length, D] in the dtype of accumulation."""
         k, v = self._gather(self.block_tables[b : b + 1, : -(-length // self.k.shape[1])])
-        return k[0, :, :length], v[0, :, :length]
+        return k[0, :length].transpose(0, 1), v[0, :length].transpose(0, 1)
 
     def of_several(self, members: list[int], lengths: tuple[int, ...], num_keys: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of sequences, [B, HK, num_keys, D], values zero past their lengths."""
@@ -67,11 +67,12 @@ class _Cache(NamedTuple):
         is_range = members[-1] - members[0] == len(members) - 1
         rows = self.block_tables[members[0] : members[-1] + 1] if is_range else self.block_tables[members]
         k, v = self._gather(rows[:, : exist.shape[1]] * exist)  # elsewhere a table may hold anything
-        if missing := num_keys - k.shape[2]:
-            k, v = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (k, v))
-        return k, v.masked_fill_(_absent(lengths, v.shape[2], device), 0)
+        if missing := num_keys - k.shape[1]:
+            k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) for x in (k, v))
+        return k.transpose(1, 2), v.masked_fill_(_absent(lengths, num_keys, device), 0).transpose(1, 2)
 
     def _gather(self, blocks: Tensor) -> list[Tensor]:
+        """Return the keys and values of blocks [B, n], [B, tokens, HK, D] each."""
         return [self._read(x, scales, blocks) for x, scales in ((self.k, self.k_scale), (self.v, self.v_scale))]
 
     def _read(self, cache: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class _Cache(NamedTuple):
         x = cache.index_select(0, index)
         if scales is not None:
             x = (x.to(scales.dtype) * scales.index_select(0, index).transpose(1, 2)[..., None]).to(self.dtype)
-        return widen(x.view(count, -1, *cache.shape[2:])).transpose(1, 2)
+        return widen(x.view(count, -1, *cache.shape[2:]))
 
 
 @functools.lru_cache(maxsize=64)  # every layer of a model needs the same
@@ -91,9 +92,9 @@ def _exist(lengths: tuple[int, ...], width: int, block_size: int, device: torch.
 
 @functools.lru_cache(maxsize=64)
 def _absent(lengths: tuple[int, ...], keys: int, device: torch.device) -> Tensor:
-    """Return which of the first `keys` positions lie past the end of a sequence, [B, 1, keys, 1]."""
+    """Return which of the first `keys` positions lie past the end of a sequence, [B, keys, 1, 1]."""
     ends = torch.tensor(lengths, device=device)
-    return (torch.arange(keys, device=device) >= ends[:, None])[:, None, :, None]
+    return (torch.arange(keys, device=device) >= ends[:, None])[:, :, None, None]
 
 
 class _Sequences(NamedTuple):

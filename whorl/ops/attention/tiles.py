@@ -221,7 +221,7 @@ def _is_equal_together(shape: tuple[int, int], rows: int, dtype: torch.dtype) ->
         for b, place in enumerate(places):
             cut_v[b, :, place.length :] = 0
         for count in counts:
-            actual = _tile(q[:count, :, :rows], cut_k[:count], cut_v[:count], tuple(places[:count]), 0)[0]
+            actual = _tile(q[:count, :, :rows].contiguous(), cut_k[:count], cut_v[:count], tuple(places[:count]), 0)[0]
             for b in {0, count - 1}:
                 tile = (places[b]._replace(size=ROWS),)
                 alone, _, _ = _tile(q[b], _padded(cut_k[b]), _padded(cut_v[b]), tile, 0)
