@@ -273,7 +273,8 @@ def test_numbers_while_an_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> 
     with serving(told({"long": "abcd " * 150}, delay=0.02)) as served:
         before = served.http.get("/page/stats").json()
         with served.http.stream("POST", CHAT, json=body("long", stream=True)) as response:
-            next(line for line in response.iter_lines() if '"content":"b"' in line)
+            lines = response.iter_lines()  # kept: a generator that is dropped closes the connection
+            next(line for line in lines if '"content":"b"' in line)
             during = served.http.get("/page/stats").json()
         wait_until(served.is_idle)
         wait_until(lambda: served.http.get("/page/stats").json()["running"] == [])
