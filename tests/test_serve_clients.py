@@ -129,7 +129,7 @@ def test_errors_are_the_clients_own(served: Served) -> None:
 
 def test_an_error_in_a_stream_reaches_the_client() -> None:
     with serving(told(delay=0.02), timeout=0.3, api_key="sk-test") as served:
-        stream = client(served).completions.create(model=MODEL, prompt="a", max_tokens=500, stream=True)
+        stream = client(served).completions.create(model=MODEL, prompt="a", max_tokens=500, temperature=0, stream=True)
         with pytest.raises(openai.APIError, match="longer than this server allows"):
             list(stream)
 

@@ -234,13 +234,13 @@ def test_the_client_meets_errors(client: openai.OpenAI) -> None:
 
 
 def test_an_error_in_a_stream_is_told_and_raised() -> None:
-    with serving(told(delay=0.02), timeout=0.3) as served:
-        text = httpx.post(f"{served.url}{RESPONSES}", json={"input": "hi", "stream": True}, timeout=30).text
+    with serving(told(delay=0.02), timeout=0.15) as served:
+        text = httpx.post(f"{served.url}{RESPONSES}", json={"input": "hi", "temperature": 0, "stream": True}, timeout=30).text
         failed, error = (json.loads(block.split("data: ")[1]) for block in text.rstrip().split("\n\n")[-2:])
         assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
         assert failed["response"]["error"]["code"] == "timeout"
         assert (error["type"], error["sequence_number"]) == ("error", failed["sequence_number"] + 1)
         with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-            stream = client.responses.create(model=MODEL, input="hi", stream=True)
+            stream = client.responses.create(model=MODEL, input="hi", temperature=0, stream=True)
             with pytest.raises(openai.APIError, match="longer than this server allows"):
                 list(stream)

@@ -15,7 +15,7 @@ from whorl.nn import Experts, KVCache, Linear, Ranks, RMSNorm, Step
 from whorl.nn.weight import FEW
 
 # Devices where decoding tokens are rotated and attend in one kernel. Not "cuda" yet: it has not run on a GPU.
-ONE_KERNEL: tuple[str, ...] = ()
+ONE_KERNEL: tuple[str, ...] = ("cuda",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
