@@ -22,7 +22,6 @@ PAGED, SAMPLE = "whorl.ops.attention.paged_triton", "whorl.ops.sample_triton"
 K_AT = "k_at = k_cache_ptr + block * k_stride_block + offset * k_stride_offset"
 DECODE, PROMPT = "whorl.ops.attention.decode_triton", "whorl.ops.attention.prompt_triton"
 CUTS, FOLD = "whorl.ops.attention.cuts_triton", "whorl.ops.attention.fold_triton"
-QK_DECODE = "whorl.ops.attention.qk_norm_rope_decode_triton"
 LOG_SOFTMAX = "whorl.ops.log_softmax_triton"
 TABLE = "tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)"
 
@@ -73,15 +72,10 @@ FAULTS = [
     Fault("next token", LOG_SOFTMAX, "token_logprobs_backward", "columns == token,", "columns == token + 1,"),
     Fault("wrong sign", QK, "qk_norm_rope", "rotated(first, second, cos, sin)", "rotated(first, second, cos, -sin)"),
     Fault("mean over one too many", QK, "qk_norm_rope", "total / D + eps", "total / (D + 1) + eps"),
-    Fault("norm of the turned channels", QK, "qk_norm_rope", "total += head_sum(", "total += 0 * head_sum("),
+    Fault("norm of the turned channels", QK, "qk_norm_rope", "total += _head_sum(", "total += 0 * _head_sum("),
     Fault("k with q's weight", QK, "qk_norm_rope", "qkv_ptr, k_ptr, k_weight_ptr", "qkv_ptr, k_ptr, q_weight_ptr"),
     Fault("k read as v", QK, "qk_norm_rope", "(HQ + HK + heads) * D, y_token", "(HQ + heads) * D, y_token"),
     Fault("slot without a block", QK, "qk_norm_rope_write", "slots // CACHE_BLOCK * block", "slots * 0 * block"),
-    Fault("old key read", QK_DECODE, "qk_norm_rope_decode", "tl.where(is_new, k_new, k), tl", "k, tl"),
-    Fault(
-        "value not written", QK_DECODE, "qk_norm_rope_decode", "channels[None, :], v_new)", "channels[None, :], k_new)"
-    ),
-    Fault("key of another head", QK_DECODE, "qk_norm_rope_decode", "row + (HK * G + head) * D", "row + HK * G * D"),
     Fault("rotation not turned back", QK_BACKWARD, "qk_norm_rope_backward", "dy_first * cos +", "dy_first * cos -"),
     Fault("projection forgotten", QK_BACKWARD, "qk_norm_rope_backward", "mean = (dot / D)", "mean = (0 * dot / D)"),
     Fault("only the last block", QK_BACKWARD, "qk_norm_rope_backward", "+= more_first", "= more_first", 1, True),

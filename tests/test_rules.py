@@ -211,7 +211,6 @@ def test_public_names() -> None:
         "penalize",
         "permute",
         "qk_norm_rope",
-        "qk_norm_rope_decode",
         "qk_norm_rope_write",
         "register_backend",
         "rms_norm",
@@ -245,7 +244,7 @@ def test_operators() -> None:
     backward |= {"route_backward", "permute_backward", "unpermute_backward", "grouped_matmul_backward"}
     backward |= {"log_softmax_backward", "token_logprobs_backward"}
     inference = {"write_kv", "paged_attention", "sample", "dynamic_quant", "dequantize"}
-    inference |= {"qk_norm_rope_write", "qk_norm_rope_decode", "packed_attention", "norm_linear"}
+    inference |= {"qk_norm_rope_write", "packed_attention", "norm_linear"}
     inference |= {"selection_mask", "lightning_indexer", "index_scores", "top_k"}
     inference |= {
         "indexer_target",

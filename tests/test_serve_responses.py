@@ -235,7 +235,8 @@ def test_the_client_meets_errors(client: openai.OpenAI) -> None:
 
 def test_an_error_in_a_stream_is_told_and_raised() -> None:
     with serving(told(delay=0.02), timeout=0.15) as served:
-        text = httpx.post(f"{served.url}{RESPONSES}", json={"input": "hi", "temperature": 0, "stream": True}, timeout=30).text
+        body = {"input": "hi", "temperature": 0, "stream": True}
+        text = httpx.post(f"{served.url}{RESPONSES}", json=body, timeout=30).text
         failed, error = (json.loads(block.split("data: ")[1]) for block in text.rstrip().split("\n\n")[-2:])
         assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
         assert failed["response"]["error"]["code"] == "timeout"

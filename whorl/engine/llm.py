@@ -160,7 +160,6 @@ class LLM:
             "max_tokens": settings.step_tokens,
             "vocab_size": self.vocab_size,
             "kv_cache_dtype": settings.kv_cache_dtype,
-            "has_drafts": self.proposer is not None,
         }
         sp = sequence_parallel.for_ranks(settings, num_ranks, device=device, model=self.model)
         self.runner = (Runner if self._lead is None else self._lead.runner)(self.model, **options, sp=sp)

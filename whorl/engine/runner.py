@@ -66,7 +66,7 @@ class Runner:
     prompt_graphs: calls with prompts of up to so many tokens are recorded as well. sp: the fields of
     `sequence_parallel.SPSettings`, with several ranks; None: prompts run without sequence parallelism.
     share_tables_with: a runner of the same sizes whose block tables this runner uses, because its caches lie in the
-    same blocks. has_drafts: decode calls may have several tokens of a sequence.
+    same blocks.
     """
 
     def __init__(
@@ -85,10 +85,9 @@ class Runner:
         kv_cache_dtype: str = "auto",
         sp: dict[str, Any] | None = None,
         share_tables_with: "Runner | None" = None,
-        has_drafts: bool = True,
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
-        self.vocab_size, self.has_drafts = vocab_size or model.vocab_size, has_drafts
+        self.vocab_size = vocab_size or model.vocab_size
         specs = cache_specs(model, kv_cache_dtype)
         self.caches = [spec.empty(num_blocks, block_size, device) for spec in specs]
         other_lanes = None if share_tables_with is None else share_tables_with.lanes
@@ -141,7 +140,6 @@ class Runner:
     @torch.inference_mode()
     def run_call(self, call: Call, states: Tensor | None = None) -> Result:
         """Run one call, as a graph if one fits. states: as for `run`, of all tokens of the call."""
-        assert self.has_drafts or not call.is_decode or call.size[0] == call.size[1], "a draft without a proposer"
         for lane, blocks in call.tables:
             self.lanes.admit(lane, blocks)
         graph = self._graph(call)
@@ -204,7 +202,6 @@ class Runner:
             max_position=min(width * self.block_size, self.max_len),
             inserted=inserted,
             states=states,
-            has_single_tokens=is_decode and not self.has_drafts,
         )
         hidden = self._forward(step, is_decode)
         if not len(inputs["seeds"]):  # no prompt ends in this call; not every backend takes empty tensors

@@ -95,8 +95,8 @@ class Attention(qwen3.Attention):
     def heads(self, qkv: Tensor, rotary: Any) -> tuple[Tensor, Tensor, Tensor]:
         return super().heads(qkv, rotary[self.window is None])
 
-    def mix(self, qkv: Tensor, rotary: Any, step: Step, cache: KVCache) -> Tensor:
-        return super().mix(qkv, rotary[self.window is None], step, cache)
+    def rotate(self, qkv: Tensor, rotary: Any, step: Step, cache: KVCache) -> Tensor:
+        return super().rotate(qkv, rotary[self.window is None], step, cache)
 
 
 class MLP(llama.MLP):

@@ -12,10 +12,6 @@ from whorl.models.fields import count, flag
 from whorl.models.llama_config import LlamaConfig
 from whorl.models.windows import by_layer
 from whorl.nn import Experts, KVCache, Linear, Ranks, RMSNorm, Step
-from whorl.nn.weight import FEW
-
-# Devices where decoding tokens are rotated and attend in one kernel. Not "cuda" yet: it has not run on a GPU.
-ONE_KERNEL: tuple[str, ...] = ("cuda",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,35 +119,6 @@ class Attention(llama.Attention):
             style=self.rope.style,
         )
         return q
-
-    def mix(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
-        is_fused = self.is_normed and step.has_single_tokens and qkv.shape[0] <= FEW and qkv.device.type in ONE_KERNEL
-        if not is_fused:
-            return super().mix(qkv, rotary, step, cache)
-        out = qkv.new_empty(qkv.shape[0], self.num_heads, self.head_dim)
-        ops.qk_norm_rope_decode.unchecked(
-            qkv,
-            self.q_norm.weight,
-            self.k_norm.weight,
-            rotary,
-            out,
-            cache.k,
-            cache.v,
-            step.slots,
-            step.block_tables,
-            step.query_starts,
-            step.context_lens,
-            cache.k_scale,
-            cache.v_scale,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            scale=self.scale,
-            window=self.window or 0,
-            eps=self.eps,
-            plus_one=self.plus_one,
-            style=self.rope.style,
-        )
-        return out.flatten(1)
 
 
 class MoE(llama.Normed):

@@ -42,4 +42,3 @@ class Step:
     max_position: int
     inserted: Inserted | None = None
     states: Tensor | None = None  # [T, C]: hidden states of another model, for one that drafts from them
-    has_single_tokens: bool = False  # whether it is known that no sequence has more than one token in this call

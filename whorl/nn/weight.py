@@ -20,7 +20,7 @@ from whorl import ops
 from .ranks import Unit
 
 Index = tuple[slice, ...]
-FEW = 8  # tokens: up to so many, a norm may be fused into the product behind it, and rotation into attention
+FEW = 8  # tokens: up to so many, a norm may be fused into the product behind it
 
 
 class Norm(Protocol):

@@ -23,7 +23,6 @@ from .attention import causal_attention as causal_attention
 from .attention import packed_attention as packed_attention
 from .attention import paged_attention as paged_attention
 from .attention import qk_norm_rope as qk_norm_rope
-from .attention import qk_norm_rope_decode as qk_norm_rope_decode
 from .attention import qk_norm_rope_write as qk_norm_rope_write
 from .attention import write_kv as write_kv
 from .geglu import geglu as geglu

@@ -1,8 +1,7 @@
 """Attention operators, from the qkv projection's output to the input of the output projection.
 
 `qk_norm_rope.py` normalises and rotates heads (in training too); `qk_norm_rope_write.py` also writes them into the KV
-cache. `write_kv.py` writes the paged cache and `paged.py` attends over it; `qk_norm_rope_decode.py` does all of it for
-one token of each sequence. `causal.py` is attention in training, with
+cache. `write_kv.py` writes the paged cache and `paged.py` attends over it. `causal.py` is attention in training, with
 bits equal to those of `paged.py`; `bidirectional.py` is the attention of a vision tower. `cuts_triton.py` has the
 arithmetic that the Triton kernels share.
 """
@@ -11,7 +10,6 @@ from .bidirectional import packed_attention
 from .causal import causal_attention, causal_attention_backward
 from .paged import paged_attention
 from .qk_norm_rope import qk_norm_rope, qk_norm_rope_backward
-from .qk_norm_rope_decode import qk_norm_rope_decode
 from .qk_norm_rope_write import qk_norm_rope_write
 from .write_kv import write_kv
 
@@ -22,7 +20,6 @@ __all__ = [
     "paged_attention",
     "qk_norm_rope",
     "qk_norm_rope_backward",
-    "qk_norm_rope_decode",
     "qk_norm_rope_write",
     "write_kv",
 ]

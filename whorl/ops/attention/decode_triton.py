@@ -178,21 +178,11 @@ def _fold_kernel(
     tl.store(y_ptr + row * D + channels, divided(out, total).to(y_ptr.dtype.element_ty), mask=channels < D)
 
 
-def decode(
-    tensors: list[Tensor],
-    scales: Scales,
-    strides: tuple[int, ...],
-    scale: float,
-    window: int,
-    y: Tensor | None = None,
-) -> Tensor:
-    """Return attention of few queries per sequence; the arguments are those of `prompt`, without lse.
-
-    y: where to write it, contiguous; default: a new tensor.
-    """
+def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scale: float, window: int) -> Tensor:
+    """Return attention of few queries per sequence; the arguments are those of `prompt`, without lse."""
     q, k_cache, _, tables, starts, lengths = tensors
     tokens, heads, dim = q.shape
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device) if y is None else y
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not y.numel():
         return y
     size, count = cut_of(q.dtype), lengths.shape[0]
@@ -219,7 +209,7 @@ def decode(
         G=heads // kv_heads,
         D=dim,
         BLOCK_SIZE=block_size,
-        BLOCK_B=block_of_sequences(count),
+        BLOCK_B=_block_of_sequences(count),
         BLOCK_G=max(16, power_of_2(heads // kv_heads)),
         BLOCK_D=max(16, power_of_2(dim)),
         CUT=size,
@@ -230,11 +220,11 @@ def decode(
         **overlap(q),
     )
     if not walks:
-        fold_cuts([out, top, total], starts, lengths, y, window, cuts)
+        _fold_cuts([out, top, total], starts, lengths, y, window, cuts)
     return y
 
 
-def fold_cuts(stored: list[Tensor], starts: Tensor, lengths: Tensor, y: Tensor, window: int, cuts: int) -> None:
+def _fold_cuts(stored: list[Tensor], starts: Tensor, lengths: Tensor, y: Tensor, window: int, cuts: int) -> None:
     """Write to y what the stored results of cuts combine to. stored: out, top and total, [T, HQ, cuts] and channels."""
     tokens, heads, dim = y.shape
     _fold_kernel[(tokens, heads, ceil_div(dim, CHANNELS))](
@@ -247,7 +237,7 @@ def fold_cuts(stored: list[Tensor], starts: Tensor, lengths: Tensor, y: Tensor, 
         lengths.shape[0],
         HQ=heads,
         D=dim,
-        BLOCK_B=block_of_sequences(lengths.shape[0]),
+        BLOCK_B=_block_of_sequences(lengths.shape[0]),
         BLOCK_D=CHANNELS,
         CUT=cut_of(y.dtype),
         AHEAD=AHEAD if is_varied() else min(AHEAD, power_of_2(cuts)),
@@ -257,7 +247,7 @@ def fold_cuts(stored: list[Tensor], starts: Tensor, lengths: Tensor, y: Tensor, 
     )
 
 
-def block_of_sequences(count: int) -> int:
+def _block_of_sequences(count: int) -> int:
     """Return the constant BLOCK_B; a recorded step of one or few sequences has a kernel of its own."""
     if is_varied() or count > 8:
         return sequence_block(count)

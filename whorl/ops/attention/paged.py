@@ -15,34 +15,32 @@ from .paged_cases import BENCH, CASES, make
 from .tiles import KEYS, STEP, TOGETHER, attend, attend_together, rows_together
 
 
-def check_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int, name: str = "paged_attention", **arguments: Any
-) -> None:
+def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int, **arguments: Any) -> None:
     block_tables, query_starts, context_lens = (arguments[n] for n in ("block_tables", "query_starts", "context_lens"))
     is_coded = arguments["k_scale"] is not None
-    check_cache(name, k_cache, v_cache, arguments["k_scale"], arguments["v_scale"])
+    check_cache("paged_attention", k_cache, v_cache, arguments["k_scale"], arguments["v_scale"])
     if not q.is_floating_point() or (q.dtype.itemsize < 2 if is_coded else q.dtype != k_cache.dtype):
         expected = "bf16, fp16 or fp32" if is_coded else f"the cache's {k_cache.dtype}"
-        raise ValueError(f"{name}: q is {q.dtype}, expected {expected}")
+        raise ValueError(f"paged_attention: q is {q.dtype}, expected {expected}")
     if q.dim() != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
         raise ValueError(
-            f"{name}: q is {list(q.shape)}, expected [T, HQ, {k_cache.shape[3]}] with HQ a multiple of "
+            f"paged_attention: q is {list(q.shape)}, expected [T, HQ, {k_cache.shape[3]}] with HQ a multiple of "
             f"{k_cache.shape[2]}"
         )
     count = len(context_lens) if context_lens.dim() == 1 else -1
     if block_tables.dim() != 2 or block_tables.shape[0] != count or query_starts.shape != (count + 1,):
         raise ValueError(
-            f"{name}: block_tables is {list(block_tables.shape)}, query_starts {list(query_starts.shape)}, "
+            f"paged_attention: block_tables is {list(block_tables.shape)}, query_starts {list(query_starts.shape)}, "
             f"context_lens {list(context_lens.shape)}, expected [B, MB], [B + 1] and [B]"
         )
     if {block_tables.dtype, query_starts.dtype, context_lens.dtype} != {torch.int32}:
-        raise ValueError(f"{name}: block_tables, query_starts and context_lens must be int32")
+        raise ValueError("paged_attention: block_tables, query_starts and context_lens must be int32")
     if window < 0:
-        raise ValueError(f"{name}: window is {window}, expected 0 (none) or a positive number of keys")
+        raise ValueError(f"paged_attention: window is {window}, expected 0 (none) or a positive number of keys")
     if all(map(is_readable, (block_tables, query_starts, context_lens))):
         starts, contexts = query_starts.tolist(), context_lens.tolist()
-        check_lengths(name, starts, contexts, len(q), block_tables.shape[1] * k_cache.shape[1])
-        check_tables(name, block_tables, starts, contexts, k_cache)
+        check_lengths("paged_attention", starts, contexts, len(q), block_tables.shape[1] * k_cache.shape[1])
+        check_tables("paged_attention", block_tables, starts, contexts, k_cache)
 
 
 class _Cache(NamedTuple):
@@ -136,7 +134,7 @@ def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     return 2 * q.numel() * q.element_size() + 2 * keys * cache.shape[2] * head
 
 
-@operator(check=check_attention, forward_only=True, fake=_fake, bytes=_bytes)
+@operator(check=_check_attention, forward_only=True, fake=_fake, bytes=_bytes)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

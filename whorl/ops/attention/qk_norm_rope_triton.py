@@ -90,7 +90,7 @@ def inverse_rms(total, D: tl.constexpr, eps):
 
 
 @triton.jit
-def head_sum(x, LENGTH: tl.constexpr):
+def _head_sum(x, LENGTH: tl.constexpr):
     """Return the sums [tokens, heads] along the last dim of x [tokens, heads, LENGTH], in the order of `row_sum`."""
     rows: tl.constexpr = x.shape[0] * x.shape[1]
     return tl.reshape(row_sum(tl.reshape(x, (rows, LENGTH)), rows, LENGTH), (x.shape[0], x.shape[1]))
@@ -141,10 +141,10 @@ def _norm_rotate_heads(
         first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
         w_first, w_second, w_tail = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
         cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
-    total = head_sum(tl.fma(first, first, second * second), BLOCK_C)
+    total = _head_sum(tl.fma(first, first, second * second), BLOCK_C)
     if D > 2 * HALF:
         tail = load_tail(x_ptr, x_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
-        total += head_sum(tail * tail, BLOCK_REST)
+        total += _head_sum(tail * tail, BLOCK_REST)
     inverse = inverse_rms(total, D, eps)
     first, second = first * inverse * w_first, second * inverse * w_second
     rotated_first, rotated_second = rotated(first, second, cos, sin)

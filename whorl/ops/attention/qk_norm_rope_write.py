@@ -14,16 +14,8 @@ from .qk_norm_rope import check_qkv, make_case, qk_norm_rope, split_heads, trito
 from .write_kv import draw_caches, write_kv
 
 
-def check_write(
-    qkv: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    name: str = "qk_norm_rope_write",
-    **options: Any,
-) -> None:
-    num_heads, num_kv_heads = options["num_heads"], options["num_kv_heads"]
+def _check(qkv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **options: Any) -> None:
+    name, num_heads, num_kv_heads = "qk_norm_rope_write", options["num_heads"], options["num_kv_heads"]
     options.pop("style")
     scales = options.pop("k_scale"), options.pop("v_scale")
     check_qkv(name, qkv, positions=None, sections=None, layout="chunked", **options)
@@ -47,7 +39,7 @@ def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     return 2 * qkv.numel() * qkv.element_size() + table.numel() * table.element_size()
 
 
-@operator(check=check_write, mutates=("q", "k_cache", "v_cache", "k_scale", "v_scale"), bytes=_bytes)
+@operator(check=_check, mutates=("q", "k_cache", "v_cache", "k_scale", "v_scale"), bytes=_bytes)
 def qk_norm_rope_write(
     qkv: Tensor,
     q_weight: Tensor,
