@@ -220,3 +220,35 @@ def test_a_fault_shows(name: str, fault: Callable[[pytest.MonkeyPatch], None], m
     with pytest.raises(AssertionError):  # noqa: PT012
         for seed in range(60):
             check(name, seed)
+
+
+def test_prompts_and_decoding_sequences_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call a step, not two; and a key that its decoding sequences do not see shows."""
+    setting("qwen3")
+    calls, run, run_call, parts = [], Runner.run, Runner.run_call, Step.parts
+    monkeypatch.setattr(Runner, "run", lambda *a, **k: (calls.append([]), run(*a, **k))[1])
+    monkeypatch.setattr(Runner, "run_call", lambda s, c, *a: (calls[-1].append(c.decoding_from), run_call(s, c, *a))[1])
+    for seed in range(3):
+        check("qwen3", seed)
+    assert {len(step) for step in calls} == {1}
+    assert sum(step != [None] for step in calls) > 5
+
+    def see_less(self: Step) -> tuple[Step, ...]:
+        prompts, *decoding = parts(self)
+        return prompts, *(replace(part, context_lens=part.context_lens - 1) for part in decoding)
+
+    monkeypatch.setattr(Step, "parts", see_less)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for seed in range(3):
+            check("qwen3", seed)
+
+
+def test_ascend_keeps_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a row's bits may depend on how many rows there are."""
+    llm = LLM(model=setting("qwen3").model, device="cpu", num_blocks=8)
+    (seq,) = llm.add([1, 2, 3])
+    chunks = llm.scheduler.schedule()
+    assert [chunk.sequence for chunk in chunks] == [seq]
+    assert llm.runner._joins(batch.Batch(chunks))
+    monkeypatch.setattr(llm.runner, "device", "npu:0")
+    assert not llm.runner._joins(batch.Batch(chunks))

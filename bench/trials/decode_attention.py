@@ -25,12 +25,12 @@ COPY = 4.2e12  # bytes per second of a copy on an H200
 COLD = 2e8  # bytes to cycle through, several times the L2 cache
 
 
-def plans(heads: int, cuts: int) -> list[tuple[dict[str, int], int]]:
+def plans(heads: int, cuts: int, *, is_coded: bool) -> list[tuple[dict[str, int], int]]:
     """Return (constants, programs a key head): the plan in use first."""
     counts = sorted({min(cuts, max(2, total // heads)) for total in (132, 198, 264, 396, 528)} | {cuts})
     counts = [count for count in counts if count * heads <= 1056] + [1] * (heads >= 64)
     tried = [({"STAGES": s, "num_warps": w}, n) for n, s, w in itertools.product(counts, (1, 2, 3), (4, 8))]
-    return [decode_triton._plan(heads, cuts), *tried]
+    return [decode_triton._plan(heads, cuts, is_coded=is_coded), *tried]
 
 
 def num_bytes(sequences: int, keys: int, format: str) -> int:
@@ -53,8 +53,8 @@ def run(sequences: int, keys: int, format: str, *, is_timed: bool) -> None:
     op, values = OPS["paged_attention"], calls(sequences, keys, format)
     heads, name = 4 * sequences, f"{sequences} x {keys} {format}"
     expected, real = None, decode_triton._plan
-    for i, plan in enumerate(plans(heads, -(-(keys + 16) // 128))):
-        decode_triton._plan = lambda *_, plan=plan: plan  # type: ignore[assignment]
+    for i, plan in enumerate(plans(heads, -(-(keys + 16) // 128), is_coded=bool(format))):
+        decode_triton._plan = lambda *_, plan=plan, **__: plan  # type: ignore[assignment]
         try:
             y = op(**values[0], backend="triton")
         except Exception as error:  # a plan that does not fit the chip

@@ -296,7 +296,7 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
     def run(sizes: dict[str, Any] | None, is_short: bool) -> float:
         chosen = sets[:1] if is_short else sets
         if sizes is None:
-            sizes = few.experts_plan(wide, weight.codes.dtype, is_up) if count <= 4 else None
+            sizes = few.experts_plan(count * CHOICES, high, wide, weight.codes.dtype) if count <= 8 else None
             sizes = sizes or tiles_of_experts.plan(count, 2)[0 if is_up else 1]
         if "CHUNKS" in sizes:
             return microseconds([lambda i=i: few.experts(x, weight, i, y, sizes, **options) for i in chosen])

@@ -105,12 +105,13 @@ class PlacedChunk(NamedTuple):
 class Call:
     """One forward call, on the host. arrays: see `_FIELDS`. samples, scores: the positions whose outputs are used.
 
+    num_prompts: the sequences that compute a part of their prompt; they come first, and the others decode.
     score_indices: the token of each score. axes: [A, T] rotary positions of a prompt call in which a sequence has
     images, instead of the array `positions`; else None. inserts: image features that replace embeddings. placed: its
     chunks.
     """
 
-    is_decode: bool
+    num_prompts: int
     arrays: Mapping[str, Sequence[float] | np.ndarray]
     num_keys: int  # tokens that the longest sequence attends to
     tables: list[tuple[int, list[int]]]  # new lanes and their block tables
@@ -124,6 +125,17 @@ class Call:
     @property
     def size(self) -> Size:
         return len(self.arrays["tokens"]), len(self.arrays["context_lens"]), len(self.arrays["seeds"])
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it has no prompts."""
+        return not self.num_prompts
+
+    @property
+    def decoding_from(self) -> tuple[int, int] | None:
+        """The first token and sequence that decode, in a call that also has prompts; else None."""
+        is_mixed = 0 < self.num_prompts < self.size[1]
+        return (int(self.arrays["query_starts"][self.num_prompts]), self.num_prompts) if is_mixed else None
 
     @property
     def is_dense(self) -> bool:
@@ -145,15 +157,32 @@ class Batch:
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = list(chunks)
 
-    def calls(self, block_size: int, table_width: int) -> list[Call]:
-        """Return the calls of the step, prompts first. table_width: blocks of one lane in the device's block tables."""
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks if not chunk.is_decode)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all chunks, drafts included."""
+        return sum(chunk.length + len(chunk.draft) for chunk in self.chunks)
+
+    @property
+    def has_images(self) -> bool:
+        return any(chunk.sequence.placement is not None for chunk in self.chunks)
+
+    def calls(self, block_size: int, table_width: int, *, is_joined: bool = False) -> list[Call]:
+        """Return the calls of the step, prompts first; is_joined: one call of prompts and decoding sequences.
+
+        table_width: blocks of one lane in the device's block tables.
+        """
         prompts = [chunk for chunk in self.chunks if not chunk.is_decode]
         decoding = [chunk for chunk in self.chunks if chunk.is_decode]
-        return [_build_call(chunks, block_size, table_width) for chunks in (prompts, decoding) if chunks]
+        groups = ([*prompts, *decoding],) if is_joined else (prompts, decoding)
+        return [_build_call(chunks, block_size, table_width) for chunks in groups if chunks]
 
 
 def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
-    """Return the call of these chunks, which are all decoding ones or all prompts. Arguments as for `Batch.calls`."""
+    """Return the call of these chunks, prompts first. Arguments as for `Batch.calls`."""
     tokens: list[int] = []
     lanes: list[int] = []
     positions: list[int] = []
@@ -207,7 +236,8 @@ def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> C
         "sample_lanes": lane[sample_indices],
         **_sampling(samples),
     }
-    call = Call(chunks[0].is_decode, arrays, max(contexts), tables, samples, scores, score_indices, placed=placed)
+    num_prompts = sum(not chunk.is_decode for chunk in chunks)
+    call = Call(num_prompts, arrays, max(contexts), tables, samples, scores, score_indices, placed=placed)
     if with_images and not call.is_decode:
         call.axes = _axes(index, with_images)
         call.inserts = [insert for first_token, chunk in with_images for insert in _inserts(first_token, chunk)]

@@ -40,10 +40,14 @@ class Lanes:
 
             return read(self.tokens, self.tables, inputs, width)
         if is_decode:
-            self.tables.view(-1).index_copy_(0, inputs["table_at"], inputs["blocks"])
+            self.write_blocks(inputs)
         tokens = inputs["tokens"]
         token_ids = torch.where(tokens < 0, self.tokens[inputs["lanes"]], tokens)
         return token_ids, self.tables[:, :width].index_select(0, inputs["entry_lanes"])
+
+    def write_blocks(self, inputs: Mapping[str, Tensor]) -> None:
+        """Write the block of each token of a call to the table of its lane."""
+        self.tables.view(-1).index_copy_(0, inputs["table_at"], inputs["blocks"])
 
     def keep(self, lanes: Tensor, token_ids: Tensor) -> None:
         """Store token_ids [N] as the last tokens of `lanes` [N]; of equal lanes any one token is kept."""

@@ -350,7 +350,7 @@ class LLM:
         results = self.runner.run(batch)
         results_for_proposer = results if self._draft_head is not None else []
         self._flights.append((batch, self.sampler.start(results), results_for_proposer))
-        if num_prompt_tokens := sum(chunk.length for chunk in chunks if not chunk.is_decode) + work.num_tokens:
+        if num_prompt_tokens := batch.num_prompt_tokens + work.num_tokens:
             self._budget.observe(num_prompt_tokens, time.perf_counter() - started)
         for chunk in chunks:
             seq = chunk.sequence

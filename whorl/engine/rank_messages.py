@@ -26,7 +26,7 @@ def send_call(group: Rank, kind: int, call: Call) -> None:
     arrays, tables = _pack(call)
     axes = np.zeros((0, 0), dtype=np.int64) if call.axes is None else np.ascontiguousarray(call.axes)
     inserts = np.array(call.inserts, dtype=np.int64).reshape(-1, _INSERT)
-    arguments = (call.num_keys, call.is_decode, len(axes), len(inserts), len(tables))
+    arguments = (call.num_keys, call.num_prompts, len(axes), len(inserts), len(tables))
     send(group, kind, *call.size, *arguments)
     numbers = (array.reshape(-1).view(np.uint8) for array in (axes, inserts, tables))
     distributed.broadcast(torch.from_numpy(np.concatenate([arrays, *numbers])), 0, group=group.control)
@@ -51,7 +51,7 @@ def _pack(call: Call) -> tuple[np.ndarray, np.ndarray]:
     return packed, np.array(tables, dtype=np.int64)
 
 
-def _unpack(packed: np.ndarray, size: tuple[int, int, int], num_keys: int, is_decode: int, *counts: int) -> Call:
+def _unpack(packed: np.ndarray, size: tuple[int, int, int], num_keys: int, num_prompts: int, *counts: int) -> Call:
     """Rebuild the call. counts: axes of positions, inserted runs of image features, and numbers in the block tables."""
     num_axes, num_inserts, num_tables = counts
     numbers = packed[len(packed) - 8 * _num_extra(size[0], *counts) :].view(np.int64)
@@ -61,7 +61,7 @@ def _unpack(packed: np.ndarray, size: tuple[int, int, int], num_keys: int, is_de
         lane, count, *unread = unread
         tables.append((lane, unread[:count]))
         unread = unread[count:]
-    call = Call(bool(is_decode), _views(packed, size), num_keys, tables)  # type: ignore[arg-type]
+    call = Call(num_prompts, _views(packed, size), num_keys, tables)  # type: ignore[arg-type]
     call.axes = axes.reshape(num_axes, size[0]) if num_axes else None
     call.inserts = [Insert(*row) for row in inserts.reshape(num_inserts, _INSERT).tolist()]
     return call

@@ -118,10 +118,20 @@ class Runner:
     @torch.inference_mode()
     def run(self, batch: Batch, states: Mapping[Chunk, Tensor] | None = None) -> list[Result]:
         """Run the calls of a batch. states: the target's hidden states [T, C] by chunk, if the model takes them."""
-        calls = batch.calls(self.block_size, self.lanes.width)
+        calls = batch.calls(self.block_size, self.lanes.width, is_joined=self._joins(batch))
         if states is None:
             return [self.run_call(call) for call in calls]
         return [self.run_call(call, torch.cat([states[placed.chunk] for placed in call.placed])) for call in calls]
+
+    def _joins(self, batch: Batch) -> bool:
+        """Return whether prompts and decoding sequences run in one call, which reads the weights once for both.
+
+        The bits are those of two calls, except on Ascend. Prompts that a graph replays are a call of their own.
+        """
+        is_plain = self._states is None and self.prompts is None and not batch.has_images
+        is_recorded = self._use_graphs and batch.num_prompt_tokens <= self._max_recorded
+        has_room = batch.num_tokens <= self._inputs.max_tokens
+        return is_plain and has_room and not is_recorded and torch.device(self.device).type != "npu"
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
@@ -148,6 +158,7 @@ class Runner:
         if graph is None:
             width = -(-call.num_keys // self.block_size)
             options: dict[str, Any] = {"is_decode": call.is_decode, "is_dense": call.is_dense}
+            options["decoding_from"] = call.decoding_from
             options |= {} if call.axes is None else self._image_inputs(call)
             if self._states is not None:
                 options["states"] = (
@@ -182,15 +193,18 @@ class Runner:
         *,
         is_decode: bool,
         is_dense: bool,
+        decoding_from: tuple[int, int] | None = None,
         positions: Tensor | None = None,
         inserted: Inserted | None = None,
         states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return hidden states of all tokens, logits and token ids of the samples. A graph records all of this.
 
-        width: blocks of a lane that the call may read. positions: [A, T], if they have several axes. states: the target
-        model's hidden states.
+        width: blocks of a lane that the call may read. decoding_from: as in `Step`. positions: [A, T], if they have
+        several axes. states: the target model's hidden states.
         """
+        if decoding_from is not None:
+            self.lanes.write_blocks(inputs)
         token_ids, block_tables = self.lanes.read(inputs, width, is_decode=is_decode)
         step = Step(
             token_ids=token_ids,
@@ -202,6 +216,7 @@ class Runner:
             max_position=min(width * self.block_size, self.max_len),
             inserted=inserted,
             states=states,
+            decoding_from=decoding_from,
         )
         hidden = self._forward(step, is_decode)
         if not len(inputs["seeds"]):  # no prompt ends in this call; not every backend takes empty tensors
@@ -240,7 +255,7 @@ class Runner:
 
     def _prompt_graph(self, call: Call) -> "_Graph | None":
         """As `_graph`, for a call with prompts: of up to `_PROMPTS` sequences, without images or hidden states."""
-        is_plain = call.axes is None and self.prompts is None and self._states is None
+        is_plain = call.axes is None and self.prompts is None and self._states is None and call.decoding_from is None
         num_tokens = next((size for size in _PROMPT_TOKENS if call.size[0] <= size <= self._max_recorded), None)
         if not is_plain or num_tokens is None or max(call.size[1:]) > _PROMPTS:
             return None
@@ -319,7 +334,7 @@ class Runner:
         arrays |= {"positions": np.arange(length), "query_starts": np.array([0, length])}
         tokens = np.arange(length) * _STRIDE % self.vocab_size
         arrays |= {"tokens": tokens, "context_lens": np.array([length])}
-        return Call(False, arrays, num_keys=length, tables=[])
+        return Call(1, arrays, num_keys=length, tables=[])
 
     def _dummy_decode(self, count: int) -> Call:
         """Return a call with `count` sequences of one token in the spare lane, which write nothing."""
@@ -328,7 +343,7 @@ class Runner:
         arrays |= {"context_lens": ones, "query_starts": np.arange(count + 1), "sample_indices": np.arange(count)}
         # Different tokens, so that a mixture of experts reads different weights.
         tokens = np.arange(count) * _STRIDE % self.vocab_size
-        return Call(True, arrays | {"tokens": tokens}, num_keys=1, tables=[])
+        return Call(0, arrays | {"tokens": tokens}, num_keys=1, tables=[])
 
 
 class _Graph:

@@ -278,8 +278,8 @@ def shown(
 class _Unwritten(Batch):
     """A batch whose calls write nothing to the cache."""
 
-    def calls(self, block_size: int, table_width: int) -> list[Call]:
-        calls = super().calls(block_size, table_width)
+    def calls(self, block_size: int, table_width: int, *, is_joined: bool = False) -> list[Call]:
+        calls = super().calls(block_size, table_width, is_joined=is_joined)
         for call in calls:
             call.arrays = {**call.arrays, "slots": np.full(call.size[0], -1)}
         return calls

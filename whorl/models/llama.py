@@ -230,10 +230,13 @@ class Llama(Module):
         return sum(layer.self_attn.flops(num_tokens) for layer in self.decoder.layers)  # type: ignore[union-attr,operator]
 
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
-        rotary = self.rope.rows(step)
+        parts = [(self.rope.rows(part), part) for part in step.parts()]
+        sizes = [len(part.token_ids) for _, part in parts]
 
         def mix(attention: Attention, qkv: Tensor) -> Tensor:
-            return attention.mix(qkv, rotary, step, caches[attention.layer])
+            cache = caches[attention.layer]
+            outputs = [attention.mix(x, *part, cache) for x, part in zip(qkv.split(sizes), parts, strict=True)]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
         return self.hidden(step.token_ids, mix, step.inserted)
 

@@ -1,6 +1,6 @@
 """The tensors of one forward call."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ class Inserted:
 class Step:
     """The tensors of one forward call: T tokens of B sequences, one sequence after the other.
 
-    max_position: highest position + 1, known on the host so that nothing waits for the device.
+    max_position: highest position + 1, known on the host so that nothing waits for the device. decoding_from: in a call
+    of prompts and decoding sequences, the first token and the first sequence of those that decode, which come last.
     """
 
     token_ids: Tensor  # [T] int64
@@ -42,3 +43,35 @@ class Step:
     max_position: int
     inserted: Inserted | None = None
     states: Tensor | None = None  # [T, C]: hidden states of another model, for one that drafts from them
+    decoding_from: tuple[int, int] | None = None
+
+    def parts(self) -> tuple["Step", ...]:
+        """Return the prompts and the decoding sequences as steps of their own; the step itself if it has only one kind.
+
+        Attention runs by parts, because it has kernels for each kind. All else takes the tokens together.
+        """
+        if self.decoding_from is None:
+            return (self,)
+        token, sequence = self.decoding_from
+        prompts = replace(
+            self,
+            token_ids=self.token_ids[:token],
+            positions=self.positions[..., :token],
+            slots=self.slots[:token],
+            block_tables=self.block_tables[:sequence],
+            query_starts=self.query_starts[: sequence + 1],
+            context_lens=self.context_lens[:sequence],
+            decoding_from=None,
+        )
+        # Copies, because kernels are compiled for tensors that begin at multiples of 16 bytes, as a call's do.
+        decoding = replace(
+            self,
+            token_ids=self.token_ids[token:].clone(),
+            positions=self.positions[..., token:].clone(),
+            slots=self.slots[token:].clone(),
+            block_tables=self.block_tables[sequence:].clone(),
+            query_starts=self.query_starts[sequence:] - token,
+            context_lens=self.context_lens[sequence:].clone(),
+            decoding_from=None,
+        )
+        return prompts, decoding

@@ -188,7 +188,7 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
     size, count = cut_of(q.dtype), lengths.shape[0]
     block_size, kv_heads = k_cache.shape[1:3]
     cuts = max(1, ceil_div(tables.shape[1] * block_size, size))
-    plan, programs = _plan(tokens * kv_heads, cuts)
+    plan, programs = _plan(tokens * kv_heads, cuts, is_coded=scales[0] is not None)
     walks = programs == 1
     scratch = (0,) if walks else (tokens, heads, cuts)
     out = torch.empty(*scratch, dim, dtype=torch.float32, device=q.device)
@@ -254,13 +254,16 @@ def _block_of_sequences(count: int) -> int:
     return 1 if count == 1 else 8
 
 
-def _plan(heads: int, cuts: int) -> tuple[dict[str, int], int]:
+def _plan(heads: int, cuts: int, *, is_coded: bool) -> tuple[dict[str, int], int]:
     """Return launch constants, and how many programs share the cuts of one token and key head.
 
     heads: key heads of all tokens together; cuts: the most that a sequence may have. One program walks all cuts.
+    is_coded: the cache is quantised; converting codes takes long, and smaller programs do it side by side.
     """
+    constants = {"STAGES": 1, "num_warps": 4} if is_coded else {"STAGES": 3, "num_warps": 8}
     if cuts == 1 or heads >= (WALKERS if cuts <= LONG else WALKERS // 2):
-        return {"STAGES": 3, "num_warps": 4}, 1
+        return constants | {"num_warps": 4}, 1
     if heads * cuts <= SHORT and not is_varied():  # without a software pipeline the first cut is ready sooner
-        return {"STAGES": 1, "num_warps": 8}, cuts
-    return {"STAGES": 3, "num_warps": 8}, min(cuts, max(2, PROGRAMS // heads))
+        return constants | {"STAGES": 1}, cuts
+    programs = PROGRAMS * 3 // 2 if is_coded else PROGRAMS
+    return constants, min(cuts, max(2, programs // heads))

@@ -171,7 +171,7 @@ _CASES: list[Values] = [
     {"tokens": (9,), "experts": 32, "k": 6, "num_groups": 8, "top_groups": 3, "bias": True, "scoring": "sigmoid"},
     {"tokens": (4,), "experts": 24, "k": 3, "num_groups": 4, "top_groups": 2},
     {"tokens": (4,), "experts": 12, "k": 3, "scoring": "sigmoid", "weight_scale": 2.5, "renormalize": False},
-    {"tokens": (4,), "experts": 40, "k": 6, "num_equal": 4},
+    {"tokens": (33,), "experts": 40, "k": 6, "num_equal": 4},
 ]
 _BENCH: list[Values] = [{"tokens": (tokens,), "experts": 128, "k": 8} for tokens in (1, 64, 8192)]
 

@@ -22,7 +22,7 @@ from .layout import CHUNK
 from .product_triton import Weight
 
 TOKENS = 8  # the fewest columns of a tensor core matmul
-ENOUGH_WARPS = 1024  # each loads 8 KB of 4-bit codes: about 60 KB per multiprocessor are in flight
+ENOUGH_WARPS = 2112  # 16 on each of an H200's multiprocessors; each has 8 KB of 4-bit codes in flight
 
 
 @gluon.jit
@@ -356,7 +356,7 @@ def experts(
     is_activated: bool,
 ) -> None:
     """Compute y[pair] from x[pair // pairs_per_row] and expert ids[pair]; is_activated: then silu(gate) * up."""
-    sizes = sizes or experts_plan(x.shape[1], weight.codes.dtype, is_activated)
+    sizes = sizes or experts_plan(ids.numel(), weight.codes.shape[-2], x.shape[1], weight.codes.dtype)
     out = 16 * sizes["HIGH"] // (2 if is_activated else 1)
     grid = ceil_div(y.shape[1], out), ids.numel()
     _launch(
@@ -431,9 +431,17 @@ def _launch(
 def plan(count: int, rows: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return sizes for `linear`: more chunks in parallel until there are enough warps to saturate memory bandwidth."""
     needed_chunks = power_of_2(ceil_div(ENOUGH_WARPS, ceil_div(rows, 16)))
-    chunks = min(4, needed_chunks, power_of_2(ceil_div(length, CHUNK)))
+    most = 8 if count == 1 and dtype != torch.int32 else 4
+    chunks = min(most, needed_chunks, power_of_2(ceil_div(length, CHUNK)))
     return {"CHUNKS": chunks, "HIGH": 1, "BLOCK_K": 512 if dtype == torch.int32 and count == 1 else 256}
 
 
-def experts_plan(length: int, dtype: torch.dtype, is_activated: bool) -> dict[str, Any]:
-    return {"CHUNKS": 1, "HIGH": 4 if is_activated else 2, "BLOCK_K": 512 if dtype == torch.int32 else 256}
+def experts_plan(pairs: int, rows: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return sizes for `experts`. pairs: of a token and an expert; rows: of one expert's weight.
+
+    Codes of 8 bits take all chunks of K in parallel, codes of 4 bits only while there would be too few warps.
+    """
+    chunks = min(4, power_of_2(ceil_div(length, CHUNK)))
+    if dtype == torch.int32:
+        chunks = min(chunks, power_of_2(max(1, ENOUGH_WARPS * 3 // 4 // (pairs * ceil_div(rows, 16)))))
+    return {"CHUNKS": chunks, "HIGH": 2, "BLOCK_K": 512 if dtype == torch.int32 else 256}

@@ -18,7 +18,8 @@ from ..linear_triton import unit_stride
 from ..moe.experts_triton import _activate, _combine, _find_tile, _sort_kernel, sort_block
 from .product_triton import Weight, product, weight_arguments
 
-FEW_TOKENS = 4  # up to here each token reads the weights of its experts for itself
+FEW_TOKENS = 8  # up to here each token reads the weights of its experts for itself in the Gluon kernel
+FEWEST_TOKENS = 4  # the same in the tiled kernel
 MODERATE_TOKENS = 256  # up to here most experts have few tokens
 
 
@@ -142,30 +143,29 @@ def forward(
     hidden, parts = (
         torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device) for n in (gate_up.shape[1] // 2, x.shape[1])
     )
-    if len(x) <= FEW_TOKENS and x.element_size() == 2:
-        _run_by_token(x, gate_up_weight, down_weight, ids, hidden, parts)
-    else:
-        routing, sizes = route_by_expert(ids, len(gate_up)), plan(len(x), x.element_size())
+    if len(x) > FEW_TOKENS or not _run_few(x, gate_up_weight, down_weight, ids, hidden, parts):
+        is_by_token = len(x) <= FEWEST_TOKENS and x.element_size() == 2
+        routing = route_by_token(ids) if is_by_token else route_by_expert(ids, len(gate_up))
+        sizes = plan(len(x), x.element_size())
         launch(x, gate_up_weight, hidden, routing, sizes[0], pairs_per_row=ids.shape[1], is_activated=True)
         launch(hidden, down_weight, parts, routing, sizes[1], pairs_per_row=1, is_activated=False)
     _combine(parts, weights.float().contiguous(), y)
     return y
 
 
-def _run_by_token(
+def _run_few(
     x: Tensor, gate_up_weight: Weight, down_weight: Weight, ids: Tensor, hidden: Tensor, parts: Tensor
-) -> None:
-    """Write both matmuls of few tokens to hidden and parts, by the Gluon kernel where it takes them."""
-    if gluon_reason(x.device) is None:
-        from . import few_gluon_triton as few
+) -> bool:
+    """Write both matmuls of few tokens to hidden and parts by the Gluon kernel; return whether it takes them."""
+    if gluon_reason(x.device) is not None:
+        return False
+    from . import few_gluon_triton as few
 
-        if few.reason(x, gate_up_weight) is None and few.reason(hidden, down_weight) is None:
-            few.experts(x, gate_up_weight, ids, hidden, pairs_per_row=ids.shape[1], is_activated=True)
-            few.experts(hidden, down_weight, ids, parts, pairs_per_row=1, is_activated=False)
-            return
-    sizes = plan(len(x), x.element_size())
-    launch(x, gate_up_weight, hidden, route_by_token(ids), sizes[0], pairs_per_row=ids.shape[1], is_activated=True)
-    launch(hidden, down_weight, parts, route_by_token(ids), sizes[1], pairs_per_row=1, is_activated=False)
+    if few.reason(x, gate_up_weight) is not None or few.reason(hidden, down_weight) is not None:
+        return False
+    few.experts(x, gate_up_weight, ids, hidden, pairs_per_row=ids.shape[1], is_activated=True)
+    few.experts(hidden, down_weight, ids, parts, pairs_per_row=1, is_activated=False)
+    return True
 
 
 # If the flag is set: the pairs sorted by expert, and the number of pairs of each expert. Otherwise the first tensor is
@@ -238,7 +238,7 @@ def plan(count: int, element_size: int) -> tuple[dict[str, int], dict[str, int]]
         sizes = {"ROWS": 64, "TOKENS": 16, "BLOCK_K": 128, "num_warps": 8, "num_stages": 1}
         return sizes, sizes
     if count <= MODERATE_TOKENS:
-        sizes = {"ROWS": 64, "TOKENS": 16, "BLOCK_K": 128, "num_warps": 4}
-        return sizes | {"num_stages": 4}, sizes | {"num_stages": 5}
+        sizes = {"ROWS": 64, "TOKENS": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+        return sizes, sizes
     large = {"ROWS": 128, "BLOCK_K": 128, "num_warps": 8}
     return large | {"TOKENS": 64, "num_stages": 3}, large | {"TOKENS": 128, "num_stages": 3}

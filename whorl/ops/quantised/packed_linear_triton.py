@@ -168,5 +168,5 @@ def plan(count: int, element_size: int) -> dict[str, int]:
     if count <= FEW:
         return {"ROWS": 64, "TOKENS": 16, "BLOCK_K": 128, "NEAR": 8, "num_warps": 4, "num_stages": 5}
     if count <= 4 * FEW:
-        return {"ROWS": 64, "TOKENS": 64, "BLOCK_K": 128, "NEAR": 8, "num_warps": 4, "num_stages": 4}
+        return {"ROWS": 64, "TOKENS": 64, "BLOCK_K": 128, "NEAR": 8, "num_warps": 4, "num_stages": 3}
     return {"ROWS": 128, "TOKENS": 128, "BLOCK_K": 128, "NEAR": 8, "num_warps": 8, "num_stages": 3}
