@@ -228,10 +228,10 @@ def test_prompts_and_decoding_sequences_share_a_call(monkeypatch: pytest.MonkeyP
     calls, run, run_call, parts = [], Runner.run, Runner.run_call, Step.parts
     monkeypatch.setattr(Runner, "run", lambda *a, **k: (calls.append([]), run(*a, **k))[1])
     monkeypatch.setattr(Runner, "run_call", lambda s, c, *a: (calls[-1].append(c.decoding_from), run_call(s, c, *a))[1])
-    for seed in range(3):
+    for seed in range(12):
         check("qwen3", seed)
     assert {len(step) for step in calls} == {1}
-    assert sum(step != [None] for step in calls) > 5
+    assert sum(step != [None] for step in calls) > 3
 
     def see_less(self: Step) -> tuple[Step, ...]:
         prompts, *decoding = parts(self)
@@ -239,7 +239,7 @@ def test_prompts_and_decoding_sequences_share_a_call(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Step, "parts", see_less)
     with pytest.raises(AssertionError):  # noqa: PT012
-        for seed in range(3):
+        for seed in range(12):
             check("qwen3", seed)
 
 

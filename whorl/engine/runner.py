@@ -131,7 +131,7 @@ class Runner:
         is_plain = self._states is None and self.prompts is None and not batch.has_images
         is_recorded = self._use_graphs and batch.num_prompt_tokens <= self._max_recorded
         has_room = batch.num_tokens <= self._inputs.max_tokens
-        return is_plain and has_room and not is_recorded and torch.device(self.device).type != "npu"
+        return is_plain and has_room and not is_recorded and not self.device.startswith("npu")
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
