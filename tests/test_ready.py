@@ -47,8 +47,8 @@ def test_a_mixed_load_needs_nothing_new() -> None:
                 "max_num_seqs": 300,
                 "max_num_batched_tokens": 1100,
                 "max_prompt_tokens": 1100,
-                "max_model_len": 90,
-                "num_blocks": 1800,
+                "max_model_len": 200,
+                "num_blocks": 3900,
             }
         },
     ],

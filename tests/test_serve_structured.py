@@ -17,7 +17,7 @@ LARK = 'start: "n" DIGIT DIGIT\nDIGIT: /[0-9]/'
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(told(ANSWERS)) as running:
+    with serving(told(ANSWERS | {"endless": "<think>\nhm"})) as running:
         yield running
 
 
@@ -65,6 +65,13 @@ def test_json(served: Served, options: Any) -> None:
 def test_thinking_is_free_before_it(served: Served) -> None:
     message = served.chat("thinkjson", structured_outputs={"json": SCHEMA})["choices"][0]["message"]
     assert (message["reasoning_content"], json.loads(message["content"])) == ("hm", {"n": 3, "kind": "b"})
+
+
+def test_thinking_does_not_end_the_answer(served: Served) -> None:
+    """The model would end after its thought, without the JSON that was asked for."""
+    assert served.chat("endless")["choices"][0]["finish_reason"] == "stop"
+    choice = served.chat("endless", structured_outputs={"json": SCHEMA}, max_tokens=30)["choices"][0]
+    assert choice["finish_reason"] == "length"
 
 
 def test_openais_client_sends_it_as_vllms_users_do(served: Served) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import hashlib
 import importlib.util
 import os
@@ -291,9 +292,22 @@ def record_graph(device: str, function: Callable[[], Any], *, pool: Any = None) 
     if module is None or device in NO_GRAPHS:
         return None
     graph = module.CUDAGraph()
-    with module.graph(graph, pool=pool):
+    with _uncollected(), module.graph(graph, pool=pool):
         function()
     return graph.replay  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from running. It may free graphs and memory of an engine that is gone, and a device
+    that is told to free anything while it records gives the recording up."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 _is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)

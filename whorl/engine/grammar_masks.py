@@ -84,12 +84,13 @@ class Allow:
         return Allow(self._blank, self._tokenizer, self._vocab_size, **same)
 
     def __call__(self, output_ids: Sequence[int]) -> "Tensor | None":
-        """Return the mask [V] of allowed tokens, None while the model thinks. AllowError if the output violates the
-        grammar or the library has reached one of its limits."""
+        """Return the mask [V] of allowed tokens: while the model thinks, all but those that end the output, which would
+        leave it without an answer. AllowError if the output violates the grammar or the library has reached one of its
+        limits."""
         ids = list(output_ids)
         start = self._start(ids)
         if start is None:
-            return None
+            return self._thinking_mask()
         started = time.thread_time()
         mask = self._mask(ids[start:])
         self._clock.spend(time.thread_time() - started, len(ids))
@@ -103,6 +104,16 @@ class Allow:
         if not is_thinking:
             return 0
         return ids.index(self._close) + 1 if self._close in ids else None
+
+    def _thinking_mask(self) -> "Tensor | None":
+        """Return the mask of all tokens but ends of the output; None for a tokenizer that cannot end thinking."""
+        import torch
+
+        if self._close is None:
+            return None
+        mask = torch.ones(self._vocab_size, dtype=torch.bool)
+        mask[list(self._tokenizer.eos_ids)] = False
+        return mask
 
     def _mask(self, ids: list[int]) -> "Tensor":
         import torch  # imported here because workers that compile grammars do not need it

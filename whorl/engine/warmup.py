@@ -156,7 +156,11 @@ class WarmUp:
         ):
             if size > 0:
                 description = f"decode {count} beside a prompt of {size}"
-                yield Task("compile", description, partial(self._mix, count, size))
+                yield Task("compile", description, partial(self._mix, count, size, 2))
+        for count in sequence_classes(self._most_seqs) if self._is_full else []:
+            if count < self.llm.settings.step_tokens:
+                description = f"decode {count} of {self._contexts[-1]} keys beside a prompt"
+                yield Task("compile", description, partial(self._mix, count, 1, self._contexts[-1]))
 
     def _sampling(self) -> Iterator[Task]:
         """What the sampler does after a call; greedy and filtered sampling are part of the call itself."""
@@ -206,8 +210,9 @@ class WarmUp:
     def _check_drafts(self, count: int, num_drafted: int) -> None:
         self._step(self._chunks(count, 2, 1, draft=num_drafted))
 
-    def _mix(self, count: int, size: int) -> None:
-        self._step(self._chunks(count, 2, 1) + self._filling(split(size, self._longest)))
+    def _mix(self, count: int, size: int, keys: int) -> None:
+        """Run a step of `count` decoding sequences of `keys` tokens and prompts of `size` tokens together."""
+        self._step(self._chunks(count, keys, 1) + self._filling(split(size, self._longest)))
 
     def _filling(self, prompts: Iterable[tuple[int, int]]) -> list[Chunk]:
         """Return a chunk for each prompt, see `_fill`."""

@@ -171,7 +171,7 @@ _CASES: list[Values] = [
     {"tokens": (9,), "experts": 32, "k": 6, "num_groups": 8, "top_groups": 3, "bias": True, "scoring": "sigmoid"},
     {"tokens": (4,), "experts": 24, "k": 3, "num_groups": 4, "top_groups": 2},
     {"tokens": (4,), "experts": 12, "k": 3, "scoring": "sigmoid", "weight_scale": 2.5, "renormalize": False},
-    {"tokens": (33,), "experts": 40, "k": 6, "num_equal": 4},
+    {"tokens": (9,), "experts": 40, "k": 6, "num_equal": 4},
 ]
 _BENCH: list[Values] = [{"tokens": (tokens,), "experts": 128, "k": 8} for tokens in (1, 64, 8192)]
 
@@ -188,7 +188,9 @@ def _make(
 ) -> Values:
     """Make the arguments; num_equal: experts that have the same logit."""
     # Logits that are multiples of 1/64 are exact in every dtype, so that all dtypes choose the same experts.
-    steps = torch.stack([torch.randperm(experts + 4 * draw.sliced) for _ in range(tokens[0] or 1)])[: tokens[0]]
+    width = experts + 4 * draw.sliced
+    levels = width * num_equal // 2 if num_equal > 1 else width  # so many that tokens do not all have the same weights
+    steps = torch.stack([torch.randperm(levels)[:width] for _ in range(tokens[0] or 1)])[: tokens[0]]
     logits = (draw.scale * (steps // num_equal - experts / 2) / 16).to(draw.dtype).to(draw.device)[:, :experts]
     offsets = torch.arange(experts, device=draw.device).to(draw.dtype) / 64 if bias else None
     return {"logits": logits, "k": k, "bias": offsets, "scale": weight_scale, **options}
