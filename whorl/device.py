@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import hashlib
 import importlib.util
 import os
@@ -237,15 +236,13 @@ def overlaps_kernels(device: torch.device) -> bool:
 
 def synchronize(device: str) -> None:
     """Wait until all work on `device` is done."""
-    module = accelerator(device)
-    if module is not None:
+    if (module := accelerator(device)) is not None:
         module.synchronize()
 
 
 def empty_cache(device: str) -> None:
     """Return cached memory that is not in use to the driver."""
-    module = accelerator(device)
-    if module is not None:
+    if (module := accelerator(device)) is not None:
         module.empty_cache()
 
 
@@ -272,6 +269,11 @@ def has_two_latent_caches(device: str) -> bool:
     return any(unavailable(backend, device) is None for backend in TWO_LATENT_CACHES)
 
 
+def has_one_arithmetic(device: str) -> bool:
+    """Return whether the bits of a row do not depend on the rows beside it. Ascend's operators do not promise it."""
+    return not device.startswith("npu")
+
+
 def use_graphs(device: str, requested: bool | None) -> bool:
     """Return whether to record launches on `device` as graphs and replay them.
 
@@ -292,22 +294,9 @@ def record_graph(device: str, function: Callable[[], Any], *, pool: Any = None) 
     if module is None or device in NO_GRAPHS:
         return None
     graph = module.CUDAGraph()
-    with _uncollected(), module.graph(graph, pool=pool):
+    with module.graph(graph, pool=pool):
         function()
     return graph.replay  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running. It may free graphs and memory of an engine that is gone, and a device
-    that is told to free anything while it records gives the recording up."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 _is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)
@@ -501,9 +490,7 @@ def versions() -> dict[str, str]:
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of an NVIDIA GPU; 4 for other devices, as in Triton's interpreter."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.cache

@@ -62,7 +62,8 @@ def engine_step() -> Drawing:
         "One step of the engine",
         "Requests wait in a queue. The scheduler picks tokens up to a budget and blocks of the cache. A batch "
         "becomes at most two forward calls, one for decoding and drafts, recorded as a graph, and one for "
-        "prompts. The sampler accepts tokens, which go to clients and back to the scheduler.",
+        "prompts; long prompts take decoding tokens along in one call. The sampler accepts tokens, which go to clients "
+        "and back to the scheduler.",
     )
     queue = d.box(24, 60, 120, 66, "requests", "wait in order", "data")
     scheduler = d.box(

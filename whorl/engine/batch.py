@@ -8,12 +8,13 @@ the device.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from .batch_images import Insert, axes_of, inserts_of, rotary_positions
 from .scheduler import Chunk
 from .sequence import Sequence as Seq
 
@@ -79,18 +80,6 @@ class Score:
     position: int
 
 
-class Insert(NamedTuple):
-    """`length` features of an image, from `offset` on, that replace embeddings of tokens in a call.
-
-    first_token: index in the call of the first token; number: the encoder's number of the image.
-    """
-
-    first_token: int
-    number: int
-    offset: int
-    length: int
-
-
 class PlacedChunk(NamedTuple):
     """A chunk in a call. first_token: index of its first token in the call. lane, block_table: those of its sequence
     when the call was built: the sequence may be finished or preempted before the results are used."""
@@ -108,7 +97,7 @@ class Call:
     num_prompts: the sequences that compute a part of their prompt; they come first, and the others decode.
     score_indices: the token of each score. axes: [A, T] rotary positions of a prompt call in which a sequence has
     images, instead of the array `positions`; else None. inserts: image features that replace embeddings. placed: its
-    chunks.
+    chunks. is_eager: no graph may replay it.
     """
 
     num_prompts: int
@@ -121,6 +110,7 @@ class Call:
     axes: np.ndarray | None = None
     inserts: list[Insert] = field(default_factory=list)
     placed: list[PlacedChunk] = field(default_factory=list)
+    is_eager: bool = False
 
     @property
     def size(self) -> Size:
@@ -152,10 +142,17 @@ class Call:
 
 
 class Batch:
-    """The chunks of a step. Drafts may be added to them until `calls` builds the indices."""
+    """The chunks of a step. Drafts may be added to them until `calls` builds the indices.
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self.chunks = list(chunks)
+    is_eager: the step runs as if its size were not recorded, for the warm-up.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], *, is_eager: bool = False) -> None:
+        self.chunks, self.is_eager = list(chunks), is_eager
+
+    @property
+    def num_prompts(self) -> int:
+        return sum(not chunk.is_decode for chunk in self.chunks)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -178,7 +175,10 @@ class Batch:
         prompts = [chunk for chunk in self.chunks if not chunk.is_decode]
         decoding = [chunk for chunk in self.chunks if chunk.is_decode]
         groups = ([*prompts, *decoding],) if is_joined else (prompts, decoding)
-        return [_build_call(chunks, block_size, table_width) for chunks in groups if chunks]
+        calls = [_build_call(chunks, block_size, table_width) for chunks in groups if chunks]
+        for call in calls:
+            call.is_eager = self.is_eager
+        return calls
 
 
 def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> Call:
@@ -225,7 +225,7 @@ def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> C
     arrays = {
         "tokens": tokens,
         "lanes": lane,
-        "positions": _rotary_positions(index, with_images) if chunks[0].is_decode else index,
+        "positions": rotary_positions(index, with_images) if chunks[0].is_decode else index,
         "slots": block * block_size + index % block_size,
         "table_at": lane * table_width + index // block_size,
         "blocks": block,
@@ -239,55 +239,9 @@ def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> C
     num_prompts = sum(not chunk.is_decode for chunk in chunks)
     call = Call(num_prompts, arrays, max(contexts), tables, samples, scores, score_indices, placed=placed)
     if with_images and not call.is_decode:
-        call.axes = _axes(index, with_images)
-        call.inserts = [insert for first_token, chunk in with_images for insert in _inserts(first_token, chunk)]
+        call.axes = axes_of(index, with_images)
+        call.inserts = [insert for first_token, chunk in with_images for insert in inserts_of(first_token, chunk)]
     return call
-
-
-# ---- sequences with images
-
-
-def _rotary_positions(index: np.ndarray, with_images: Sequence[tuple[int, Chunk]]) -> np.ndarray:
-    """Return the rotary positions [T] of a decode call: after images they differ from the token's index.
-
-    index: [T] index of each token in its sequence. with_images: first token in the call and chunk of each sequence that
-    has images.
-    """
-    if not with_images:
-        return index
-    positions = index.copy()
-    for first_token, chunk in with_images:
-        assert chunk.sequence.placement is not None
-        positions[first_token : first_token + chunk.length + len(chunk.draft)] += chunk.sequence.placement.delta
-    return positions
-
-
-def _axes(index: np.ndarray, with_images: Sequence[tuple[int, Chunk]]) -> np.ndarray:
-    """Return the rotary positions [A, T] of a prompt call with images; text has the same position on all A axes."""
-    placements = [chunk.sequence.placement for _, chunk in with_images]
-    axes: np.ndarray | None = None
-    for (first_token, chunk), placement in zip(with_images, placements, strict=True):
-        assert placement is not None
-        if axes is None:
-            axes = np.tile(index, (len(placement.axes), 1))
-        stop = chunk.start + chunk.length
-        axes[:, first_token : first_token + chunk.length] = placement.positions(chunk.start, stop)
-    assert axes is not None
-    return axes
-
-
-def _inserts(first_token: int, chunk: Chunk) -> Iterator[Insert]:
-    """Yield the runs of image features that fall into a chunk. first_token: the chunk's first token in the call."""
-    seq, start, stop = chunk.sequence, chunk.start, chunk.start + chunk.length
-    assert seq.placement is not None
-    for index, placed in enumerate(seq.placement.items):
-        if placed.stop <= start or placed.start >= stop:
-            continue
-        for frame, span in enumerate(placed.spans):
-            first, end = max(span.start, start), min(span.stop, stop)
-            if first < end:
-                offset = frame * len(span) + first - span.start
-                yield Insert(first_token + first - start, seq.features[index], offset, end - first)
 
 
 def _tokens(chunk: Chunk) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from whorl.device import is_interpreting, lasting, unavailable
 from whorl.nn import Inserted
 
-from .batch import Insert
+from .batch_images import Insert
 from .encoder import Job
 
 MOST_PATCHES = 1 << 15  # patches that run in one batch: enough to fill a GPU

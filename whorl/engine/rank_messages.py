@@ -3,16 +3,19 @@
 They go over the host, in the control group.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import distributed
 
-from .batch import Call, Insert, field_offsets
+from .batch import Call, field_offsets
+from .batch_images import Insert
 from .launch import Rank
 
 # Kinds of messages from rank 0. DRAFT: a call of the draft head; PUT: last tokens of its lanes.
 STOP, CALL, LOGITS, DROP, ENCODE, DRAFT, PUT = range(7)
-HEADER = 9  # numbers in a message header: the kind of message, and up to eight arguments
+HEADER = 10  # numbers in a message header: the kind of message, and up to nine arguments
 _INSERT = len(Insert._fields)
 
 
@@ -26,7 +29,7 @@ def send_call(group: Rank, kind: int, call: Call) -> None:
     arrays, tables = _pack(call)
     axes = np.zeros((0, 0), dtype=np.int64) if call.axes is None else np.ascontiguousarray(call.axes)
     inserts = np.array(call.inserts, dtype=np.int64).reshape(-1, _INSERT)
-    arguments = (call.num_keys, call.num_prompts, len(axes), len(inserts), len(tables))
+    arguments = (call.num_keys, call.num_prompts, call.is_eager, len(axes), len(inserts), len(tables))
     send(group, kind, *call.size, *arguments)
     numbers = (array.reshape(-1).view(np.uint8) for array in (axes, inserts, tables))
     distributed.broadcast(torch.from_numpy(np.concatenate([arrays, *numbers])), 0, group=group.control)
@@ -36,7 +39,7 @@ def receive_call(rank: Rank, num_tokens: int, entries: int, samples: int, *argum
     """Receive the call that a message header announces. arguments: as `_unpack` takes them."""
     size = num_tokens, entries, samples
     num_bytes = field_offsets(size)[1]
-    packed = torch.empty(num_bytes + -num_bytes % 8 + 8 * _num_extra(num_tokens, *arguments[2:]), dtype=torch.uint8)
+    packed = torch.empty(num_bytes + -num_bytes % 8 + 8 * _num_extra(num_tokens, *arguments[3:]), dtype=torch.uint8)
     distributed.broadcast(packed, 0, group=rank.control)
     return _unpack(packed.numpy(), size, *arguments)
 
@@ -51,7 +54,9 @@ def _pack(call: Call) -> tuple[np.ndarray, np.ndarray]:
     return packed, np.array(tables, dtype=np.int64)
 
 
-def _unpack(packed: np.ndarray, size: tuple[int, int, int], num_keys: int, num_prompts: int, *counts: int) -> Call:
+def _unpack(
+    packed: np.ndarray, size: tuple[int, int, int], num_keys: int, num_prompts: int, is_eager: int, *counts: int
+) -> Call:
     """Rebuild the call. counts: axes of positions, inserted runs of image features, and numbers in the block tables."""
     num_axes, num_inserts, num_tables = counts
     numbers = packed[len(packed) - 8 * _num_extra(size[0], *counts) :].view(np.int64)
@@ -61,7 +66,8 @@ def _unpack(packed: np.ndarray, size: tuple[int, int, int], num_keys: int, num_p
         lane, count, *unread = unread
         tables.append((lane, unread[:count]))
         unread = unread[count:]
-    call = Call(num_prompts, _views(packed, size), num_keys, tables)  # type: ignore[arg-type]
+    arrays: Any = _views(packed, size)
+    call = Call(num_prompts, arrays, num_keys, tables, is_eager=bool(is_eager))
     call.axes = axes.reshape(num_axes, size[0]) if num_axes else None
     call.inserts = [Insert(*row) for row in inserts.reshape(num_inserts, _INSERT).tolist()]
     return call

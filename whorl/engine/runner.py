@@ -7,6 +7,7 @@ cannot, and why.
 """
 
 import contextlib
+import gc
 import itertools
 import statistics
 import time
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.device import ahead, event, graph_pool, host_buffer, lasting, record_graph, synchronize
+from whorl.device import ahead, event, graph_pool, has_one_arithmetic, host_buffer, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
 from whorl.nn import Inserted, Model, Step
 from whorl.ops._varied import varied
@@ -35,7 +36,7 @@ from .small_copy import start_copy
 
 _GRAPH_TOKENS = (1, 2, 4, 8, *range(16, 257, 16))  # decode calls are padded to these and recorded
 _GRAPH_KEYS = 1024  # keys that the smallest graph attends to; each larger one has four times as many
-_PROMPT_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # recorded calls with prompts are padded to these
+_PROMPT_TOKENS = (16, 32, 64, 128, *range(256, 2049, 256))  # recorded calls with prompts are padded to these
 _PROMPTS = 16  # sequences of a recorded call with prompts
 _NUM_STAGES = 4  # host buffers of inputs: two calls a step, and the host is at most one step ahead
 _STRIDE = 7919  # between the token ids of dummy calls, so that they are different tokens
@@ -129,9 +130,10 @@ class Runner:
         The bits are those of two calls, except on Ascend. Prompts that a graph replays are a call of their own.
         """
         is_plain = self._states is None and self.prompts is None and not batch.has_images
-        is_recorded = self._use_graphs and batch.num_prompt_tokens <= self._max_recorded
+        num_recorded = self._recorded_tokens(batch.num_prompt_tokens, batch.num_prompts)
+        is_recorded = num_recorded is not None and not batch.is_eager
         has_room = batch.num_tokens <= self._inputs.max_tokens
-        return is_plain and has_room and not is_recorded and not self.device.startswith("npu")
+        return is_plain and has_room and not is_recorded and has_one_arithmetic(self.device)
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
@@ -238,7 +240,7 @@ class Runner:
 
     def _graph(self, call: Call) -> "_Graph | None":
         """Return the graph that fits a call, recorded if it is new; None if the call is not to be replayed."""
-        if not self._use_graphs:
+        if not self._use_graphs or call.is_eager:
             return None
         if not call.is_decode:
             return self._prompt_graph(call)
@@ -256,14 +258,20 @@ class Runner:
     def _prompt_graph(self, call: Call) -> "_Graph | None":
         """As `_graph`, for a call with prompts: of up to `_PROMPTS` sequences, without images or hidden states."""
         is_plain = call.axes is None and self.prompts is None and self._states is None and call.decoding_from is None
-        num_tokens = next((size for size in _PROMPT_TOKENS if call.size[0] <= size <= self._max_recorded), None)
-        if not is_plain or num_tokens is None or max(call.size[1:]) > _PROMPTS:
+        num_tokens = self._recorded_tokens(call.size[0], call.num_prompts)
+        if not is_plain or num_tokens is None:
             return None
         if num_tokens not in self._prompt_graphs:
             size = num_tokens, _PROMPTS, _PROMPTS
             dummy = self._dummy_prompt(min(num_tokens, self.max_len))
             self._prompt_graphs[num_tokens] = self._record(dummy, size, self.max_len, self._prompt_pool)
         return self._prompt_graphs[num_tokens]
+
+    def _recorded_tokens(self, num_tokens: int, num_prompts: int) -> int | None:
+        """Return the size of the graph for prompts of so many tokens together; None if they are not recorded."""
+        if not self._use_graphs or num_prompts > _PROMPTS:
+            return None
+        return next((size for size in _PROMPT_TOKENS if num_tokens <= size <= self._max_recorded), None)
 
     def _graph_keys(self) -> list[int]:
         """Return the numbers of keys that graphs are recorded for, up to the longest sequence."""
@@ -279,6 +287,11 @@ class Runner:
         largest = next((size for size in _GRAPH_TOKENS if size >= max_tokens), _GRAPH_TOKENS[-1])
         counts = [size for size in _GRAPH_TOKENS if size <= min(largest, self._inputs.max_tokens)]
         return [(count, keys) for keys in self._graph_keys() for count in counts]
+
+    def prompt_graph_sizes(self) -> list[int]:
+        """Return the tokens of all graphs that calls with prompts may need; [] without graphs."""
+        is_plain = self.prompts is None and self._states is None
+        return [size for size in _PROMPT_TOKENS if size <= self._max_recorded] if self._use_graphs and is_plain else []
 
     def _record(self, dummy: Call, size: Size, keys: int, pool: Any) -> "_Graph | None":
         """Record a call of this size that may read up to `keys` tokens of a lane; None if the device cannot record it.
@@ -296,7 +309,8 @@ class Runner:
 
         run()  # compiles and selects kernels and builds tables, none of which may happen while recording
         synchronize(self.device)
-        replay = record_graph(self.device, run, pool=pool)
+        with _uncollected():
+            replay = record_graph(self.device, run, pool=pool)
         if replay is None:
             return None
         graph.replay = replay
@@ -344,6 +358,19 @@ class Runner:
         # Different tokens, so that a mixture of experts reads different weights.
         tokens = np.arange(count) * _STRIDE % self.vocab_size
         return Call(0, arrays | {"tokens": tokens}, num_keys=1, tables=[])
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from running: it may free the graphs and the memory of an engine that is gone, and a
+    device that frees anything while it records gives the recording up."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Graph:

@@ -151,9 +151,9 @@ class EngineSettings:
         panel=SWITCHES,
     )
     prompt_graphs: int = option(
-        0,
-        "Record steps with prompts of up to so many tokens as graphs as well, which takes less time on the host. 0: "
-        "none. Not measured on a GPU yet.",
+        2048,
+        "Record steps with prompts of up to so many tokens as well, if decode steps are recorded: else a short prompt "
+        "waits for the host. 0: none.",
         panel=SWITCHES,
         least=0,
     )

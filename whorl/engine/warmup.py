@@ -108,6 +108,7 @@ class WarmUp:
 
     def tasks(self) -> Iterator[Task]:
         yield from self._decoding()
+        yield from self._recorded_prompts()
         yield from self._prompts()
         yield from self._mixed()
         yield from self._sampling()
@@ -129,8 +130,14 @@ class WarmUp:
                 description = f"decode {count} of up to {keys} keys"
                 yield Task("record", description, partial(self._decode, count, keys, num_drafted))
 
+    def _recorded_prompts(self) -> Iterator[Task]:
+        """Prompts of every size that is recorded."""
+        for size in self.llm.runner.prompt_graph_sizes():
+            chunks = self._filling(split(min(size, self._most_tokens), self._longest))
+            yield Task("record", f"prompts of up to {size}", partial(self._step, chunks))
+
     def _prompts(self) -> Iterator[Task]:
-        """Prompts of each number of tokens and of sequences; and the end of a prompt with a cached prefix."""
+        """Prompts that are not recorded, by tokens and by sequences; and the ends of prompts with a cached prefix."""
         max_tokens = self._most_tokens
         for size in counts(max_tokens, is_full=self._is_full):
             yield self._fill(f"prompt of {size}", split(size, self._longest))
@@ -198,8 +205,8 @@ class WarmUp:
         return Task("compile", description, partial(self._prompt, prompts))
 
     def _prompt(self, prompts: abc.Sequence[tuple[int, int]]) -> None:
-        """Run a step with these prompts, see `_fill`."""
-        self._step(self._filling(prompts))
+        """Run a step with these prompts, see `_fill`, as if its size were not recorded."""
+        self._step(self._filling(prompts), is_eager=True)
 
     def _decode(self, num_tokens: int, keys: int, num_drafted: int) -> None:
         """Run a decode step of `num_tokens` sequences of `keys` tokens; with drafts also one that verifies drafts."""
@@ -211,8 +218,8 @@ class WarmUp:
         self._step(self._chunks(count, 2, 1, draft=num_drafted))
 
     def _mix(self, count: int, size: int, keys: int) -> None:
-        """Run a step of `count` decoding sequences of `keys` tokens and prompts of `size` tokens together."""
-        self._step(self._chunks(count, keys, 1) + self._filling(split(size, self._longest)))
+        """Run a step of `count` decoding sequences of `keys` tokens and of prompts of `size` tokens together."""
+        self._step(self._chunks(count, keys, 1) + self._filling(split(size, self._longest)), is_eager=True)
 
     def _filling(self, prompts: Iterable[tuple[int, int]]) -> list[Chunk]:
         """Return a chunk for each prompt, see `_fill`."""
@@ -243,10 +250,10 @@ class WarmUp:
             chunk.draft = tokens[:1] * draft
         return chunks
 
-    def _step(self, chunks: abc.Sequence[Chunk]) -> None:
-        """Run a step through the runner and the sampler until its tokens are on the host."""
+    def _step(self, chunks: abc.Sequence[Chunk], *, is_eager: bool = False) -> None:
+        """Run a step through the runner and the sampler until its tokens are on the host. is_eager: as in `Batch`."""
         self.num_steps += 1
-        self._sampler.start(self.llm.runner.run(_Unwritten(chunks)))()
+        self._sampler.start(self.llm.runner.run(_Unwritten(chunks, is_eager=is_eager)))()
 
     def _sample(self, count: int, params: SamplingParams) -> None:
         """Sample from logits of zeros; the tokens are discarded."""
