@@ -86,7 +86,7 @@ def test_steps_of_graphs_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(runner, "wants_graphs", lambda device, requested: True)
     monkeypatch.setattr(runner, "graph_pool", lambda device: None)
     monkeypatch.setattr(runner, "record_graph", record)
-    monkeypatch.setattr(runner, "_PROMPTS", 0)  # prompts are not recorded: only decode steps are counted
+    monkeypatch.setattr(runner, "_PROMPT_TOKENS", ())  # only decode steps are recorded
     llm, _ = filled_engine(SPARSE)
     time_steps(llm, started(llm), STEPS)
     assert len(replays) == STEPS

@@ -1,4 +1,4 @@
-"""Attention of decoding tokens in Triton: bits do not depend on how stored cuts are combined."""
+"""Attention over the cache in Triton: bits depend neither on how stored cuts are combined nor on a call's padding."""
 
 from typing import Any
 
@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from whorl import ops
+
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 import triton
 import triton.language as tl
 
 from whorl.ops.attention.cuts_triton import fold
 from whorl.ops.attention.fold_triton import fold_stored
+from whorl.ops.attention.paged_triton import attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHANNELS = 32
@@ -57,3 +60,22 @@ def test_cuts_that_are_combined_ahead_have_the_bits_of_one_after_the_other(first
     assert torch.equal(folded(_fold_ahead, stored, first, stop, ahead), expected)
     if stop - first > 2:
         assert not torch.equal(folded(_fold_ahead, stored, first, stop - 1, ahead), expected)
+
+
+@pytest.mark.parametrize(("queries", "contexts"), [((40,), (60,)), ((35, 20), (300, 20)), ((9,), (150,))])
+def test_padding_of_a_recorded_call_changes_no_bit(queries: tuple[int, ...], contexts: tuple[int, ...]) -> None:
+    """Sequences without tokens, and tokens of no sequence behind the last, whose results are zero."""
+    sizes = {"heads": 4, "kv_heads": 2, "dim": 32}
+    torch.manual_seed(0)
+    values = ops.paged_attention.make(
+        **sizes, queries=queries, contexts=contexts, tokens=(sum(queries),), dtype=torch.bfloat16, device=DEVICE
+    )
+    expected = ops.paged_attention(**values, backend="triton")
+    count, padded = sum(queries), 64
+    values["q"] = torch.cat((values["q"], torch.full_like(values["q"][:1], torch.nan).expand(padded - count, -1, -1)))
+    for name, filler in (("context_lens", 0), ("query_starts", count)):
+        values[name] = torch.nn.functional.pad(values[name], (0, 3 - len(queries)), value=filler)
+    values["block_tables"] = torch.nn.functional.pad(values["block_tables"], (0, 0, 0, 3 - len(queries)))
+    actual = attention(**values)  # the operator itself checks numbers that it can read on the host, and refuses these
+    assert torch.equal(actual[:count], expected)
+    assert not actual[count:].any()

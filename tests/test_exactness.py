@@ -120,7 +120,7 @@ def test_a_recorded_call_computes_the_same(name: str, monkeypatch: pytest.Monkey
         sizes |= recorder._graphs.keys()
         prompts |= recorder._prompt_graphs.keys()
     assert len(sizes) > 3
-    assert {16, 32} <= prompts if name == "mock" else prompts == {16}
+    assert len(prompts) > 1
 
 
 @pytest.mark.slow

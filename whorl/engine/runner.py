@@ -37,7 +37,8 @@ from .small_copy import start_copy
 _GRAPH_TOKENS = (1, 2, 4, 8, *range(16, 257, 16))  # decode calls are padded to these and recorded
 _GRAPH_KEYS = 1024  # keys that the smallest graph attends to; each larger one has four times as many
 _PROMPT_TOKENS = (16, 32, 64, 128, *range(256, 2049, 256))  # recorded calls with prompts are padded to these
-_PROMPTS = 16  # sequences of a recorded call with prompts
+_PROMPTS = 16  # most sequences of a recorded call with prompts
+_LONG = 17  # tokens a sequence, on average, from which attention runs by its kernels for prompts
 _NUM_STAGES = 4  # host buffers of inputs: two calls a step, and the host is at most one step ahead
 _STRIDE = 7919  # between the token ids of dummy calls, so that they are different tokens
 _TYPES = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
@@ -256,22 +257,23 @@ class Runner:
         return self._graphs[key]
 
     def _prompt_graph(self, call: Call) -> "_Graph | None":
-        """As `_graph`, for a call with prompts: of up to `_PROMPTS` sequences, without images or hidden states."""
+        """As `_graph`, for a call with prompts, without images or hidden states."""
         is_plain = call.axes is None and self.prompts is None and self._states is None and call.decoding_from is None
         num_tokens = self._recorded_tokens(call.size[0], call.num_prompts)
         if not is_plain or num_tokens is None:
             return None
         if num_tokens not in self._prompt_graphs:
-            size = num_tokens, _PROMPTS, _PROMPTS
+            size = num_tokens, _most_prompts(num_tokens), _most_prompts(num_tokens)
             dummy = self._dummy_prompt(min(num_tokens, self.max_len))
             self._prompt_graphs[num_tokens] = self._record(dummy, size, self.max_len, self._prompt_pool)
         return self._prompt_graphs[num_tokens]
 
     def _recorded_tokens(self, num_tokens: int, num_prompts: int) -> int | None:
         """Return the size of the graph for prompts of so many tokens together; None if they are not recorded."""
-        if not self._use_graphs or num_prompts > _PROMPTS:
+        if not self._use_graphs:
             return None
-        return next((size for size in _PROMPT_TOKENS if num_tokens <= size <= self._max_recorded), None)
+        sizes = (size for size in _PROMPT_TOKENS if num_tokens <= size <= self._max_recorded)
+        return next((size for size in sizes if num_prompts <= _most_prompts(size)), None)
 
     def _graph_keys(self) -> list[int]:
         """Return the numbers of keys that graphs are recorded for, up to the longest sequence."""
@@ -358,6 +360,12 @@ class Runner:
         # Different tokens, so that a mixture of experts reads different weights.
         tokens = np.arange(count) * _STRIDE % self.vocab_size
         return Call(0, arrays | {"tokens": tokens}, num_keys=1, tables=[])
+
+
+def _most_prompts(num_tokens: int) -> int:
+    """Return the most sequences of a recorded call of so many tokens: few enough for the kernels for prompts, because
+    those for decoding would read a long cached prefix for every token."""
+    return max(1, min(_PROMPTS, num_tokens // _LONG))
 
 
 @contextlib.contextmanager
