@@ -32,7 +32,6 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_sum_kernel",
         "_rope_kernel",
         "_qk_norm_rope_kernel",
-        "_rotate_decode_kernel",
         "_qk_norm_rope_backward_kernel",
         "_swiglu_kernel",
         "_swiglu_backward_kernel",
