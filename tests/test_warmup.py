@@ -15,6 +15,7 @@ from mock_model import ByteTokenizer, MockModel
 from serving import Served, own_process, serving, told, wait_until
 
 from whorl.engine import runner as runner_module
+from whorl.engine import warmup_sizes
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.settings import EngineSettings
@@ -381,3 +382,26 @@ def test_every_rank_warms_up(tmp_path: Path) -> None:
         finally:
             llm.close()
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    "limits", [(8192, 128, 40959), (40, 64, 39), (105, 3, 35), (2048, 64, 20), (16, 4, 500)], ids=str
+)
+def test_every_graph_that_prompts_can_need_is_recorded(limits: tuple[int, int, int]) -> None:
+    """limits: the most tokens of a step, the most sequences, the longest prompt."""
+    most_tokens, most_seqs, longest = limits
+    sizes = [(tokens, runner_module._most_prompts(tokens)) for tokens in runner_module._PROMPT_TOKENS]
+
+    def graph(lengths: list[int]) -> int | None:
+        fitting = (tokens for tokens, prompts in sizes if sum(lengths) <= tokens and len(lengths) <= prompts)
+        return next(fitting, None)
+
+    rng, needed = random.Random(0), set()
+    for _ in range(3000):
+        longest_here = rng.choice((1, 3, 20, longest))
+        lengths = [rng.randint(1, min(longest, longest_here)) for _ in range(rng.randint(1, min(20, most_seqs)))]
+        if sum(lengths) <= most_tokens:
+            needed.add(graph(lengths))
+    recorded = {graph(lengths) for lengths in warmup_sizes.recorded(sizes, *limits)}
+    assert needed - {None} <= recorded
+    assert len(recorded) > 1

@@ -290,10 +290,11 @@ class Runner:
         counts = [size for size in _GRAPH_TOKENS if size <= min(largest, self._inputs.max_tokens)]
         return [(count, keys) for keys in self._graph_keys() for count in counts]
 
-    def prompt_graph_sizes(self) -> list[int]:
-        """Return the tokens of all graphs that calls with prompts may need; [] without graphs."""
+    def prompt_graph_sizes(self) -> list[tuple[int, int]]:
+        """Return the most tokens and sequences of all graphs for calls with prompts, smallest first; [] without any."""
         is_plain = self.prompts is None and self._states is None
-        return [size for size in _PROMPT_TOKENS if size <= self._max_recorded] if self._use_graphs and is_plain else []
+        sizes = [size for size in _PROMPT_TOKENS if size <= self._max_recorded] if self._use_graphs and is_plain else []
+        return [(size, _most_prompts(size)) for size in sizes]
 
     def _record(self, dummy: Call, size: Size, keys: int, pool: Any) -> "_Graph | None":
         """Record a call of this size that may read up to `keys` tokens of a lane; None if the device cannot record it.

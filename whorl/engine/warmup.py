@@ -25,7 +25,7 @@ from .runner import Result
 from .sampler import Sampler
 from .scheduler import Chunk
 from .sequence import SamplingParams, Sequence
-from .warmup_sizes import class_sizes, contexts, counts, sequence_classes, split
+from .warmup_sizes import class_sizes, contexts, counts, recorded, sequence_classes, split
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -131,10 +131,11 @@ class WarmUp:
                 yield Task("record", description, partial(self._decode, count, keys, num_drafted))
 
     def _recorded_prompts(self) -> Iterator[Task]:
-        """Prompts of every size that is recorded."""
-        for size in self.llm.runner.prompt_graph_sizes():
-            chunks = self._filling(split(min(size, self._most_tokens), self._longest))
-            yield Task("record", f"prompts of up to {size}", partial(self._step, chunks))
+        """Prompts for every graph that is recorded for them."""
+        sizes = self.llm.runner.prompt_graph_sizes()
+        for lengths in recorded(sizes, self._most_tokens, self._most_seqs, self._longest):
+            chunks = self._filling((0, length) for length in lengths)
+            yield Task("record", f"{len(lengths)} prompts of {sum(lengths)}", partial(self._step, chunks))
 
     def _prompts(self) -> Iterator[Task]:
         """Prompts that are not recorded, by tokens and by sequences; and the ends of prompts with a cached prefix."""

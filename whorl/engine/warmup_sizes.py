@@ -41,3 +41,20 @@ def split(size: int, longest: int) -> list[tuple[int, int]]:
     cached (none) and how many are new."""
     full, rest = divmod(size, longest)
     return [(0, longest)] * full + [(0, rest)] * (rest > 0)
+
+
+def recorded(sizes: list[tuple[int, int]], most_tokens: int, most_seqs: int, longest: int) -> list[list[int]]:
+    """Return the lengths of prompts that need each graph that can occur. sizes: tokens and sequences of each graph.
+
+    A call takes the smallest graph with room for its tokens and its sequences, so one is needed by more tokens or by
+    more sequences than the graph before it has room for.
+    """
+    calls, smaller = [], (0, 0)
+    for tokens, sequences in sizes:
+        count = min(tokens, most_tokens, min(sequences, most_seqs) * longest)
+        if count > smaller[0]:
+            calls.append([new for _, new in split(count, longest)])
+        elif smaller[1] < sequences and smaller[1] < min(most_seqs, most_tokens):
+            calls.append([1] * (smaller[1] + 1))
+        smaller = tokens, sequences
+    return calls
