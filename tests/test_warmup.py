@@ -402,6 +402,6 @@ def test_every_graph_that_prompts_can_need_is_recorded(limits: tuple[int, int, i
         lengths = [rng.randint(1, min(longest, longest_here)) for _ in range(rng.randint(1, min(20, most_seqs)))]
         if sum(lengths) <= most_tokens:
             needed.add(graph(lengths))
-    recorded = {graph(lengths) for lengths in warmup_sizes.recorded(sizes, *limits)}
+    recorded = {graph(lengths) for lengths in warmup_sizes.recorded_prompts(sizes, *limits)}
     assert needed - {None} <= recorded
     assert len(recorded) > 1

@@ -125,12 +125,17 @@ class Runner:
             return [self.run_call(call) for call in calls]
         return [self.run_call(call, torch.cat([states[placed.chunk] for placed in call.placed])) for call in calls]
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether calls need neither the hidden states of another model nor sequence parallelism."""
+        return self._states is None and self.prompts is None
+
     def _joins(self, batch: Batch) -> bool:
         """Return whether prompts and decoding sequences run in one call, which reads the weights once for both.
 
         The bits are those of two calls, except on Ascend. Prompts that a graph replays are a call of their own.
         """
-        is_plain = self._states is None and self.prompts is None and not batch.has_images
+        is_plain = self._is_plain and not batch.has_images
         num_recorded = self._recorded_tokens(batch.num_prompt_tokens, batch.num_prompts)
         is_recorded = num_recorded is not None and not batch.is_eager
         has_room = batch.num_tokens <= self._inputs.max_tokens
@@ -258,7 +263,7 @@ class Runner:
 
     def _prompt_graph(self, call: Call) -> "_Graph | None":
         """As `_graph`, for a call with prompts, without images or hidden states."""
-        is_plain = call.axes is None and self.prompts is None and self._states is None and call.decoding_from is None
+        is_plain = self._is_plain and call.axes is None and call.decoding_from is None
         num_tokens = self._recorded_tokens(call.size[0], call.num_prompts)
         if not is_plain or num_tokens is None:
             return None
@@ -292,9 +297,8 @@ class Runner:
 
     def prompt_graph_sizes(self) -> list[tuple[int, int]]:
         """Return the most tokens and sequences of all graphs for calls with prompts, smallest first; [] without any."""
-        is_plain = self.prompts is None and self._states is None
-        sizes = [size for size in _PROMPT_TOKENS if size <= self._max_recorded] if self._use_graphs and is_plain else []
-        return [(size, _most_prompts(size)) for size in sizes]
+        has_graphs = self._use_graphs and self._is_plain
+        return [(size, _most_prompts(size)) for size in _PROMPT_TOKENS if has_graphs and size <= self._max_recorded]
 
     def _record(self, dummy: Call, size: Size, keys: int, pool: Any) -> "_Graph | None":
         """Record a call of this size that may read up to `keys` tokens of a lane; None if the device cannot record it.
@@ -371,8 +375,8 @@ def _most_prompts(num_tokens: int) -> int:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running: it may free the graphs and the memory of an engine that is gone, and a
-    device that frees anything while it records gives the recording up."""
+    """Keep the garbage collector from running: it may free the graphs and the memory of an engine that is gone, which
+    is not allowed while a device records."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

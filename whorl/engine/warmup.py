@@ -25,7 +25,7 @@ from .runner import Result
 from .sampler import Sampler
 from .scheduler import Chunk
 from .sequence import SamplingParams, Sequence
-from .warmup_sizes import class_sizes, contexts, counts, recorded, sequence_classes, split
+from .warmup_sizes import class_sizes, contexts, counts, recorded_prompts, sequence_classes, split
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -133,7 +133,7 @@ class WarmUp:
     def _recorded_prompts(self) -> Iterator[Task]:
         """Prompts for every graph that is recorded for them."""
         sizes = self.llm.runner.prompt_graph_sizes()
-        for lengths in recorded(sizes, self._most_tokens, self._most_seqs, self._longest):
+        for lengths in recorded_prompts(sizes, self._most_tokens, self._most_seqs, self._longest):
             chunks = self._filling((0, length) for length in lengths)
             yield Task("record", f"{len(lengths)} prompts of {sum(lengths)}", partial(self._step, chunks))
 

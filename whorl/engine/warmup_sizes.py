@@ -43,7 +43,7 @@ def split(size: int, longest: int) -> list[tuple[int, int]]:
     return [(0, longest)] * full + [(0, rest)] * (rest > 0)
 
 
-def recorded(sizes: list[tuple[int, int]], most_tokens: int, most_seqs: int, longest: int) -> list[list[int]]:
+def recorded_prompts(sizes: list[tuple[int, int]], most_tokens: int, most_seqs: int, longest: int) -> list[list[int]]:
     """Return the lengths of prompts that need each graph that can occur. sizes: tokens and sequences of each graph.
 
     A call takes the smallest graph with room for its tokens and its sequences, so one is needed by more tokens or by
