@@ -12,7 +12,7 @@ from test_bench_steps import run
 from whorl.bench import decode, decode_profile, filled_cache, steady_steps
 from whorl.bench.decode import DecodeSettings
 from whorl.bench.steady_steps import count_experts, expert_figures, expert_layers, time_steps
-from whorl.engine import runner
+from whorl.engine import graph_sizes, runner
 from whorl.engine.llm import LLM
 from whorl.engine.roofline import step_bytes
 from whorl.engine.settings import EngineSettings
@@ -86,7 +86,7 @@ def test_steps_of_graphs_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(runner, "wants_graphs", lambda device, requested: True)
     monkeypatch.setattr(runner, "graph_pool", lambda device: None)
     monkeypatch.setattr(runner, "record_graph", record)
-    monkeypatch.setattr(runner, "_PROMPT_TOKENS", ())  # only decode steps are recorded
+    monkeypatch.setattr(graph_sizes, "PROMPTS", ())  # only decode steps are recorded
     llm, _ = filled_engine(SPARSE)
     time_steps(llm, started(llm), STEPS)
     assert len(replays) == STEPS

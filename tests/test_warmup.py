@@ -14,8 +14,8 @@ from checkpoints import write_checkpoints
 from mock_model import ByteTokenizer, MockModel
 from serving import Served, own_process, serving, told, wait_until
 
+from whorl.engine import graph_sizes, warmup_sizes
 from whorl.engine import runner as runner_module
-from whorl.engine import warmup_sizes
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.settings import EngineSettings
@@ -147,12 +147,14 @@ def run_load(llm: LLM) -> None:
 def test_after_a_full_warm_up_nothing_is_recorded(
     graphs: None, monkeypatch: pytest.MonkeyPatch, drafting: bool
 ) -> None:
-    monkeypatch.setattr(runner_module, "_GRAPH_KEYS", 8)
+    monkeypatch.setattr(graph_sizes, "KEYS", 8)
+    monkeypatch.setattr(graph_sizes, "BESIDE", (0, 2, 8, 32, 256))
     options = {"speculate": PromptLookup(k=3, min_hist=1, guard=False), "draft_length": "fixed"} if drafting else {}
     options |= {"prompt_graphs": 32}
     llm = engine(warmup="full", **options)
     recorded, prompts = dict(llm.runner._graphs), dict(llm.runner._prompt_graphs)
-    assert prompts.keys() == {16, 32}
+    beside = (0, 2, 8, 32) if drafting else (0, 2, 8)
+    assert prompts.keys() == {(size, count) for size in (16, 32) for count in beside}
     assert {keys for _, keys in recorded} == {8, 32, 90}
     assert {rows for rows, _ in recorded} == ({1, 2, 4, 8, 16, 32} if drafting else {1, 2, 4, 8})
     run_load(llm)
@@ -160,11 +162,20 @@ def test_after_a_full_warm_up_nothing_is_recorded(
     cold = engine(**options)
     run_load(cold)
     assert len(cold.runner._graphs) > 1, "the load would have recorded"
+    assert {count for _, count in cold.runner._prompt_graphs} == set(beside)
     assert cold.runner._graphs.keys() <= recorded.keys()
 
 
+def test_a_graph_may_have_more_room_than_a_step(graphs: None) -> None:
+    """Prompts and decoding sequences are padded each by themselves."""
+    options = {"max_num_batched_tokens": 260, "max_prompt_tokens": 256, "max_model_len": 250, "prompt_graphs": 256}
+    llm = engine(warmup="full", **options)
+    assert max(llm.runner._prompt_graphs) == (256, 16)
+    run_load(llm)
+
+
 def test_a_short_warm_up_records_the_shortest(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "_GRAPH_KEYS", 8)
+    monkeypatch.setattr(graph_sizes, "KEYS", 8)
     assert set(engine(warmup="short").runner._graphs) == {(rows, 8) for rows in (1, 2, 4, 8)}
 
 
@@ -390,7 +401,7 @@ def test_every_rank_warms_up(tmp_path: Path) -> None:
 def test_every_graph_that_prompts_can_need_is_recorded(limits: tuple[int, int, int]) -> None:
     """limits: the most tokens of a step, the most sequences, the longest prompt."""
     most_tokens, most_seqs, longest = limits
-    sizes = [(tokens, runner_module._most_prompts(tokens)) for tokens in runner_module._PROMPT_TOKENS]
+    sizes = [(tokens, graph_sizes.most_prompts(tokens)) for tokens in graph_sizes.PROMPTS]
 
     def graph(lengths: list[int]) -> int | None:
         fitting = (tokens for tokens, prompts in sizes if sum(lengths) <= tokens and len(lengths) <= prompts)

@@ -1,7 +1,6 @@
-"""A batch turns the chunks of a step into the indices of at most two forward calls. No other module builds indices.
+"""A batch turns the chunks of a step into the indices of one or two forward calls. No other module builds indices.
 
-A step with prompts and decoding sequences makes two calls: the decode call may be a recorded graph, the other call may
-have any size.
+Prompts and decoding sequences share a call, or each has its own: the runner knows whether they may.
 
 Everything here is on the host. A call's arrays lie one after the other in one buffer, so that one copy takes them to
 the device.
@@ -132,13 +131,41 @@ class Call:
         """Whether every token is sampled from, as in decoding with or without drafts."""
         return len(self.arrays["tokens"]) == len(self.arrays["seeds"])
 
-    def write(self, arrays: dict[str, np.ndarray], padding: dict[str, int]) -> None:
-        """Copy the call's arrays to arrays of this size or larger; `padding` has the values of further elements."""
-        for name, values in self.arrays.items():
+    def write(
+        self, arrays: dict[str, np.ndarray], padding: dict[str, int], decoding_from: tuple[int, int] | None = None
+    ) -> None:
+        """Copy the call's arrays to arrays of this size or larger; `padding` has the values of further elements.
+
+        decoding_from: the token and the sequence from which those that decode are written; padding fills the room
+        between them and the prompts. Default: they follow the prompts.
+        """
+        is_moved = decoding_from not in (None, self.decoding_from)
+        for name, values in (self._moved(decoding_from, padding) if is_moved else self.arrays).items():
             array, count = arrays[name], len(values)
             array[:count] = values
             if count < len(array):
-                array[count:] = self.size[0] if name == "query_starts" else padding.get(name, 0)
+                array[count:] = values[-1] if name == "query_starts" else padding.get(name, 0)
+
+    def _moved(self, to: tuple[int, int] | None, padding: dict[str, int]) -> dict[str, np.ndarray]:
+        """Return the arrays with padding between the prompts and what decodes, which begins at token and sequence `to`.
+
+        The sequences that pad the prompts are empty. The last prompt ends where they begin, not at the token `to`.
+        """
+        assert to is not None
+        assert self.decoding_from is not None
+        (token, sequence), (to_token, to_sequence) = self.decoding_from, to
+        at, gaps = {"T": token, "B": sequence}, {"T": to_token - token, "B": to_sequence - sequence}
+        moved = {name: np.asarray(values) for name, values in self.arrays.items()}
+        for name, _, length in _FIELDS:
+            if length in at:
+                prompts, decoding = np.split(moved[name], (at[length],))
+                filling = np.full(gaps[length], padding.get(name, 0))
+                moved[name] = np.concatenate((prompts, filling, decoding))
+        prompts, decoding = np.split(moved["query_starts"], (sequence + 1,))
+        moved["query_starts"] = np.concatenate((prompts, np.full(gaps["B"], token), decoding + gaps["T"]))
+        indices = moved["sample_indices"]
+        moved["sample_indices"] = np.where(indices < token, indices, indices + gaps["T"])
+        return moved
 
 
 class Batch:

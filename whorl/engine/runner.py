@@ -1,14 +1,13 @@
 """The runner executes a batch: it owns the KV caches, runs the forward calls and samples from their logits.
 
 State lives on the device, by lane (lanes.py). The host sends a call's indices in one copy and does not wait, so it may
-prepare step n + 1 while step n runs; tokens that the host has not read are taken from the lane. Decode calls are padded
-to a few sizes and replayed as graphs if the device can record them; `NO_GRAPHS` in whorl/device.py lists those that
-cannot, and why.
+prepare step n + 1 while step n runs; tokens that the host has not read are taken from the lane. Calls are padded to a
+few sizes (graph_sizes.py) and replayed as graphs if the device can record them; `NO_GRAPHS` in whorl/device.py lists
+those that cannot, and why.
 """
 
 import contextlib
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,28 +19,23 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.device import ahead, event, graph_pool, has_one_arithmetic, host_buffer, lasting, record_graph, synchronize
+from whorl.device import ahead, graph_pool, has_one_arithmetic, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
 from whorl.nn import Inserted, Model, Step
 from whorl.ops._varied import varied
 
-from .batch import Batch, Call, PlacedChunk, Sample, Score, Size, field_offsets
+from .batch import Batch, Call, PlacedChunk, Sample, Score, field_offsets
 from .caches import cache_specs
 from .encoder import Work
 from .features import Features
+from .graph_sizes import BESIDE, DECODING, PROMPTS, GraphSizes, most_prompts
+from .inputs import Inputs, Padded
 from .lanes import Lanes
 from .scheduler import Chunk
 from .sequence_parallel import PromptForward, SPSettings
-from .small_copy import start_copy
 
-_GRAPH_TOKENS = (1, 2, 4, 8, *range(16, 257, 16))  # decode calls are padded to these and recorded
-_GRAPH_KEYS = 1024  # keys that the smallest graph attends to; each larger one has four times as many
-_PROMPT_TOKENS = (16, 32, 64, 128, *range(256, 2049, 256))  # recorded calls with prompts are padded to these
-_PROMPTS = 16  # most sequences of a recorded call with prompts
-_LONG = 17  # tokens a sequence, on average, from which attention runs by its kernels for prompts
-_NUM_STAGES = 4  # host buffers of inputs: two calls a step, and the host is at most one step ahead
 _STRIDE = 7919  # between the token ids of dummy calls, so that they are different tokens
-_TYPES = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
+Outputs = tuple[Tensor, Tensor, Tensor]  # hidden states of all tokens, logits and token ids of the samples
 
 
 @dataclass(slots=True, eq=False)
@@ -97,16 +91,19 @@ class Runner:
         spare = self.lanes.spare
         self._padding = {"lanes": spare, "entry_lanes": spare, "sample_lanes": spare, "slots": -1}
         self._padding |= {"table_at": spare * self.lanes.width, "top_p": 1}
-        self._inputs = _Inputs(max(max_tokens, _GRAPH_TOKENS[-1]), device)
+        max_tokens = max(max_tokens, DECODING[-1])
+        self._inputs = Inputs(max_tokens, device, self._padding)
         self._use_graphs = wants_graphs(device, use_graphs)
+        self._sizes = GraphSizes(max_len=max_len, max_tokens=max_tokens, max_prompt_tokens=prompt_graphs)
         self._graphs: dict[tuple[int, int], _Graph | None] = {}  # decode calls, by tokens and keys
-        self._prompt_graphs: dict[int, _Graph | None] = {}  # calls with prompts, by tokens
+        # Calls with prompts, by tokens of prompts and of decoding sequences.
+        self._prompt_graphs: dict[tuple[int, int], _Graph | None] = {}
         # The outputs of a graph are valid until the next graph of its pool is replayed, and a step may have both kinds.
         self._pool, self._prompt_pool = (graph_pool(device) if self._use_graphs else None for _ in range(2))
-        self._max_recorded = min(prompt_graphs, self._inputs.max_tokens)
+        self._prompt_outputs: Outputs | None = None
         # The fixed memory where graphs read the target model's hidden states.
         channels = getattr(model, "state_size", 0)
-        self._states = torch.zeros(_GRAPH_TOKENS[-1], channels, dtype=model.dtype, device=device) if channels else None
+        self._states = torch.zeros(DECODING[-1], channels, dtype=model.dtype, device=device) if channels else None
         tower = getattr(model, "tower", None)
         self.features = None if tower is None else Features(tower, device)
         self.prompts = None if sp is None else PromptForward(model, device, SPSettings(**sp))
@@ -133,13 +130,10 @@ class Runner:
     def _joins(self, batch: Batch) -> bool:
         """Return whether prompts and decoding sequences run in one call, which reads the weights once for both.
 
-        The bits are those of two calls, except on Ascend. Prompts that a graph replays are a call of their own.
+        The bits are those of two calls, except on Ascend.
         """
-        is_plain = self._is_plain and not batch.has_images
-        num_recorded = self._recorded_tokens(batch.num_prompt_tokens, batch.num_prompts)
-        is_recorded = num_recorded is not None and not batch.is_eager
         has_room = batch.num_tokens <= self._inputs.max_tokens
-        return is_plain and has_room and not is_recorded and has_one_arithmetic(self.device)
+        return self._is_plain and not batch.has_images and has_room and has_one_arithmetic(self.device)
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
@@ -161,28 +155,30 @@ class Runner:
         for lane, blocks in call.tables:
             self.lanes.admit(lane, blocks)
         graph = self._graph(call)
-        size = call.size if graph is None else graph.size
-        inputs = self._inputs.send(call, size, self._padding)
         if graph is None:
-            width = -(-call.num_keys // self.block_size)
-            options: dict[str, Any] = {"is_decode": call.is_decode, "is_dense": call.is_dense}
-            options["decoding_from"] = call.decoding_from
-            options |= {} if call.axes is None else self._image_inputs(call)
-            if self._states is not None:
-                options["states"] = (
-                    self._states.new_zeros(call.size[0], self._states.shape[1]) if states is None else states
-                )
+            self._inputs.send(call, Padded(call.size))
             with varied():
-                hidden, logits, token_ids = self._compute(inputs, width, **options)
+                outputs = self._compute(self._inputs.tensors(call.size), **self._eager_options(call, states))
         else:
+            self._inputs.send(call, graph.padded)
             if self._states is not None and states is not None:
                 self._states[: len(states)].copy_(states)
             graph.replay()
-            hidden, logits, token_ids = graph.outputs
-            num_tokens, _, num_samples = call.size
-            hidden, logits, token_ids = hidden[:num_tokens], logits[:num_samples], token_ids[:num_samples]
+            outputs = graph.outputs_of(call)
+        hidden, logits, token_ids = outputs
         scored = hidden[call.score_indices] if call.scores else hidden
         return Result(call.samples, logits, token_ids, call.scores, scored, hidden, call.placed)
+
+    def _eager_options(self, call: Call, states: Tensor | None) -> dict[str, Any]:
+        """Return the arguments of `_compute` for a call that is not recorded."""
+        width = -(-call.num_keys // self.block_size)
+        options: dict[str, Any] = {"width": width, "is_decode": call.is_decode, "is_dense": call.is_dense}
+        options["decoding_from"] = call.decoding_from
+        options |= {} if call.axes is None else self._image_inputs(call)
+        if self._states is not None:
+            no_states = self._states.new_zeros(call.size[0], self._states.shape[1])
+            options["states"] = no_states if states is None else states
+        return options
 
     def _image_inputs(self, call: Call) -> dict[str, Any]:
         """Return the inputs of a call with images that are not among its arrays."""
@@ -197,15 +193,15 @@ class Runner:
     def _compute(
         self,
         inputs: dict[str, Tensor],
-        width: int,
         *,
+        width: int,
         is_decode: bool,
         is_dense: bool,
         decoding_from: tuple[int, int] | None = None,
         positions: Tensor | None = None,
         inserted: Inserted | None = None,
         states: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Outputs:
         """Return hidden states of all tokens, logits and token ids of the samples. A graph records all of this.
 
         width: blocks of a lane that the call may read. decoding_from: as in `Step`. positions: [A, T], if they have
@@ -250,69 +246,57 @@ class Runner:
             return None
         if not call.is_decode:
             return self._prompt_graph(call)
-        if not call.is_dense:
+        key = self._sizes.for_decoding(call.size[0], call.num_keys) if call.is_dense else None
+        if key is None:
             return None
-        num_tokens = next((size for size in _GRAPH_TOKENS if size >= call.size[0]), None)
-        if num_tokens is None or num_tokens > self._inputs.max_tokens:
-            return None
-        key = num_tokens, next((keys for keys in self._graph_keys() if keys >= call.num_keys), self.max_len)
         if key not in self._graphs:
+            num_tokens, keys = key
+            padded = Padded((num_tokens,) * 3, is_recorded=True)
             with ahead():
-                self._graphs[key] = self._record(self._dummy_decode(num_tokens), (num_tokens,) * 3, key[1], self._pool)
+                self._graphs[key] = self._record(self._dummy_decode(num_tokens), padded, keys, self._pool)
         return self._graphs[key]
 
     def _prompt_graph(self, call: Call) -> "_Graph | None":
         """As `_graph`, for a call with prompts, without images or hidden states."""
-        is_plain = self._is_plain and call.axes is None and call.decoding_from is None
-        num_tokens = self._recorded_tokens(call.size[0], call.num_prompts)
-        if not is_plain or num_tokens is None:
+        num_tokens = call.size[0] if call.decoding_from is None else call.decoding_from[0]
+        key = self._sizes.for_prompts(num_tokens, call.num_prompts, call.size[0] - num_tokens)
+        if key is None or not self._is_plain or call.axes is not None:
             return None
-        if num_tokens not in self._prompt_graphs:
-            size = num_tokens, _most_prompts(num_tokens), _most_prompts(num_tokens)
-            dummy = self._dummy_prompt(min(num_tokens, self.max_len))
-            self._prompt_graphs[num_tokens] = self._record(dummy, size, self.max_len, self._prompt_pool)
-        return self._prompt_graphs[num_tokens]
-
-    def _recorded_tokens(self, num_tokens: int, num_prompts: int) -> int | None:
-        """Return the size of the graph for prompts of so many tokens together; None if they are not recorded."""
-        if not self._use_graphs:
-            return None
-        sizes = (size for size in _PROMPT_TOKENS if num_tokens <= size <= self._max_recorded)
-        return next((size for size in sizes if num_prompts <= _most_prompts(size)), None)
-
-    def _graph_keys(self) -> list[int]:
-        """Return the numbers of keys that graphs are recorded for, up to the longest sequence."""
-        sizes = [_GRAPH_KEYS]
-        while sizes[-1] < self.max_len:
-            sizes.append(4 * sizes[-1])
-        return [*sizes[:-1], self.max_len]
+        if key not in self._prompt_graphs:
+            num_tokens, num_decoding = key
+            num_prompts = most_prompts(num_tokens)
+            size = num_tokens + num_decoding, num_prompts + num_decoding, num_prompts + num_decoding
+            padded = Padded(size, (num_tokens, num_prompts) if num_decoding else None, is_recorded=True)
+            length = min(num_tokens, self.max_len, self._inputs.max_tokens - num_decoding)
+            dummy = _joined(self._dummy_prompt(length), self._dummy_decode(num_decoding))
+            with varied():  # else every graph would compile kernels of its own
+                self._prompt_graphs[key] = self._record(dummy, padded, self.max_len, self._prompt_pool)
+        return self._prompt_graphs[key]
 
     def graph_sizes(self, max_tokens: int) -> list[tuple[int, int]]:
         """Return tokens and keys of all graphs that decode calls of up to `max_tokens` may need; [] without graphs."""
-        if not self._use_graphs:
-            return []
-        largest = next((size for size in _GRAPH_TOKENS if size >= max_tokens), _GRAPH_TOKENS[-1])
-        counts = [size for size in _GRAPH_TOKENS if size <= min(largest, self._inputs.max_tokens)]
-        return [(count, keys) for keys in self._graph_keys() for count in counts]
+        return self._sizes.decoding(max_tokens) if self._use_graphs else []
 
     def prompt_graph_sizes(self) -> list[tuple[int, int]]:
-        """Return the most tokens and sequences of all graphs for calls with prompts, smallest first; [] without any."""
-        has_graphs = self._use_graphs and self._is_plain
-        return [(size, _most_prompts(size)) for size in _PROMPT_TOKENS if has_graphs and size <= self._max_recorded]
+        """Return the most tokens and sequences of prompts of all graphs for calls with prompts, smallest first; []
+        without any."""
+        return self._sizes.prompts() if self._use_graphs and self._is_plain else []
 
-    def _record(self, dummy: Call, size: Size, keys: int, pool: Any) -> "_Graph | None":
+    def _record(self, dummy: Call, padded: Padded, keys: int, pool: Any) -> "_Graph | None":
         """Record a call of this size that may read up to `keys` tokens of a lane; None if the device cannot record it.
 
         dummy: the call whose indices are used while recording; it writes nothing to the caches. pool: the graph's
         memory pool.
         """
-        inputs = self._inputs.send(dummy, size, self._padding)
-        graph, width = _Graph(size), -(-keys // self.block_size)
-        states = None if self._states is None else self._states[: size[0]]
-        options: dict[str, Any] = {"is_decode": dummy.is_decode, "is_dense": dummy.is_decode, "states": states}
+        self._inputs.send(dummy, padded)
+        graph, inputs = _Graph(padded), self._inputs.tensors(padded.size)
+        options: dict[str, Any] = {"width": -(-keys // self.block_size), "decoding_from": padded.decoding_from}
+        options |= {"is_decode": dummy.is_decode, "is_dense": dummy.is_decode}
+        options["states"] = None if self._states is None else self._states[: padded.size[0]]
 
         def run() -> None:
-            graph.outputs = self._compute(inputs, width, **options)
+            outputs = self._compute(inputs, **options)
+            graph.outputs = outputs if dummy.is_decode else self._copied(outputs)
 
         run()  # compiles and selects kernels and builds tables, none of which may happen while recording
         synchronize(self.device)
@@ -322,6 +306,19 @@ class Runner:
             return None
         graph.replay = replay
         return graph
+
+    def _copied(self, outputs: Outputs) -> Outputs:
+        """Copy the outputs of a call with prompts to memory that all such graphs share.
+
+        Else each of the many graphs would keep memory for its own logits. The copy is short beside a prompt.
+        """
+        if self._prompt_outputs is None:
+            sizes = (PROMPTS[-1] + BESIDE[-1], *(most_prompts(PROMPTS[-1]) + BESIDE[-1],) * 2)
+            shapes = [(size, *x.shape[1:]) for size, x in zip(sizes, outputs, strict=True)]
+            hidden, logits, ids = (x.new_empty(shape) for shape, x in zip(shapes, outputs, strict=True))
+            self._prompt_outputs = hidden, logits, ids
+        hidden, logits, ids = (to[: len(x)].copy_(x) for to, x in zip(self._prompt_outputs, outputs, strict=True))
+        return hidden, logits, ids
 
     @torch.inference_mode()
     def cost(self, counts: Sequence[int], *, repeats: int = 5) -> dict[int, float]:
@@ -367,10 +364,16 @@ class Runner:
         return Call(0, arrays | {"tokens": tokens}, num_keys=1, tables=[])
 
 
-def _most_prompts(num_tokens: int) -> int:
-    """Return the most sequences of a recorded call of so many tokens: few enough for the kernels for prompts, because
-    those for decoding would read a long cached prefix for every token."""
-    return max(1, min(_PROMPTS, num_tokens // _LONG))
+def _joined(prompts: Call, decoding: Call) -> Call:
+    """Return one call of the sequences of both; without tokens to decode, the call with prompts."""
+    if not decoding.size[0]:
+        return prompts
+    both = {name: (np.asarray(prompts.arrays[name]), np.asarray(values)) for name, values in decoding.arrays.items()}
+    arrays = {name: np.concatenate(pair) for name, pair in both.items()}
+    first_token, (starts, later_starts) = prompts.size[0], both["query_starts"]
+    arrays["query_starts"] = np.append(starts, later_starts[1:] + first_token)
+    arrays["sample_indices"] = both["sample_indices"][1] + first_token  # the prompts have no samples
+    return Call(prompts.num_prompts, arrays, max(prompts.num_keys, decoding.num_keys), tables=[])
 
 
 @contextlib.contextmanager
@@ -387,72 +390,20 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Graph:
-    """A recorded call of this size. Padding tokens after the last sequence write no keys and attend to nothing."""
+    """A recorded call of this size. Padding tokens write no keys and attend to nothing."""
 
     replay: Callable[[], None]
-    outputs: tuple[Tensor, Tensor, Tensor]  # every replay writes to these tensors
+    outputs: Outputs  # every replay writes to these tensors
 
-    def __init__(self, size: Size) -> None:
-        self.size = size
+    def __init__(self, padded: Padded) -> None:
+        self.padded = padded
 
-
-class _Inputs:
-    """The arrays of calls on the host and on the device, where their memory never moves, as graphs require."""
-
-    def __init__(self, max_tokens: int, device: str) -> None:
-        self.max_tokens, self._device = max_tokens, device
-        self._num_bytes = field_offsets((max_tokens,) * 3)[1]
-        self._on_device = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device)
-        self._stages = itertools.cycle([_Stage(self._num_bytes, device) for _ in range(_NUM_STAGES)])
-        self._views: dict[Size, dict[str, Tensor]] = {}
-
-    def send(self, call: Call, size: Size, padding: dict[str, int]) -> dict[str, Tensor]:
-        """Write a call padded to `size` and start the copy to the device; return the tensors there."""
-        if max(size) > self.max_tokens:
-            raise ValueError(f"Runner: a call has {max(size)} tokens, expected at most {self.max_tokens} (max_tokens)")
-        stage = next(self._stages)
-        num_bytes = stage.write(call, size, padding)
-        start_copy(stage.bytes[:num_bytes], self._on_device[:num_bytes])
-        stage.sent = event(self._device)
-        return self._tensors(size)
-
-    def _tensors(self, size: Size) -> dict[str, Tensor]:
-        """Return the arrays of a call of this size, as views of the buffer on the device."""
-        views = self._views.get(size)
-        if views is None:
-            views = {}
-            for name, kind, start, count in field_offsets(size)[0]:
-                views[name] = self._on_device[start : start + int(kind[1]) * count].view(_TYPES[kind])
-            if _is_graph_size(size):
-                self._views[size] = views
-        return views
-
-
-class _Stage:
-    """A host buffer from which a copy to the device may be in progress."""
-
-    def __init__(self, num_bytes: int, device: str) -> None:
-        self.bytes = host_buffer(num_bytes, device)
-        self.sent: Callable[[], None] = lambda: None
-        self._array = self.bytes.numpy()
-        self._views: dict[Size, dict[str, np.ndarray]] = {}
-
-    def write(self, call: Call, size: Size, padding: dict[str, int]) -> int:
-        """Wait until the buffer is free, write the call into it and return the number of bytes."""
-        self.sent()
-        fields, num_bytes = field_offsets(size)
-        views = self._views.get(size)
-        if views is None:
-            views = {}
-            for name, kind, start, count in fields:
-                views[name] = self._array[start : start + int(kind[1]) * count].view(kind)
-            if _is_graph_size(size):
-                self._views[size] = views
-        call.write(views, padding)
-        return num_bytes
-
-
-def _is_graph_size(size: Size) -> bool:
-    """Return whether graphs have this size. Views are kept for these only: other calls may have any size."""
-    is_decoding = size[0] == size[1] == size[2] <= _GRAPH_TOKENS[-1]
-    return is_decoding or (size[0] in _PROMPT_TOKENS and size[1:] == (_PROMPTS, _PROMPTS))
+    def outputs_of(self, call: Call) -> Outputs:
+        """Return the outputs of a call that has been replayed, without padding."""
+        hidden, logits, token_ids = self.outputs
+        num_tokens, _, num_samples = call.size
+        if call.decoding_from is not None:
+            assert self.padded.decoding_from is not None
+            num_prompt_tokens, first = call.decoding_from[0], self.padded.decoding_from[0]
+            hidden = torch.cat((hidden[:num_prompt_tokens], hidden[first : first + num_tokens - num_prompt_tokens]))
+        return hidden[:num_tokens], logits[:num_samples], token_ids[:num_samples]

@@ -25,7 +25,7 @@ from .runner import Result
 from .sampler import Sampler
 from .scheduler import Chunk
 from .sequence import SamplingParams, Sequence
-from .warmup_sizes import class_sizes, contexts, counts, recorded_prompts, sequence_classes, split
+from .warmup_sizes import class_sizes, contexts, counts, recorded_prompts, sequence_classes, smallest_beside, split
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -81,6 +81,7 @@ class WarmUp:
         self._is_full = kind == "full"
         self._lane = llm.scheduler.max_num_seqs  # the runner's spare lane
         self._most_seqs = llm.scheduler.max_num_seqs
+        self._num_drafted = llm.proposer.k if llm.proposer else 0
         self._sampler = Sampler(llm.model, llm.vocab_size)  # the engine's sampler holds the state of requests
         self._longest = llm.max_model_len - 1  # a prompt leaves room for one generated token
         most_tokens = min(llm.max_prompt_tokens, llm.settings.step_tokens)
@@ -118,9 +119,8 @@ class WarmUp:
 
     def _decoding(self) -> Iterator[Task]:
         """Decode steps: every size that is recorded, and one size of each class of those that are not."""
-        runner, num_drafted = self.llm.runner, self.llm.proposer.k if self.llm.proposer else 0
-        most_tokens = min(self._most_seqs * (num_drafted + 1), self.llm.settings.step_tokens)
-        sizes = runner.graph_sizes(most_tokens)
+        most_tokens = min(self._most_seqs * (self._num_drafted + 1), self.llm.settings.step_tokens)
+        sizes = self.llm.runner.graph_sizes(most_tokens)
         lengths = sorted({keys for _, keys in sizes}) or self._contexts
         largest = max((count for count, _ in sizes), default=0)
         larger = [count for count in counts(most_tokens, is_full=self._is_full) if count > largest]
@@ -128,14 +128,17 @@ class WarmUp:
         for count, keys in sizes:
             if self._is_full or keys == lengths[0]:
                 description = f"decode {count} of up to {keys} keys"
-                yield Task("record", description, partial(self._decode, count, keys, num_drafted))
+                yield Task("record", description, partial(self._decode, count, keys, self._num_drafted))
 
     def _recorded_prompts(self) -> Iterator[Task]:
-        """Prompts for every graph that is recorded for them."""
-        sizes = self.llm.runner.prompt_graph_sizes()
-        for lengths in recorded_prompts(sizes, self._most_tokens, self._most_seqs, self._longest):
-            chunks = self._filling((0, length) for length in lengths)
-            yield Task("record", f"{len(lengths)} prompts of {sum(lengths)}", partial(self._step, chunks))
+        """Prompts for every graph that is recorded for them, alone and beside decoding sequences."""
+        sizes, step_tokens = self.llm.runner.prompt_graph_sizes(), self.llm.settings.step_tokens
+        most_decoding = min((self._most_seqs - 1) * (self._num_drafted + 1), step_tokens - 1)
+        for beside in smallest_beside(most_decoding):
+            most_tokens, most_prompts = min(self._most_tokens, step_tokens - beside), self._most_seqs - (beside > 0)
+            for lengths in recorded_prompts(sizes, most_tokens, most_prompts, self._longest):
+                chunks = self._filling((0, length) for length in lengths) + self._chunks(beside, 2, 1)
+                yield Task("record", f"prompts of {sum(lengths)} beside {beside}", partial(self._step, chunks))
 
     def _prompts(self) -> Iterator[Task]:
         """Prompts that are not recorded, by tokens and by sequences; and the ends of prompts with a cached prefix."""
@@ -159,14 +162,13 @@ class WarmUp:
         pairs = [(1, 1), (self._most_seqs, self._most_tokens)]
         if self._is_full:
             pairs += [(self._most_seqs, 1), (1, self._most_tokens)]
-        for count, size in dict.fromkeys(
-            (count, min(size, self.llm.settings.step_tokens - count)) for count, size in pairs
-        ):
+        step_tokens = self.llm.settings.step_tokens
+        for count, size in dict.fromkeys((count, min(size, step_tokens - count)) for count, size in pairs):
             if size > 0:
                 description = f"decode {count} beside a prompt of {size}"
                 yield Task("compile", description, partial(self._mix, count, size, 2))
         for count in sequence_classes(self._most_seqs) if self._is_full else []:
-            if count < self.llm.settings.step_tokens:
+            if count < step_tokens:
                 description = f"decode {count} of {self._contexts[-1]} keys beside a prompt"
                 yield Task("compile", description, partial(self._mix, count, 1, self._contexts[-1]))
 

@@ -4,6 +4,10 @@ Triton compiles a kernel for classes of sizes: one, multiples of 16 and other nu
 two. So for every power of two, that power and a larger odd number represent all sizes up to the next.
 """
 
+import itertools
+
+from . import graph_sizes
+
 _PRODUCT_ROWS = 128  # torch's matrix products are tuned for every multiple of it, see `ops.linear_library`
 # Attention of prompts has a kernel for few sequences, one for many, and one for each power of two above.
 _FEW_SEQUENCES, _MANY_SEQUENCES = 32, 256
@@ -58,3 +62,9 @@ def recorded_prompts(sizes: list[tuple[int, int]], most_tokens: int, most_seqs: 
             calls.append([1] * (smaller[1] + 1))
         smaller = tokens, sequences
     return calls
+
+
+def smallest_beside(most_tokens: int) -> list[int]:
+    """Return the smallest number of decoding tokens, up to `most_tokens`, for each size of graphs that prompts share
+    with them; 0 is for prompts alone."""
+    return [0, *(size + 1 for size, _ in itertools.pairwise(graph_sizes.BESIDE) if size < most_tokens)]

@@ -70,7 +70,8 @@ class Step:
             positions=self.positions[..., token:].clone(),
             slots=self.slots[token:].clone(),
             block_tables=self.block_tables[sequence:].clone(),
-            query_starts=self.query_starts[sequence:] - token,
+            # In a recorded call padding lies between the end of the last prompt and the first token that decodes.
+            query_starts=(self.query_starts[sequence:] - token).clamp(min=0),
             context_lens=self.context_lens[sequence:].clone(),
             decoding_from=None,
         )

@@ -1,0 +1,83 @@
+"""The arrays of calls on the host and on the device, where their memory never moves, as recorded calls require."""
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whorl.device import event, host_buffer
+
+from .batch import Call, Size, field_offsets
+from .graph_sizes import BESIDE
+from .small_copy import start_copy
+
+_NUM_STAGES = 4  # host buffers: two calls a step, and the host is at most one step ahead
+_TYPES = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
+
+
+class Padded(NamedTuple):
+    """The size of a call with its padding. decoding_from: if it has both prompts and decoding sequences, the token and
+    the sequence at which those that decode begin. is_recorded: graphs have this size, so that it occurs often."""
+
+    size: Size
+    decoding_from: tuple[int, int] | None = None
+    is_recorded: bool = False
+
+
+class Inputs:
+    """Sends calls of up to `max_tokens` tokens to a device.
+
+    padding: the values of padding elements by array, if they are not 0.
+    """
+
+    def __init__(self, max_tokens: int, device: str, padding: dict[str, int]) -> None:
+        self.max_tokens, self._device, self._padding = max_tokens, device, padding
+        num_bytes = field_offsets((max_tokens + BESIDE[-1],) * 3)[1]  # prompts and decoding sequences are padded
+        self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._stages = itertools.cycle([_Stage(num_bytes, device) for _ in range(_NUM_STAGES)])
+
+    def send(self, call: Call, padded: Padded) -> None:
+        """Write a call with its padding and start the copy to the device."""
+        if max(call.size) > self.max_tokens:
+            raise ValueError(
+                f"Runner: a call has {max(call.size)} tokens, expected at most {self.max_tokens} (max_tokens)"
+            )
+        stage = next(self._stages)
+        num_bytes = stage.write(call, padded, self._padding)
+        start_copy(stage.bytes[:num_bytes], self._on_device[:num_bytes])
+        stage.sent = event(self._device)
+
+    def tensors(self, size: Size) -> dict[str, Tensor]:
+        """Return the arrays of the last call, of this size with padding, as views of the buffer on the device."""
+        return {
+            name: self._on_device[start : start + int(kind[1]) * count].view(_TYPES[kind])
+            for name, kind, start, count in field_offsets(size)[0]
+        }
+
+
+class _Stage:
+    """A host buffer from which a copy to the device may be in progress."""
+
+    def __init__(self, num_bytes: int, device: str) -> None:
+        self.bytes = host_buffer(num_bytes, device)
+        self.sent: Callable[[], None] = lambda: None
+        self._array = self.bytes.numpy()
+        self._views: dict[Size, dict[str, np.ndarray]] = {}  # those of recorded sizes: other calls may have any size
+
+    def write(self, call: Call, padded: Padded, padding: dict[str, int]) -> int:
+        """Wait until the buffer is free, write the call into it and return the number of bytes."""
+        self.sent()
+        fields, num_bytes = field_offsets(padded.size)
+        views = self._views.get(padded.size)
+        if views is None:
+            views = {
+                name: self._array[start : start + int(kind[1]) * count].view(kind)
+                for name, kind, start, count in fields
+            }
+            if padded.is_recorded:
+                self._views[padded.size] = views
+        call.write(views, padding, padded.decoding_from)
+        return num_bytes
