@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs
-"""SwiGLU kernels: a program takes a block of one row and reads gate and up once."""
+"""SwiGLU kernels: a program takes a block of one row and reads gate and up once.
+
+The blocks of a row have adjacent program ids, so that programs that run at once read adjacent memory.
+"""
 
 import functools
 from collections.abc import Callable
@@ -14,6 +17,13 @@ from ._launch_triton import launched, prepare
 from ._rows import ceil_div, empty_like
 
 BLOCK = 1024
+
+
+@triton.jit
+def row_and_block(F, BLOCK: tl.constexpr):
+    """Return this program's row, and its block of the F columns."""
+    blocks = tl.cdiv(F, BLOCK)
+    return (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
 
 
 @triton.jit
@@ -33,8 +43,8 @@ def _load_gate_up(x_ptr, columns, F, INTERLEAVED: tl.constexpr, BLOCK: tl.conste
 @launched
 @triton.jit
 def _swiglu_kernel(x_ptr, y_ptr, x_stride, F, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, block = row_and_block(F, BLOCK)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
     gate, up = _load_gate_up(x_ptr + row * x_stride, columns, F, INTERLEAVED, BLOCK)
     y = gate * tl.sigmoid(gate) * up
     tl.store(y_ptr + row * F + columns, y.to(y_ptr.dtype.element_ty), mask=columns < F)
@@ -45,8 +55,8 @@ def _swiglu_kernel(x_ptr, y_ptr, x_stride, F, INTERLEAVED: tl.constexpr, BLOCK: 
 def _swiglu_backward_kernel(
     dy_ptr, x_ptr, dx_ptr, dy_stride, x_stride, F, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, block = row_and_block(F, BLOCK)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
     mask = columns < F
     gate, up = _load_gate_up(x_ptr + row * x_stride, columns, F, INTERLEAVED, BLOCK)
     dy = tl.load(dy_ptr + row * dy_stride + columns, mask=mask, other=0.0).to(tl.float32)
@@ -56,7 +66,7 @@ def _swiglu_backward_kernel(
     dx_ptr += row * 2 * F
     dtype = dx_ptr.dtype.element_ty
     if INTERLEAVED:
-        both_columns = 2 * tl.program_id(1) * BLOCK + tl.arange(0, 2 * BLOCK)
+        both_columns = 2 * block * BLOCK + tl.arange(0, 2 * BLOCK)
         both = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
         tl.store(dx_ptr + both_columns, both.to(dtype), mask=both_columns < 2 * F)
     else:
@@ -85,7 +95,7 @@ def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
 def _launch(kernel: Any, shape: torch.Size, *strides: int, interleaved: bool) -> Callable[..., None]:
     """Return the launch for x of this shape, [T, 2F], and for tensors with these strides."""
     rows, width = shape[0], shape[1] // 2
-    grid = (rows, ceil_div(width, BLOCK))
+    grid = (rows * ceil_div(width, BLOCK),)
     return prepare(kernel, grid, *strides, width, INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4)
 
 

@@ -158,13 +158,14 @@ def _prompt_gluon_kernel(
     tiles = (ends - starts + 2 * ROWS - 1) // (2 * ROWS)
     until = gl.associative_scan(tiles, 0, _add)
     b = gl.sum(((until <= tile) & (index < B)).to(gl.int32), 0)
-    is_real = b < B
+    if b >= B:  # the grid has room for a partly filled tile of every sequence, and a recorded call for more sequences
+        return
     first = (tile - gl.sum(gl.where(index < b, tiles, 0), 0)) * (2 * ROWS)
-    start = gl.load(starts_ptr + b, mask=is_real, other=0)
-    queries = gl.load(starts_ptr + b + 1, mask=is_real, other=0) - start
-    length = gl.load(lengths_ptr + b, mask=is_real, other=0)
+    start = gl.load(starts_ptr + b)
+    queries = gl.load(starts_ptr + b + 1) - start
+    length = gl.load(lengths_ptr + b)
     lowest = length - queries + first
-    count = queries - first  # queries of this tile and the tiles after it; below 1 where the tile has no sequence
+    count = queries - first  # queries of this tile and the tiles after it
     highest = gl.minimum(lowest + 2 * ROWS, length)
     token = (start + first).to(gl.int64)
     q_ptr += token * q_stride_t + head * q_stride_h
@@ -181,7 +182,7 @@ def _prompt_gluon_kernel(
     begin = gl.where(is_endless, 0, gl.maximum(lowest - window + 1, 0) // CUT)
     num_full = gl.where(is_endless, (lowest + 1) // CUT, 0)  # cuts that every query attends to in full: no mask
     window = gl.where(is_endless, ENDLESS, window)
-    stop = gl.where(is_real, (highest + CUT - 1) // CUT, begin)
+    stop = (highest + CUT - 1) // CUT
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     q0 = gl.allocate_shared_memory(dtype, [ROWS, D], _TILE)
     q1 = gl.allocate_shared_memory(dtype, [ROWS, D], _TILE)
