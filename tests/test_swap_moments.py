@@ -232,27 +232,27 @@ def test_sixteen_bits_follow_an_update_in_float32(kind: str, backend: str, dtype
     assert state["exp_avg"].dtype == (torch.float32 if kind == "int8" else torch.bfloat16)
 
 
-def sixteen(width: int = 200) -> nn.Module:
+def sixteen(width: int = 60) -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 8)).to(torch.bfloat16)
 
 
 def learn(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(next(net.parameters()))
         optimizer.zero_grad()
         net(x).float().square().mean().backward()
         optimizer.step()
 
 
 @pytest.mark.parametrize("backend", backends())
-def test_resume_of_sixteen_bits_is_exact(backend: str, tmp_path: Path) -> None:
-    whole, first, second = sixteen(), sixteen(), sixteen()
+def test_resume_of_sixteen_bits_is_exact(backend: str, device: str, tmp_path: Path) -> None:
+    whole, first, second = (sixteen().to(device) for _ in range(3))
     settings: dict[str, Any] = {**SETTINGS, "chunk": ALIGNMENT, "moments": "int8", "backend": backend}
     unbroken = SwapAdamW(whole.parameters(), **settings)
-    learn(whole, unbroken, range(6))
+    learn(whole, unbroken, range(4))
     saved = SwapAdamW(first.parameters(), **settings)
-    learn(first, saved, range(4))
+    learn(first, saved, range(3))
     dcp.save(get_optimizer_state_dict(first, saved, options=FLAT), checkpoint_id=tmp_path)
     resumed = SwapAdamW(second.parameters(), **settings)
     state = get_optimizer_state_dict(second, resumed, options=FLAT)
@@ -260,7 +260,7 @@ def test_resume_of_sixteen_bits_is_exact(backend: str, tmp_path: Path) -> None:
     set_optimizer_state_dict(second, resumed, state, options=FLAT)
     second.load_state_dict(first.state_dict())
     assert_same(moments(resumed), moments(saved))
-    learn(second, resumed, range(4, 6))
+    learn(second, resumed, range(3, 4))
     assert_same(second.parameters(), whole.parameters())
     assert_same(moments(resumed), moments(unbroken))
 

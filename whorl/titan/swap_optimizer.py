@@ -50,8 +50,6 @@ FIXED_OPTIONS: dict[str, tuple[object, ...]] = {
 }
 # Those of them that only say how a step is computed, with our values: loading a state dict does not change them.
 COMPUTE_OPTIONS = {"foreach": None, "capturable": False, "differentiable": False, "fused": True}
-
-
 Prefetch = float | Literal["auto"] | None
 
 
