@@ -67,6 +67,7 @@ def test_rows_with_swapped_moments_say_what_they_move(document: Any) -> None:
     assert 2 < in_8_bits["moved_bytes"] / exact["num_parameters"] < 2.1
     assert exact["ring"] == in_8_bits["ring"] == document["header"]["ring"] == 4
     assert document["header"]["link_gb_s"] is None, "the CPU has no link"
+    assert exact["backend"] == in_8_bits["backend"] == "torch"
     assert not any("moved_bytes" in rows[name] for name in ("transformers", "kernels", "dsa+checkpoint"))
     assert "4 buckets on the device; no link; moments of swap8 in int8" in train_report.render(document)
 

@@ -197,7 +197,8 @@ def measure(
         begin = time.perf_counter()
         loss = trainee.step()
         hosts.append(time.perf_counter() - begin)
-        devices.synchronize(settings.device)
+        # Waits for the stream of the model alone: swapped moments are stored during the next step, as in training.
+        devices.event(settings.device)()
         seconds.append(time.perf_counter() - begin)
     median = statistics.median(seconds)
     row: Document = {
@@ -214,8 +215,9 @@ def measure(
     }
     if name != PEER:
         row |= _ours_only(trainee, shape, switches, median, settings.steps)
-    if isinstance(trainee.optimizer, SwapAdamW):
-        row |= {"ring": settings.ring, "moved_bytes": trainee.optimizer.bytes_each_way}
+    if isinstance(optimizer := trainee.optimizer, SwapAdamW):
+        row |= {"ring": settings.ring, "moved_bytes": optimizer.bytes_each_way}
+        row["backend"] = optimizer.backend_of(shape.dtype, settings.device)
     if is_profiled:
         row["kernels"] = profile(trainee)
     return row
