@@ -91,6 +91,20 @@ def inspect(cubin: bytes) -> dict[str, Any]:
     }
 
 
+def update_moments() -> None:
+    """Launch the optimizer's kernel, which is no operator, on a parameter of a layer."""
+    from whorl.titan import moments_triton
+    from whorl.titan.moments import FORMATS
+    from whorl.titan.swap_update import Piece
+
+    size = 1 << 25
+    x = torch.empty(size, dtype=torch.bfloat16, device="meta")
+    parts = [[torch.empty(size // n, dtype=d, device="meta") for d, n in f.parts(x.dtype)] for f in FORMATS["int8"]]
+    step = torch.empty((), device="meta")
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+    moments_triton.update(group, [Piece(x, x, step, parts, 0)], 1, 0)
+
+
 def main() -> None:
     from whorl.ops import OPS
 
@@ -115,6 +129,10 @@ def main() -> None:
                 if key not in seen:  # operators and sizes share kernels
                     seen.add(key)
                     rows.append({"op": op.name, "case": str(case), "kernel": key[0], **build(kernel, args, kwargs)})
+    if len(operators) == len(OPS):
+        launches.clear()
+        update_moments()
+        rows += [{"op": "adamw", "case": "", "kernel": k.__name__, **build(k, a, b)} for k, a, b in launches]
     json.dump(rows, sys.stdout)
 
 

@@ -16,7 +16,7 @@ from whorl.titan import cpu
 
 cpu.install()
 
-from whorl.bench import train, train_curve, train_model, train_report  # noqa: E402  # after the device is chosen
+from whorl.bench import train, train_curve, train_meters, train_model, train_report  # noqa: E402  # after the device is chosen
 from whorl.bench.train_model import Shape, balance, indexer_losses, ours  # noqa: E402
 from whorl.cli import app  # noqa: E402
 from whorl.plan.layout import Parallelism, PlanSettings  # noqa: E402
@@ -36,8 +36,8 @@ def shape(layers: int = 2, seq: int = 32) -> Shape:
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("train") / "found.json"
-    rows = "small,fused,kernels,dsa+swap,dsa+checkpoint"
-    sizes = ("--layers", "2", "--seq", "32", "--steps", "2", "--warmup", "1")
+    rows = "small,fused,kernels,dsa+swap,dsa+swap8,dsa+checkpoint"
+    sizes = ("--layers", "2", "--seq", "32", "--steps", "2", "--warmup", "1", "--ring", "4")
     result = run("--rows", rows, *sizes, "--peer", "transformers", "--out", str(out), "--json")
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
@@ -50,7 +50,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_every_row_takes_the_same_steps(document: Any) -> None:
     rows = {row["row"]: row for row in document["rows"]}
-    assert list(rows) == ["transformers", "small", "fused", "kernels", "dsa+swap", "dsa+checkpoint"]
+    assert list(rows) == ["transformers", "small", "fused", "kernels", "dsa+swap", "dsa+swap8", "dsa+checkpoint"]
     mine = [row for name, row in rows.items() if name != "transformers"]
     for row in mine:
         assert row["loss"] == pytest.approx(mine[0]["loss"], rel=1e-5)
@@ -58,6 +58,29 @@ def test_every_row_takes_the_same_steps(document: Any) -> None:
         assert row["tok_s"] == pytest.approx(32 / row["ms_per_step"] * 1e3)
         assert row["host_ms"] <= row["slowest_ms"]
     assert "indexer_kl" not in rows["transformers"]
+
+
+def test_rows_with_swapped_moments_say_what_they_move(document: Any) -> None:
+    rows = {row["row"]: row for row in document["rows"]}
+    exact, in_8_bits = rows["dsa+swap"], rows["dsa+swap8"]
+    assert 8 <= exact["moved_bytes"] / exact["num_parameters"] < 8.01
+    assert 2 < in_8_bits["moved_bytes"] / exact["num_parameters"] < 2.1
+    assert exact["ring"] == in_8_bits["ring"] == document["header"]["ring"] == 4
+    assert document["header"]["link_gb_s"] is None, "the CPU has no link"
+    assert exact["backend"] == in_8_bits["backend"] == "torch"
+    assert not any("moved_bytes" in rows[name] for name in ("transformers", "kernels", "dsa+checkpoint"))
+    assert "4 buckets on the device; no link; moments of swap8 in int8" in train_report.render(document)
+
+
+def test_the_link_is_measured() -> None:
+    speeds = train_meters.measure_link("cpu", num_bytes=1 << 20, repeats=2)
+    assert [*speeds] == ["to_device", "to_host", "both"]
+    assert min(speeds.values()) > 0
+    header = {"ring": 3, "link_gb_s": {"to_device": 55.3, "to_host": 54.6, "both": 50.0}}
+    assert train_report._swap_lines(header) == [
+        "swap      3 buckets on the device; link 55.3 GB/s to the device, 54.6 to the host, 50.0 each way at once; "
+        "moments of swap8 in int8"
+    ]
 
 
 def test_both_have_the_same_weights(document: Any) -> None:
@@ -127,6 +150,8 @@ def test_nothing_begins_after_the_time_limit() -> None:
     ("arguments", "message"),
     [
         (("--rows", "fast"), "fast is neither a row"),
+        (("--rows", "swap+swap8"), "swap and swap8 exclude each other"),
+        (("--ring", "1"), "--ring"),
         (("--layers", "four"), "--layers is four, expected whole numbers"),
         (("--seq", "1"), "--seq is 1, expected"),
         (("--peer", "vllm"), "--peer is vllm, expected transformers"),
@@ -170,10 +195,15 @@ def test_prediction_is_the_planners() -> None:
     trim = dataclasses.replace(DEEPSEEK_V32, layers=8, experts=8, chosen=2, dense=frozenset({0}))
     settings = PlanSettings(seq=32768, batch=1, weight=2, gradient=2, moment=2, chunk=512)
     planned = memory_of(trim, Parallelism(pp=1, tp=1, cp=1, dp=1, ep=1, swap=True), settings)
-    predicted = train.predict(args, 32768, train.switches_of("dsa+checkpoint+swap"), 2)
+    bf16 = torch.bfloat16
+    predicted = train.predict(args, 32768, train.switches_of("dsa+checkpoint+swap"), bf16)
     assert predicted == pytest.approx(planned.allocated * GB)
     for row in ("dsa+checkpoint", "dsa+swap", "checkpoint+swap"):  # each of them less by one
-        assert train.predict(args, 32768, train.switches_of(row), 2) > predicted
+        assert train.predict(args, 32768, train.switches_of(row), bf16) > predicted
+    longer = train.predict(args, 32768, train.switches_of("dsa+checkpoint+swap"), bf16, ring=5)
+    assert longer - predicted == pytest.approx(2 * 2 * 2**25 * 2)
+    in_8_bits = train.predict(args, 32768, train.switches_of("dsa+checkpoint+swap8"), bf16)
+    assert predicted - in_8_bits == pytest.approx(3 * 2 * 2**25 * (2 - 1 - 4 / 256))
 
 
 def test_shapes_are_the_planners() -> None:

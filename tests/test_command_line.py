@@ -103,7 +103,7 @@ SURFACE = {
     ),
     "whorl bench train": sorted(
         {"--curve", "--device", "--full", "--json", "--layers", "--out", "--peer", "--plot", "--profile", "--read"}
-        | {"--rows", "--seq", "--steps", "--time-limit", "--tiny", "--warmup"}
+        | {"--ring", "--rows", "--seq", "--steps", "--time-limit", "--tiny", "--warmup"}
     ),
     "whorl bench vision": sorted(
         {"--batch", "--device", "--dtype", "--frame", "--frames", "--json", "--out", "--peer", "--pictures"}

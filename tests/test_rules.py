@@ -72,8 +72,9 @@ LAZY = (
 )
 WITH_RAY = ("ray_router",)  # of whorl/cluster: extends a class of Ray's, which imports it by name
 # Of whorl/titan: what runs before TorchTitan is known to be there. The rest extends its classes.
-WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "register", "rotary", "swap_memory")
-WITHOUT_TORCHTITAN += ("swap_optimizer", "train_command", "upstream_names", "worker")
+WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "moments_triton", "register")
+WITHOUT_TORCHTITAN += ("rotary", "swap_memory", "swap_optimizer", "swap_update", "train_command", "upstream_names")
+WITHOUT_TORCHTITAN += ("worker",)
 LINES = 500
 LONGER: dict[str, str] = {}  # name of a file: why it is longer
 

@@ -414,8 +414,8 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             SwapAdamW(params, **settings)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"needs float32 parameters, and one is torch\.bfloat16"):
-        SwapAdamW([nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))], moments="int8")
+    with pytest.raises(ValueError, match=r"needs float32, bfloat16 or float16 parameters, and one is torch\.float64"):
+        SwapAdamW([nn.Parameter(torch.zeros(4, dtype=torch.float64))], moments="int8")
     with pytest.raises(ValueError, match="has holes or overlaps"):
         SwapAdamW([nn.Parameter(torch.zeros(4, 4)[:, ::2])])
     amsgrad = torch.optim.AdamW(params, amsgrad=True)

@@ -13,15 +13,21 @@ import torch
 
 from whorl import device as devices
 from whorl.bench.provenance import Document, provenance
-from whorl.bench.train_meters import Clock, peak_memory, profile, reset_peak
-from whorl.bench.train_model import CHUNK, SWITCHES, Shape, Trainee, indexer_losses, ours, transformers_model, verdicts
+from whorl.bench.train_meters import Clock, measure_link, peak_memory, profile, reset_peak
+from whorl.bench.train_model import (
+    SWAPPED,
+    SWITCHES,
+    Shape,
+    Trainee,
+    host_format,
+    indexer_losses,
+    ours,
+    transformers_model,
+    verdicts,
+)
+from whorl.bench.train_predict import peak_flops, predict
 from whorl.bench.train_report import PEER, one_line, render_header
-from whorl.plan import layout as plan_layout
-from whorl.plan.hardware import HARDWARE
-from whorl.plan.memory import GB, memory_of
-from whorl.plan.model_shape import from_hugging_face
-from whorl.titan.deepseek_v32.args import DeepSeekV32Args
-from whorl.titan.deepseek_v32.hf import to_hf_config
+from whorl.titan.swap_optimizer import SwapAdamW
 
 ROWS = {  # switches of each row; each row has those of the row before
     "small": "",
@@ -44,6 +50,7 @@ class TrainSettings:
     steps: int
     warmup: int
     peer: str | None
+    ring: int  # buckets of swapped moments on the device at once
     time_limit: float  # seconds after which no further row starts
     profiled: tuple[str, ...]
     out: Path | None
@@ -59,6 +66,7 @@ class TrainSettings:
         steps: int = 6,
         warmup: int = 3,
         peer: str | None = None,
+        ring: int = 3,
         time_limit: float = 3600,
         profile: str = "",
         out: Path | None = None,
@@ -84,6 +92,7 @@ class TrainSettings:
             steps=steps,
             warmup=warmup,
             peer=peer,
+            ring=ring,
             time_limit=time_limit,
             profiled=profiled,
             out=out,
@@ -93,6 +102,8 @@ class TrainSettings:
 def switches_of(name: str) -> frozenset[str]:
     """Return the switches of a row: one of ROWS, or switches joined by +; raises ValueError for unknown ones."""
     switches = frozenset(filter(None, ROWS.get(name, name).split("+")))
+    if switches.issuperset(SWAPPED):
+        raise ValueError(f"--rows is {name}: {' and '.join(SWAPPED)} exclude each other; leave one out")
     if unknown := sorted(switches - set(SWITCHES)):
         raise ValueError(
             f"--rows is {name}: {unknown[0]} is neither a row ({', '.join(ROWS)}) nor a switch ({', '.join(SWITCHES)})"
@@ -123,7 +134,7 @@ def run(settings: TrainSettings) -> Document:
     log("\n".join(render_header(document["header"])))
     for layers in settings.layers:
         for seq in settings.lengths:
-            shape = Shape(layers=layers, seq=seq, tiny=settings.tiny, device=settings.device)
+            shape = Shape(layers=layers, seq=seq, tiny=settings.tiny, device=settings.device, ring=settings.ring)
             is_first = (layers, seq) == (settings.layers[0], settings.lengths[0])
             for name in [*([PEER] if settings.peer and seq == settings.lengths[0] else []), *settings.rows]:
                 _add_row(document, settings, shape, name, begin, is_first=is_first)
@@ -186,7 +197,8 @@ def measure(
         begin = time.perf_counter()
         loss = trainee.step()
         hosts.append(time.perf_counter() - begin)
-        devices.synchronize(settings.device)
+        # Waits for the stream of the model alone: swapped moments are stored during the next step, as in training.
+        devices.event(settings.device)()
         seconds.append(time.perf_counter() - begin)
     median = statistics.median(seconds)
     row: Document = {
@@ -203,6 +215,9 @@ def measure(
     }
     if name != PEER:
         row |= _ours_only(trainee, shape, switches, median, settings.steps)
+    if isinstance(optimizer := trainee.optimizer, SwapAdamW):
+        row |= {"ring": settings.ring, "moved_bytes": optimizer.bytes_each_way}
+        row["backend"] = optimizer.backend_of(shape.dtype, settings.device)
     if is_profiled:
         row["kernels"] = profile(trainee)
     return row
@@ -220,32 +235,9 @@ def _ours_only(trainee: Trainee, shape: Shape, switches: frozenset[str], seconds
         "flops_per_token": flops,
         "tflop_s": rate / 1e12,
         "mfu": None if peak is None else rate / peak,
-        "predicted_bytes": predict(args, shape.seq, switches, shape.dtype.itemsize),
+        "predicted_bytes": predict(args, shape.seq, switches, shape.dtype, shape.ring),
         "wrong": [problem for name in switches if (problem := verdicts.get(f"whorl_{name}"))],
     }
-
-
-def predict(args: DeepSeekV32Args, seq: int, switches: frozenset[str], size: int) -> float:
-    """Return the planner's peak bytes of a step; size: bytes of a weight, a gradient and a moment each."""
-    settings = plan_layout.PlanSettings(
-        seq=seq,
-        batch=1,
-        weight=size,
-        gradient=size,
-        moment=size,
-        compute=size,
-        checkpoint="checkpoint" in switches,
-        fused="dsa" in switches,
-        chunk=CHUNK,
-    )
-    alone = plan_layout.Parallelism(pp=1, tp=1, cp=1, dp=1, ep=1, swap="swap" in switches)
-    return memory_of(from_hugging_face(to_hf_config(args), "trained here"), alone, settings).allocated * GB
-
-
-def peak_flops(device: str) -> float | None:
-    """Return the dense bf16 peak of the device; None for hardware that the planner does not know."""
-    name = devices.device_name(device).lower()
-    return next((hardware.flops for hardware in HARDWARE.values() if hardware.name in name), None)
 
 
 def _free(device: str) -> None:
@@ -277,4 +269,15 @@ def header(settings: TrainSettings) -> Document:
         "dtype": "float32" if settings.device == "cpu" else "bfloat16",
         "steps": settings.steps,
         "warmup": settings.warmup,
+        **_swap_header(settings),
     }
+
+
+def _swap_header(settings: TrainSettings) -> Document:
+    """Return what rows with swapped moments depend on, if there are any: the ring and the speed of the host link."""
+    if not any(host_format(switches) for switches in settings.rows.values()):
+        return {}
+    has_link = devices.accelerator(settings.device) is not None
+    link = measure_link(settings.device) if has_link else None
+    devices.empty_cache(settings.device)  # what was copied counts in no row
+    return {"ring": settings.ring, "link_gb_s": link}

@@ -32,7 +32,7 @@ def build_benchmark(options: TrainOptions) -> Work:
 def _table(options: TrainOptions, device: str) -> Work:
     from whorl.bench import train, train_report
 
-    names = ("tiny", "rows", "layers", "seq", "warmup", "peer", "time_limit", "profile", "out")
+    names = ("tiny", "rows", "layers", "seq", "warmup", "peer", "ring", "time_limit", "profile", "out")
     settings = train.TrainSettings.resolve(
         device=device, steps=options.steps or 6, **{name: getattr(options, name) for name in names}
     )

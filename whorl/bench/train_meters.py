@@ -1,9 +1,11 @@
 """Measures time, memory and kernels of training steps on the device."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from whorl import device as devices
 from whorl.bench.provenance import Document
@@ -41,6 +43,39 @@ class Clock:
         now = time.perf_counter()
         since, self._last = now - getattr(self, "_last", now), now
         return since
+
+
+def measure_link(device: str, num_bytes: int = 1 << 30, repeats: int = 5) -> dict[str, float]:
+    """Return the GB/s of copies between pinned host memory and the device, by direction.
+
+    "both": the speed of each direction while copies run in both at once, as in a step with swapped moments.
+    """
+    hosts = [devices.host_buffer(num_bytes, device) for _ in range(2)]
+    buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    load = _copies(device, buffers[0], hosts[0])
+    store = _copies(device, hosts[1], buffers[1])
+    speeds, clock = {}, Clock(device)
+    for name, copies in {"to_device": [load], "to_host": [store], "both": [load, store]}.items():
+        for is_timed in (False, True):
+            clock.lap()
+            for _ in range(repeats if is_timed else 1):
+                for copy in copies:
+                    copy()
+        speeds[name] = repeats * num_bytes / clock.lap() / 1e9
+    return speeds
+
+
+def _copies(device: str, target: Tensor, source: Tensor) -> Callable[[], None]:
+    """Return a function that starts a copy on a stream of its own."""
+    stream = devices.Stream(device)
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    def start() -> None:
+        stream.run(copy)
+
+    return start
 
 
 def reset_peak(device: str) -> None:

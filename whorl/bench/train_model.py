@@ -19,7 +19,8 @@ from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 from whorl.titan.swap_optimizer import SwapAdamW
 
 CONVERTED = ("dsa", "rms_norm", "rope", "permute", "gmm")  # whorl_* names of `--model.converters`
-SWITCHES = (*CONVERTED, "compile", "swap", "checkpoint")  # the optimisations that a row can have
+SWAPPED = {"swap": "exact", "swap8": "int8"}  # switches that move moments to the host, and the format there
+SWITCHES = (*CONVERTED, "compile", *SWAPPED, "checkpoint")  # the optimisations that a row can have
 CHUNK = 512  # tokens for which the cross entropy is computed at once
 LEARNING_RATE = 1e-5
 
@@ -32,6 +33,7 @@ class Shape:
     seq: int
     tiny: bool  # a very narrow model, for trying the command
     device: str
+    ring: int = 3  # buckets of swapped moments on the device at once
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,10 +118,16 @@ def _checkpoint(layer: nn.Module) -> None:
     layer.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)  # type: ignore[method-assign]
 
 
-def build_optimizer(model: nn.Module, switches: frozenset[str], lr: float) -> torch.optim.Optimizer:
-    """Return AdamW with moments in the dtype of the weights; the swap switch moves them to the host."""
-    if "swap" in switches:
-        return SwapAdamW(model.parameters(), lr=lr)
+def host_format(switches: frozenset[str]) -> str | None:
+    """Return the format of moments that these switches move to the host; None where they stay on the device."""
+    return next((name for switch, name in SWAPPED.items() if switch in switches), None)
+
+
+def build_optimizer(model: nn.Module, switches: frozenset[str], lr: float, ring: int = 3) -> torch.optim.Optimizer:
+    """Return AdamW with moments in the dtype of the weights; switches of SWAPPED move them to the host."""
+    moments = host_format(switches)
+    if moments is not None:
+        return SwapAdamW(model.parameters(), lr=lr, moments=moments, ring=ring)
     return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
 
@@ -140,7 +148,7 @@ def ours(shape: Shape, switches: frozenset[str]) -> Trainee:
     """Return our model with these switches, ready to train."""
     args = shape.args()
     model = build(args, shape.device, shape.dtype, switches)
-    optimizer = build_optimizer(model, switches, LEARNING_RATE)
+    optimizer = build_optimizer(model, switches, LEARNING_RATE, shape.ring)
     tokens = random_tokens(shape, args.vocab_size, shape.seq + 1)
 
     def step() -> Tensor:

@@ -13,7 +13,7 @@ class TrainOptions:
 
     rows: str = option(
         "small,fused,kernels,compile,swap",
-        "Rows, each with more optimisations: small, fused, kernels, compile, swap; or switches joined by +: dsa+swap.",
+        "Rows, each with more optimisations: small, fused, kernels, compile, swap; or switches joined by +: dsa+swap8.",
         metavar="NAME,..",
     )
     layers: str = option("4,8", "Number of layers; the first is dense.", metavar="N,..")
@@ -21,6 +21,7 @@ class TrainOptions:
     steps: int | None = option(None, "Timed steps. Default: 6, or 200 with --curve.", least=1)
     warmup: int = option(3, "Warm-up steps before the timed ones.", least=1)
     peer: str | None = option(None, "Also time this library in the same run: transformers.", metavar="NAME")
+    ring: int = option(3, "Buckets of swapped moments on the device at once, 2^25 elements each.", least=2)
     profile: str = option("", "Rows to profile at the first size; their longest kernels are listed.", metavar="NAME,..")
     time_limit: float = option(3600.0, "Start no row after this many seconds.", least=0)
     curve: bool = option(False, "Train on text instead, and record loss, gradient norm and indexer KL.")

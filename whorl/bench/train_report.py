@@ -14,7 +14,20 @@ def render_header(header: Document) -> list[str]:
         *render_provenance(header),
         f"model     {header['model']}; first layer dense; weights, gradients, moments {dtype}; one sequence per step",
         f"steps     median of {header['steps']} after {header['warmup']}; checkpointing where the row says so",
+        *_swap_lines(header),
     ]
+
+
+def _swap_lines(header: Document) -> list[str]:
+    """Return the line about swapped moments, if there are rows with them."""
+    if "ring" not in header:
+        return []
+    link = header["link_gb_s"]
+    speed = "no link"
+    if link is not None:
+        alone = f"{link['to_device']:.1f} GB/s to the device, {link['to_host']:.1f} to the host"
+        speed = f"link {alone}, {link['both']:.1f} each way at once"
+    return [f"swap      {header['ring']} buckets on the device; {speed}; moments of swap8 in int8"]
 
 
 def one_line(row: Document) -> str:
@@ -35,6 +48,7 @@ def render(document: Document) -> str:
         "alloc GiB",
         "reserved",
         "predicted",
+        "moved GB",
         "KL",
         "loss",
     ]
@@ -59,6 +73,7 @@ def _cells(row: Document) -> list[str]:
         *speed,
         "-" if mfu is None else f"{mfu:.1%}",
         *memory,
+        f"{row['moved_bytes'] / 1e9:.2f}" if "moved_bytes" in row else "-",
         "-" if kl is None else f"{kl:.3g}",
         f"{row['loss']:.4f}",
     ]

@@ -15,7 +15,7 @@ from whorl.plan.model_shape import ModelShape, Weights
 class PlanSettings:
     """What is trained and how; the defaults are those of the 671b recipe.
 
-    weight, gradient, moment and compute are bytes of one element.
+    weight, gradient, moment and compute are bytes of one element, with its share of a scale where it has one.
     """
 
     seq: int
@@ -25,12 +25,13 @@ class PlanSettings:
     comm_efficiency: float = 0.6  # the share of a bandwidth that collectives reach
     weight: int = 4
     gradient: int = 4
-    moment: int = 4
+    moment: float = 4
     compute: int = 2
     checkpoint: bool = True  # full activation checkpointing: save only the input of a layer and recompute the layer
     fused: bool = True  # fused attention; otherwise small operators that store the scores of all pairs
     masked: bool = True  # the device has a kernel for masked attention, which is used for short sequences
     chunk: int = 1024  # tokens whose cross entropy is computed at once; 0: all tokens
+    ring: int = 3  # buckets of a swapped optimizer that are on the device at once
 
     def needed(self, parameters: int) -> float:
         """Return the bytes of weights and gradients, which must be on the devices in every layout."""
@@ -39,9 +40,8 @@ class PlanSettings:
     @property
     def states(self) -> str:
         """Return the dtypes of weights, gradients and moments as text, as one name where they are the same."""
-        dtypes = [
-            {4: "fp32", 2: "bf16"}.get(size, f"{size}-byte") for size in (self.weight, self.gradient, self.moment)
-        ]
+        names: dict[float, str] = {4: "fp32", 2: "bf16"}
+        dtypes = [names.get(size, f"{size:g}-byte") for size in (self.weight, self.gradient, self.moment)]
         return dtypes[0] if len(set(dtypes)) == 1 else "/".join(dtypes)
 
 

@@ -20,7 +20,7 @@ from whorl.plan.layout import (
 from whorl.plan.model_shape import ModelShape, Weights
 
 GB = 1e9
-RING = 3 * 2 * (1 << 25)  # elements: three buffers of the swap optimizer on the device, of two moments each
+BUCKET = 2 * (1 << 25)  # elements of a buffer of the swap optimizer on the device, which has two moments
 FP32, INT32 = 4, 4  # bytes of an element
 CROSSOVER = 6800  # `choose_attention` takes masked attention up to this many keys, where 2048 keys are selected
 
@@ -98,7 +98,7 @@ def stage_memory(model: ModelShape, layout: Parallelism, settings: PlanSettings,
     top = peak(parts, accumulates=microbatches > 1)
     # Without FSDP, autocast keeps a copy of all weights in the compute dtype; with FSDP only gathered units have one.
     copies = weights * settings.compute if layout.shards == 1 and settings.compute != settings.weight else 0
-    ring = RING * settings.moment if layout.swap else 0
+    ring = min(settings.ring * BUCKET, 2 * weights) * settings.moment if layout.swap else 0
     return Memory(
         parameters=weights * settings.weight / GB,
         gradients=top.gradients / GB,

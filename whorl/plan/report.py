@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from whorl.plan.layout import Parallelism
-from whorl.plan.memory import GB, RING
+from whorl.plan.memory import BUCKET, GB
 from whorl.plan.search import Plan, Row
 
 # Published runs to compare a prediction with: (model, hardware, cards, tokens of a sequence) -> layout and tokens/s
@@ -40,8 +40,9 @@ def assumptions(plan: Plan) -> list[str]:
         "and indexer are repeated on every TP rank",
         f"the load of an expert has a standard deviation of {settings.imbalance:.0%} of its mean; the busiest rank is "
         "above the mean by sqrt(2 ln EP / experts per rank) of that",
-        f"{settings.reserve:g} GB for the runtime; a swapped optimizer needs {RING * settings.moment / GB:.1f} GB "
-        f"on the device and moves {2 * settings.moment} bytes per parameter each way at {hardware.host / GB:g} GB/s",
+        f"{settings.reserve:g} GB for the runtime; a swapped optimizer needs "
+        f"{settings.ring * BUCKET * settings.moment / GB:.1f} GB on the device and moves "
+        f"{2 * settings.moment:g} bytes per parameter each way at {hardware.host / GB:g} GB/s",
         f"a rank reaches {hardware.efficiency:g} of {hardware.flops / 1e12:g} TFLOP/s ({hardware.efficiency_source}), "
         f"and {settings.comm_efficiency:g} of {hardware.link / GB:g} GB/s to the {hardware.domain} ranks of its domain "
         f"and of {hardware.network / GB:g} GB/s to others",

@@ -61,7 +61,16 @@ class Optimizer:
     """Keep AdamW's moments in pinned host memory between steps."""
 
     moments: Literal["exact", "bfloat16", "int8"] = "exact"
-    """Format of swapped moments on the host. exact: in the dtype of the weights, as torch does."""
+    """Format of swapped moments on the host. exact: in the dtype of the weights, as torch does; bfloat16 and int8 round
+    stochastically."""
+
+    swap_ring: int = 3
+    """Buckets of swapped moments on the device at once, 2**25 elements each. A longer ring takes more memory and is
+    filled earlier: what it holds is loaded during backward and stored during the next forward."""
+
+    swap_prefetch: float | None = None
+    """Share of the list of parameters at which loads of swapped moments start in backward, from 0 (at its end) to 1 (at
+    its start). None: early enough to fill the ring."""
 
     watch: bool = True
     """Stop before an update that is not finite and name the layer; reads one number from the device in each step."""

@@ -76,7 +76,14 @@ def _swap_optimizer(plain: torch.optim.Optimizer, config: OptimizerConfig) -> Sw
     names = ("params", "lr", "betas", "eps", "weight_decay", "maximize", "amsgrad")
     groups: list[dict[str, Any]] = [{name: group[name] for name in names} for group in plain.param_groups]
     defaults = {name: plain.defaults[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
-    return SwapAdamW(groups, **defaults, moments=getattr(config, "moments", "exact"))
+    prefetch = getattr(config, "swap_prefetch", None)
+    return SwapAdamW(
+        groups,
+        **defaults,
+        moments=getattr(config, "moments", "exact"),
+        ring=getattr(config, "swap_ring", 3),
+        prefetch="auto" if prefetch is None else prefetch,
+    )
 
 
 def _moe_outside_layers(model_parts: list[nn.Module]) -> Iterator[MoE]:

@@ -128,12 +128,12 @@ def flat_gradient(param: Tensor) -> Tensor:
 def unflatten(param: Tensor, values: Tensor | None) -> Tensor:
     """Return flat values, in memory order, as a view in the shape and sharding of `param`.
 
-    For None the result is on the meta device, which has shapes but no memory.
+    For None the result is in float32 on the meta device, which has shapes but no memory.
     """
     shard = local(param)
     order = memory_order(shard)
     if values is None:
-        values = torch.empty(shard.numel(), dtype=param.dtype, device="meta")
+        values = torch.empty(shard.numel(), dtype=torch.float32, device="meta")
     inverse = sorted(range(len(order)), key=order.__getitem__)
     shaped = values[: shard.numel()].view([shard.shape[i] for i in order]).permute(inverse)
     if not isinstance(param, DTensor):
@@ -166,8 +166,8 @@ def move(
     The copies run on the current stream. hosts: the host moments by parameter.
     """
     for span in bucket.spans:
-        for i, moment_format in enumerate(formats):
-            host_parts, device_parts = hosts[span.param].moments[i], views(formats, bucket, buffer, span)[i]
+        on_host, on_device = hosts[span.param].moments, views(formats, bucket, buffer, span)
+        for moment_format, host_parts, device_parts in zip(formats, on_host, on_device, strict=True):
             for (_, values), host_part, device_part in zip(
                 moment_format.parts(bucket.dtype), host_parts, device_parts, strict=True
             ):

@@ -2,21 +2,22 @@
 
     load of bucket n+1  |  update of bucket n  |  store of bucket n-1       three streams, a ring of device buffers
 
-A bucket is a fixed number of elements of consecutive parameters, with both moments. The update is torch's fused kernel,
-so that bits are equal to those of torch.optim.AdamW(fused=True). `swap_memory.py` has the memory on both sides,
-`moments.py` the formats in which the host stores moments.
+A bucket is a fixed number of elements of consecutive parameters, with both moments. With exact moments the update is
+torch's fused kernel, so that bits are equal to those of torch.optim.AdamW(fused=True). `swap_memory.py` has the memory
+on both sides, `moments.py` the formats in which the host stores moments, `swap_update.py` the update of a bucket.
 """
 
 import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from whorl.device import HOST, FinishedEvent, Stream
+from whorl.device import FinishedEvent, Stream
+from whorl.titan import swap_update
 from whorl.titan.moments import FORMATS, Format
 from whorl.titan.swap_memory import (
     ALIGNMENT,
@@ -35,6 +36,7 @@ from whorl.titan.swap_memory import (
     unflatten,
     views,
 )
+from whorl.titan.swap_update import Piece
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Options of torch.optim.AdamW that SwapAdamW accepts only with these values, also in a parameter group.
@@ -48,17 +50,20 @@ FIXED_OPTIONS: dict[str, tuple[object, ...]] = {
 }
 # Those of them that only say how a step is computed, with our values: loading a state dict does not change them.
 COMPUTE_OPTIONS = {"foreach": None, "capturable": False, "differentiable": False, "fused": True}
+Prefetch = float | Literal["auto"] | None
 
 
 class SwapAdamW(torch.optim.AdamW):
     """torch.optim.AdamW(fused=True) with the moments in host memory.
 
-    moments: format on the host, "exact", "bfloat16" or "int8"; the last two need float32 parameters and round
-    stochastically, which is unbiased. chunk: number of elements of a bucket, a multiple of 65536. ring: number of
-    buckets on the device at once, at least 2. prefetch: a share of the list of parameters; the first loads start in
-    backward when the parameter at this place gets its gradient (0.1: one tenth from the front, which backward reaches
-    near its end); None: they start with `step`. The other arguments are those of torch.optim.AdamW. Raises ValueError
-    for a value out of range or an option that it does not support.
+    moments: format on the host, "exact", "bfloat16" or "int8"; the last two update in float32 and round stochastically,
+    which is unbiased. chunk: number of elements of a bucket, a multiple of 65536. ring: number of buckets on the device
+    at once, at least 2. prefetch: a share of the list of parameters; the first loads start in backward when the
+    parameter at this place gets its gradient (0.1: one tenth from the front, which backward reaches near its end);
+    "auto": three times the share of all buckets that the ring holds, at least 0.1; None: they start with `step`.
+    backend: "torch", or "triton" for int8 moments in one kernel; None: the kernel for 16-bit parameters on CUDA. The
+    other arguments are those of torch.optim.AdamW. Raises ValueError for a value out of range or an option that it does
+    not support.
 
         optimizer = SwapAdamW(model.parameters(), lr=1e-4, moments="bfloat16")
     """
@@ -75,13 +80,14 @@ class SwapAdamW(torch.optim.AdamW):
         moments: str = "exact",
         chunk: int = 1 << 25,
         ring: int = 3,
-        prefetch: float | None = 0.1,
+        prefetch: Prefetch = "auto",
+        backend: str | None = None,
     ) -> None:
-        self._initialize(moments, chunk, ring, prefetch)
+        self._initialize(moments, chunk, ring, prefetch, backend)
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
         self._create_streams()
 
-    def _initialize(self, moments: str, chunk: int, ring: int, prefetch: float | None) -> None:
+    def _initialize(self, moments: str, chunk: int, ring: int, prefetch: Prefetch, backend: str | None = None) -> None:
         """Check our own arguments and create empty state; called by the constructor and when a copy is unpickled."""
         if moments not in FORMATS:
             raise ValueError(f"moments is {moments!r}, expected one of {', '.join(FORMATS)}")
@@ -91,9 +97,11 @@ class SwapAdamW(torch.optim.AdamW):
             raise ValueError(
                 f"ring is {ring} buckets, expected at least 2: 2 overlap loads with updates, 3 also overlap stores"
             )
-        if prefetch is not None and not 0 <= prefetch <= 1:
-            raise ValueError(f"prefetch is {prefetch}, expected a share of the parameters from 0 to 1, or None")
-        self._settings = {"moments": moments, "chunk": chunk, "ring": ring, "prefetch": prefetch}
+        if prefetch is not None and prefetch != "auto" and not 0 <= prefetch <= 1:
+            raise ValueError(f"prefetch is {prefetch}, expected a share of the parameters from 0 to 1, 'auto' or None")
+        swap_update.check_backend(backend, moments)
+        settings = {"moments": moments, "chunk": chunk, "ring": ring, "prefetch": prefetch, "backend": backend}
+        self._settings: dict[str, Any] = settings
         self.formats, self.capacity = FORMATS[moments], chunk
         self._hosts: dict[Tensor, HostMoments] = {}  # by parameter
         # While a step is under way, by parameter: where it stores new moments if a state dict refers to the old ones.
@@ -116,7 +124,10 @@ class SwapAdamW(torch.optim.AdamW):
             Stream(device_type, beside=False),
             Stream(device_type),
         )
-        prefetch = cast(float | None, self._settings["prefetch"])
+        prefetch = self._settings["prefetch"]
+        if prefetch == "auto":
+            num_buckets = sum(local(p).numel() for p in trainable) / self.capacity
+            prefetch = prefetch_share(self._ring, num_buckets)
         if prefetch is not None and trainable:
             weak_self = weakref.ref(self)  # the hook of a parameter must not keep the optimizer alive
             trigger = trainable[min(int(prefetch * len(trainable)), len(trainable) - 1)]
@@ -170,11 +181,13 @@ class SwapAdamW(torch.optim.AdamW):
                 f"a parameter of shape {tuple(shard.shape)} and strides {shard.stride()} has holes or overlaps; "
                 "make it contiguous"
             )
-        if shard.dtype != torch.float32 and not self.formats[0].is_exact:
+        if shard.dtype not in (torch.float32, *swap_update.HALF) and not self.formats[0].is_exact:
             name = self.formats[0].name
             raise ValueError(
-                f"moments is {name!r}, which needs float32 parameters, and one is {shard.dtype}; use 'exact'"
+                f"moments is {name!r}, which needs float32, bfloat16 or float16 parameters, and one is {shard.dtype}; "
+                "use 'exact'"
             )
+        self.backend_of(shard.dtype, shard.device.type)
         first_param = next(iter(self._hosts), param)
         if first_param.device != param.device:
             raise ValueError(
@@ -189,14 +202,28 @@ class SwapAdamW(torch.optim.AdamW):
 
         They are views of host memory, or tensors on the meta device for a format that has no tensor of the values.
         """
-        for name, moment_format, parts in zip(MOMENTS, self.formats, self._hosts[param].moments, strict=True):
-            values = parts[0] if len(moment_format.parts(param.dtype)) == 1 else None
-            self.state[param][name] = unflatten(param, values)
+        for name, parts in zip(MOMENTS, self._hosts[param].moments, strict=True):
+            self.state[param][name] = unflatten(param, parts[0] if len(parts) == 1 else None)
 
     def host_parts(self, param: Tensor) -> list[Tensor]:
         """Return the tensors on the host that store the moments of a parameter, in their stored format."""
         self._last_store.synchronize()
         return [part for parts in self._hosts[param].moments for part in parts] if param in self._hosts else []
+
+    def backend_of(self, dtype: torch.dtype, device: str) -> str:
+        """Return the backend that updates parameters of this dtype on this device, "torch" or "triton"."""
+        return swap_update.choose_backend(self._settings["backend"], self._settings["moments"], dtype, device)
+
+    @property
+    def bytes_each_way(self) -> int:
+        """Return the bytes of moments that a step loads from the host, and as many that it stores there."""
+        spans = [(bucket.dtype, span.stop - span.start) for bucket in self._buckets for span in bucket.spans]
+        return sum(
+            -(-size // values) * part_dtype.itemsize
+            for dtype, size in spans
+            for moment_format in self.formats
+            for part_dtype, values in moment_format.parts(dtype)
+        )
 
     # ---- the step
 
@@ -285,40 +312,29 @@ class SwapAdamW(torch.optim.AdamW):
                 self._expose_moments(span.param)
 
     def _update(self, n: int, bucket: Bucket, buffer: DeviceBuffer, grads: dict[Tensor, Tensor]) -> None:
-        """Decode the moments in a device buffer, update them and the parameters in place, and encode the moments."""
+        """Update the moments in a device buffer and the parameters of its bucket in place."""
         group = self.param_groups[bucket.group]
-        parts = [views(self.formats, bucket, buffer, span) for span in bucket.spans]
-        sizes = [span.stop - span.start for span in bucket.spans]
-        first, second = (
-            [moment_format.decode(view[i], size) for view, size in zip(parts, sizes, strict=True)]
-            for i, moment_format in enumerate(self.formats)
-        )
-        beta1, beta2 = map(float, group["betas"])
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.device.type != HOST:  # the kernel takes a tensor on the host as a number
-            lr = lr.to(first[0].device)
-        torch._fused_adamw_(
-            [flat_parameter(span.param)[span.start : span.stop] for span in bucket.spans],
-            [grads[span.param][span.start : span.stop] for span in bucket.spans],
-            first,
-            second,
-            [],
-            [self.state[span.param]["step"] for span in bucket.spans],
-            amsgrad=False,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
+        pieces = [
+            Piece(
+                flat_parameter(span.param)[span.start : span.stop],
+                grads[span.param][span.start : span.stop],
+                self.state[span.param]["step"],
+                views(self.formats, bucket, buffer, span),
+                span.offset,
+            )
+            for span in bucket.spans
+        ]
+        device = pieces[0].param.device
+        # Rounding depends on the update and the bucket, so that a resumed run rounds like an uninterrupted one.
+        if self.backend_of(bucket.dtype, device.type) == "triton":
+            from whorl.titan import moments_triton
+
+            moments_triton.update(group, pieces, self._updates, n)
+            return
+        generator = None
         if not self.formats[0].is_exact:
-            # The seed depends on the update and the bucket, so that a resumed run rounds like an uninterrupted one.
-            generator = torch.Generator(first[0].device)
-            generator.manual_seed((self._updates << 20) + n)
-            for i, values in enumerate((first, second)):
-                for view, x in zip(parts, values, strict=True):
-                    self.formats[i].encode(x, view[i], generator)
+            generator = torch.Generator(device).manual_seed((self._updates << 20) + n)
+        swap_update.update(self.formats, group, pieces, generator)
 
     def _release_buffers(self) -> None:
         """Free the device buffers; moments that were loaded and not updated are still on the host."""
@@ -405,6 +421,15 @@ def check_group(group: Mapping[str, Any]) -> None:
                 f"{name} is {group[name]} in a parameter group, SwapAdamW expects {values[0]}; remove the option, "
                 "or use torch.optim.AdamW"
             )
+
+
+def prefetch_share(ring: int, num_buckets: float) -> float:
+    """Return where in the list of parameters the first loads start, as a share, so that the ring is full in time.
+
+    Filling the ring takes its share of the time that all moments need over the link, which is up to three times the
+    backward for a step of one sequence. More than that would hold memory while the activations need it.
+    """
+    return min(1.0, max(0.1, 3 * ring / max(1.0, num_buckets)))
 
 
 def _prefetch(optimizer: SwapAdamW | None) -> None:
