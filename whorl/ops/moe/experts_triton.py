@@ -139,9 +139,8 @@ def _sort_kernel(ids_ptr, order_ptr, counts_ptr, P, BLOCK_P: tl.constexpr, OVERL
 
 
 @triton.jit
-def _find_tile(counts_ptr, E, BLOCK_E: tl.constexpr, ROWS: tl.constexpr):
-    """Return this tile's expert (E: none), the positions of its rows among the sorted pairs, and their mask."""
-    tile = tl.program_id(0)
+def _find_tile(tile, counts_ptr, E, BLOCK_E: tl.constexpr, ROWS: tl.constexpr):
+    """Return a tile's expert (E: none), the positions of its rows among the sorted pairs, and their mask."""
     index = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + index, mask=index < E, other=0)
     tiles = tl.cdiv(counts, ROWS)
@@ -175,7 +174,7 @@ def _gate_up_kernel(
     OVERLAP: tl.constexpr,
 ):
     follow(OVERLAP)
-    expert, position, is_row = _find_tile(counts_ptr, E, BLOCK_E, ROWS)
+    expert, position, is_row = _find_tile(tl.program_id(0), counts_ptr, E, BLOCK_E, ROWS)
     if expert < E:
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         pair = tl.load(order_ptr + position, mask=is_row, other=0)
@@ -217,9 +216,9 @@ def _down_kernel(
 ):
     """Read rows sorted by expert and write results in (token, choice) order."""
     follow(OVERLAP)
-    expert, position, is_row = _find_tile(counts_ptr, E, BLOCK_E, ROWS)
+    expert, position, is_row = _find_tile(tl.program_id(1), counts_ptr, E, BLOCK_E, ROWS)
     if expert < E:
-        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         down_at = down_ptr + expert.to(tl.int64) * stride_e + columns[None, :] * stride_c
         hidden_at = hidden_ptr + position.to(tl.int64)[:, None] * F
         part = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -342,7 +341,7 @@ def _run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, id
         **gate_up_plan,
     )
     tiles = min(pairs, ceil_div(pairs, down_plan["ROWS"]) + num_experts)
-    _down_kernel[(tiles, ceil_div(channels, down_plan["COLUMNS"]))](
+    _down_kernel[(ceil_div(channels, down_plan["COLUMNS"]), tiles)](
         hidden, down, order, counts, parts, *down.stride()[:2], channels, width, num_experts, **options, **down_plan
     )
     _combine(parts, weights, y)

@@ -31,7 +31,7 @@ def load_pairs(order_ptr, counts_ptr, E, SORTED: tl.constexpr, BLOCK_E: tl.const
     and order_ptr holds the expert of each pair.
     """
     if SORTED:
-        expert, at, is_pair = _find_tile(counts_ptr, E, BLOCK_E, TOKENS)
+        expert, at, is_pair = _find_tile(tl.program_id(0), counts_ptr, E, BLOCK_E, TOKENS)
         pair = tl.load(order_ptr + at, mask=is_pair, other=0)
     else:
         is_pair = tl.arange(0, TOKENS) == 0
