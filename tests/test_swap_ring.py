@@ -90,6 +90,17 @@ def test_a_ring_is_no_longer_than_all_buckets() -> None:
     assert len(optimizer._buffers) == len(optimizer._buckets) < 64
 
 
+def test_buffers_that_are_filled_early_are_kept_between_steps() -> None:
+    for prefetch, is_kept in ((0.9, True), (0.1, False), (None, False)):
+        net = model(600)
+        optimizer = SwapAdamW(net.parameters(), chunk=ALIGNMENT, ring=4, prefetch=prefetch)
+        train(net, optimizer, range(1))
+        buffers = [id(buffer) for buffer in optimizer._buffers]
+        train(net, optimizer, range(1, 3))
+        assert bool(buffers) == is_kept
+        assert [id(buffer) for buffer in optimizer._buffers] == buffers
+
+
 # ---- options of TorchTitan
 
 

@@ -39,7 +39,7 @@ DECODE_RUNS = {
     (1, 32768): "three contexts, stored cuts combined ahead",
     (2, 16): "batches, stored cuts combined ahead",
     (8, 16): "batches, stored cuts combined ahead",
-    (64, 16): "batches, stored cuts combined ahead",
+    (64, 16): "with other tiles of experts",
     (256, 16): "batches, stored cuts combined ahead",
     (64, 4096): "64 x 4096 keys, again",
     (16, 32768): "16 x 32768 keys",

@@ -108,7 +108,7 @@ class SwapAdamW(torch.optim.AdamW):
         self._targets: dict[Tensor, HostMoments] = {}
         self._buckets: list[Bucket] = []
         self._planned: list[list[Tensor]] = []  # the parameters of each group that the buckets were made of
-        self._buffers: list[DeviceBuffer] = []  # bucket n uses buffer n % ring; empty between steps
+        self._buffers: list[DeviceBuffer] = []  # bucket n uses buffer n % ring
         self._ring = ring
         self._next = 0  # the next bucket to load
         self._updates = 0  # the number of updates, which seeds the stochastic rounding
@@ -128,6 +128,9 @@ class SwapAdamW(torch.optim.AdamW):
         if prefetch == "auto":
             num_buckets = sum(local(p).numel() for p in trainable) / self.capacity
             prefetch = prefetch_share(self._ring, num_buckets)
+        # Buffers that are filled from the first half of backward on are kept between steps: memory that is freed while
+        # stores still read it is not used again in the next forward, and the allocator would get more.
+        self._are_buffers_kept = prefetch is not None and prefetch >= 0.5
         if prefetch is not None and trainable:
             weak_self = weakref.ref(self)  # the hook of a parameter must not keep the optimizer alive
             trigger = trainable[min(int(prefetch * len(trainable)), len(trainable) - 1)]
@@ -250,7 +253,9 @@ class SwapAdamW(torch.optim.AdamW):
         for n, bucket in enumerate(self._buckets):
             self._start_loading(n)
             self._process_bucket(n, bucket, grads)
-        self._release_buffers()
+        self._next = 0
+        if not self._are_buffers_kept:
+            self._release_buffers()
         return loss
 
     def _plan(self, groups: list[list[Tensor]]) -> None:
