@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from whorl.engine.batch import Call
+from whorl.engine.call import Call
 from whorl.engine.llm import LLM
 from whorl.engine.runner import Result
 from whorl.engine.sequence import SamplingParams

@@ -14,7 +14,7 @@ from schedules import LONGEST, MODELS, compare, random_settings, requests, run_a
 from torch import Tensor
 
 from whorl.engine import sampler
-from whorl.engine.batch import Sample
+from whorl.engine.call import Sample
 from whorl.engine.llm import LLM
 from whorl.engine.sampler import Sampler, probabilities
 from whorl.engine.scheduler import Chunk

@@ -5,8 +5,9 @@ import pytest
 import torch
 from mock_model import ByteTokenizer, MockModel, Oracle, Script
 
-from whorl.engine.batch import Batch, field_offsets
+from whorl.engine.batch import Batch
 from whorl.engine.blocks import BlockPool
+from whorl.engine.call import field_offsets
 from whorl.engine.llm import LLM
 from whorl.engine.scheduler import Scheduler
 from whorl.engine.sequence import SamplingParams, Sequence, Timings

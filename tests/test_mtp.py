@@ -14,8 +14,8 @@ from schedules import compare, random_settings, requests, run_at_random
 from test_draft_model import Chain, Wandering, misfit
 from torch import Tensor
 
+from whorl.engine import graph_sizes, sampler, weights
 from whorl.engine import runner as runner_module
-from whorl.engine import sampler, weights
 from whorl.engine.llm import LLM
 from whorl.engine.sampler import probabilities
 from whorl.engine.sequence import SamplingParams
@@ -222,7 +222,7 @@ def test_recorded_drafts_are_the_same(graphs: list[int]) -> None:
 
 def test_after_a_full_warm_up_nothing_is_recorded(graphs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was warmed up leaves nothing behind: drafts are what the layer says."""
-    monkeypatch.setattr(runner_module, "_GRAPH_KEYS", 16)
+    monkeypatch.setattr(graph_sizes, "KEYS", 16)
     proposer = checked("v3", 2)
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 40, "num_blocks": 32, "block_size": 4}
     llm = LLM(model=proposer.target, device="cpu", warmup="full", speculate=proposer, draft_length="fixed", **sizes)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from whorl.engine.batch import field_offsets
+from whorl.engine.call import field_offsets
 from whorl.ops import OPS
 from whorl.ops._varied import varied
 

@@ -17,7 +17,7 @@ from serving import ALPHABET, Served, byte_tokenizer, serving, told, wait_until
 
 from whorl import ops
 from whorl.engine import adjust, grammar_masks
-from whorl.engine.batch import Sample
+from whorl.engine.call import Sample
 from whorl.engine.llm import LLM
 from whorl.engine.scheduler import Chunk
 from whorl.engine.sequence import AllowError, FinishReason, SamplingParams, Sequence, Text

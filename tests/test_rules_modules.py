@@ -84,7 +84,7 @@ REASONS = {
     "doctor/ten_cases.py": "ten questions side by side, each with what it needs",
     "engine/launch.py": "the life of a group of processes: started, heard, ended",
     "engine/llm.py": "one class, the engine: a step in the order of its parts, and how requests come and go",
-    "engine/runner.py": "one class, the runner, and the tensors that its calls are sent and recorded with",
+    "engine/runner.py": "one class, the runner: calls that run, are recorded and replayed",
     "engine/tokenizer.py": "one class over three kinds of files",
     "ops/_op.py": "one class, the operator: stated, implemented, chosen, called",
     "passes/rows.py": "a table: a rule for each operator that works row by row",

@@ -15,7 +15,7 @@ from torch import Tensor
 from whorl import ops
 from whorl.device import lasting
 
-from .batch import Sample
+from .call import Sample
 from .sequence import AllowError
 from .token_counts import TokenCounts
 

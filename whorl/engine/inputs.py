@@ -10,7 +10,7 @@ from torch import Tensor
 
 from whorl.device import event, host_buffer
 
-from .batch import Call, Size, field_offsets
+from .call import Call, Size, field_offsets
 from .graph_sizes import BESIDE
 from .small_copy import start_copy
 

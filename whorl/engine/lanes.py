@@ -30,7 +30,7 @@ class Lanes:
     def read(self, inputs: Mapping[str, Tensor], width: int, *, is_decode: bool) -> tuple[Tensor, Tensor]:
         """Return the token ids [T] of a call, and the first `width` blocks [B, width] of its sequences.
 
-        inputs: the call's arrays (batch.py). In a decode call each token first writes its block, which may be new, to
+        inputs: the call's arrays (call.py). In a decode call each token first writes its block, which may be new, to
         the table of its lane; a prompt's blocks were written by `admit`.
         """
         # The kernel has one program for token i and sequence i, so it needs as many (padded) sequences as tokens.

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import distributed
 
-from .batch import Call, field_offsets
 from .batch_images import Insert
+from .call import Call, field_offsets
 from .launch import Rank
 
 # Kinds of messages from rank 0. DRAFT: a call of the draft head; PUT: last tokens of its lanes.

@@ -24,8 +24,9 @@ from whorl.device import use_graphs as wants_graphs
 from whorl.nn import Inserted, Model, Step
 from whorl.ops._varied import varied
 
-from .batch import Batch, Call, PlacedChunk, Sample, Score, field_offsets
+from .batch import Batch
 from .caches import cache_specs
+from .call import Call, PlacedChunk, Sample, Score, field_offsets
 from .encoder import Work
 from .features import Features
 from .graph_sizes import BESIDE, DECODING, PROMPTS, GraphSizes, most_prompts

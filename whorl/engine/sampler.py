@@ -24,7 +24,7 @@ from whorl.nn import Model
 from whorl.ops.sample import gumbel
 
 from .adjust import Adjuster
-from .batch import Sample, Score
+from .call import Sample, Score
 from .runner import Result
 from .scheduler import Chunk
 from .sequence import Logprob, SamplingParams

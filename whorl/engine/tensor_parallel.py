@@ -20,8 +20,8 @@ from whorl.media import MediaItem
 from whorl.nn import Model, Ranks
 from whorl.nn import weights as formats
 
-from .batch import Call
 from .caches import cache_memory, cache_specs, token_bytes
+from .call import Call
 from .encoder import Job, Work
 from .features import as_tensor
 from .launch import Rank, RankGroup, RankPlace, start

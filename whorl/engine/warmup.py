@@ -20,7 +20,8 @@ import torch
 
 from whorl.device import HOST, synchronize
 
-from .batch import Batch, Call, Sample
+from .batch import Batch
+from .call import Call, Sample
 from .runner import Result
 from .sampler import Sampler
 from .scheduler import Chunk

@@ -52,16 +52,18 @@ def _encode(
     BLOCK: tl.constexpr,
 ):
     """Store x as codes and scales, rounded up where `uniform` is below the distance from the level below."""
+    STEP: tl.constexpr = OCTAVES / (LEVELS - 1)  # octaves from one level to the next
     # The maximum skips a NaN. An infinite scale makes the whole block NaN when it is decoded, as a NaN scale would.
     magnitude = tl.where(x == x, tl.abs(x), float("inf"))
     scale = tl.max(magnitude, 1)[:, None]
     is_usable = (scale > 0) & (scale < float("inf"))
     relative = tl.where(is_usable, magnitude / tl.where(is_usable, scale, 1.0), 0.0)
-    positive = tl.where(relative > 0, relative, 1.0)
-    place = tl.where(relative > 0, LEVELS + tl.log2(positive) * ((LEVELS - 1) / OCTAVES), 0.0)
+    place = tl.where(relative > 0, LEVELS + tl.log2(tl.where(relative > 0, relative, 1.0)) * (1 / STEP), 0.0)
     below = tl.minimum(tl.maximum(tl.floor(place), 0.0), LEVELS - 1)
-    low, high = _value(below, LEVELS, OCTAVES), _value(below + 1, LEVELS, OCTAVES)
-    level = below + tl.where((relative - low) / (high - low) > uniform, 1.0, 0.0)
+    # The distance from the level below, from 0 to 1. The level below the lowest is zero.
+    distance = (tl.exp2((place - below) * STEP) - 1) * (1 / (2**STEP - 1))
+    distance = tl.where(below == 0, relative * 2**OCTAVES, distance)
+    level = below + tl.where(distance > uniform, 1.0, 0.0)
     if SIGNED:
         code = tl.where(x < 0, -level, level).to(tl.int32)
     else:

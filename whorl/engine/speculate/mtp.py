@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.engine.batch import PlacedChunk
 from whorl.engine.blocks import BlockPool
+from whorl.engine.call import PlacedChunk
 from whorl.engine.runner import Result, Runner
 from whorl.engine.sequence import Sequence as Seq
 from whorl.nn import Model

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from whorl.device import lasting
-from whorl.engine.batch import Batch, Sample
+from whorl.engine.batch import Batch
+from whorl.engine.call import Sample
 from whorl.engine.contents import Content
 from whorl.engine.runner import Result, Runner
 from whorl.engine.sampler import Sampler
