@@ -199,7 +199,8 @@ class WarmUp:
             yield Task("draft", description, run)
         count = min(self._most_seqs, self.llm.settings.step_tokens // (proposer.k + 1))
         if count and self.llm.max_model_len > proposer.k + 2:  # may be more tokens than any recorded graph has
-            yield Task("draft", f"check {count} drafts", partial(self._check_drafts, count, proposer.k))
+            chunks = self._chunks(count, 2, 1, draft=proposer.k)
+            yield Task("draft", f"check {count} drafts", partial(self._step, chunks))
         yield Task("draft", "cost of drafts", partial(self.llm.measure_drafts, proposer))
 
     # ---- running dummy sequences
@@ -217,9 +218,6 @@ class WarmUp:
         self._step(self._chunks(num_tokens, keys, 1))
         if num_drafted and keys > num_drafted and (count := num_tokens // (num_drafted + 1)):
             self._step(self._chunks(count, keys - num_drafted, 1, draft=num_drafted))
-
-    def _check_drafts(self, count: int, num_drafted: int) -> None:
-        self._step(self._chunks(count, 2, 1, draft=num_drafted))
 
     def _mix(self, count: int, size: int, keys: int) -> None:
         """Run a step of `count` decoding sequences of `keys` tokens and of prompts of `size` tokens together."""
