@@ -7,6 +7,7 @@ needed besides. Takes a JSON object as its argument: model, settings (changes of
 of the warm-up whose descriptions begin with it are left out).
 """
 
+import contextvars
 import json
 import random
 import sys
@@ -20,7 +21,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from whorl import device as devices
-from whorl.engine import runner, small_copy, warmup
+from whorl.engine import inputs, runner, small_copy, warmup
 from whorl.engine.batch import Batch
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
@@ -89,7 +90,7 @@ def pretend(recorder: Recorder) -> None:
     linear_library.accelerator = lambda device: _Names
     runner.record_graph = _record
     runner.wants_graphs = lambda device, requested: True
-    runner.start_copy = small_copy.start_copy = _copy
+    inputs.start_copy = small_copy.start_copy = _copy
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # as indices, all results must be valid
     torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]
 
@@ -102,7 +103,8 @@ class _Names:
 
 def _record(device: str, function: Callable[[], None], *, pool: Any = None) -> Callable[[], None]:
     function()
-    return function
+    context = contextvars.copy_context()  # a graph keeps the kernels that were chosen while it was recorded
+    return lambda: context.run(function)
 
 
 def _copy(source: torch.Tensor, to: torch.Tensor) -> None:
