@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from test_swap_optimizer import FLAT, SETTINGS, assert_same, give_gradients, moments
+from test_swap_optimizer import SETTINGS, assert_same, carry_over, give_gradients, moments
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from whorl.titan import swap_update
 from whorl.titan.moments import BLOCK, FORMATS, Int8
@@ -257,12 +255,8 @@ def test_resume_of_sixteen_bits_is_exact(backend: str, device: str, tmp_path: Pa
     learn(whole, unbroken, range(4))
     saved = SwapAdamW(first.parameters(), **settings)
     learn(first, saved, range(3))
-    dcp.save(get_optimizer_state_dict(first, saved, options=FLAT), checkpoint_id=tmp_path)
     resumed = SwapAdamW(second.parameters(), **settings)
-    state = get_optimizer_state_dict(second, resumed, options=FLAT)
-    dcp.load(state, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(second, resumed, state, options=FLAT)
-    second.load_state_dict(first.state_dict())
+    carry_over(first, saved, second, resumed, tmp_path)
     assert_same(moments(resumed), moments(saved))
     learn(second, resumed, range(3, 4))
     assert_same(second.parameters(), whole.parameters())

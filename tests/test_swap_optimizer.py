@@ -260,6 +260,15 @@ def test_states_are_exchanged_with_torchs_adamw() -> None:
     assert back.state_dict()["param_groups"] == fused.state_dict()["param_groups"]
 
 
+def carry_over(net: nn.Module, saved: SwapAdamW, to: nn.Module, resumed: SwapAdamW, path: Path) -> None:
+    """Save a model and its optimizer as torch does, and load them into others."""
+    dcp.save(get_optimizer_state_dict(net, saved, options=FLAT), checkpoint_id=path)
+    state = get_optimizer_state_dict(to, resumed, options=FLAT)
+    dcp.load(state, checkpoint_id=path)
+    set_optimizer_state_dict(to, resumed, state, options=FLAT)
+    to.load_state_dict(net.state_dict())
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_resume_is_exact(kind: str, tmp_path: Path) -> None:
     whole, first, second = model(), model(), model(200)
@@ -267,12 +276,8 @@ def test_resume_is_exact(kind: str, tmp_path: Path) -> None:
     train(whole, SwapAdamW(whole.parameters(), **settings), range(8))
     saved = SwapAdamW(first.parameters(), **settings)
     train(first, saved, range(5))
-    dcp.save(get_optimizer_state_dict(first, saved, options=FLAT), checkpoint_id=tmp_path)
     resumed = SwapAdamW(second.parameters(), **settings)
-    state = get_optimizer_state_dict(second, resumed, options=FLAT)
-    dcp.load(state, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(second, resumed, state, options=FLAT)
-    second.load_state_dict(first.state_dict())
+    carry_over(first, saved, second, resumed, tmp_path)
     train(second, resumed, range(5, 8))
     assert_same(second.parameters(), whole.parameters())
 

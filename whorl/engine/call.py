@@ -135,19 +135,20 @@ class Call:
         decoding_from: the token and the sequence from which those that decode are written; padding fills the room
         between them and the prompts. Default: they follow the prompts.
         """
-        is_moved = decoding_from not in (None, self.decoding_from)
-        for name, values in (self._moved(decoding_from, padding) if is_moved else self.arrays).items():
+        source = self.arrays
+        if decoding_from is not None and decoding_from != self.decoding_from:
+            source = self._moved(decoding_from, padding)
+        for name, values in source.items():
             array, count = arrays[name], len(values)
             array[:count] = values
             if count < len(array):
                 array[count:] = values[-1] if name == "query_starts" else padding.get(name, 0)
 
-    def _moved(self, to: tuple[int, int] | None, padding: dict[str, int]) -> dict[str, np.ndarray]:
+    def _moved(self, to: tuple[int, int], padding: dict[str, int]) -> dict[str, np.ndarray]:
         """Return the arrays with padding between the prompts and what decodes, which begins at token and sequence `to`.
 
         The sequences that pad the prompts are empty. The last prompt ends where they begin, not at the token `to`.
         """
-        assert to is not None
         assert self.decoding_from is not None
         (token, sequence), (to_token, to_sequence) = self.decoding_from, to
         at, gaps = {"T": token, "B": sequence}, {"T": to_token - token, "B": to_sequence - sequence}
