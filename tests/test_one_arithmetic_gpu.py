@@ -27,7 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": PRESETS["Qwen3-0.6B"] | LLAMA | {"hidden_size": 2048, "num_attention_heads": 32, "head_dim": 64},
 }
 PROMPTS = (4100, 33, 700, 1)  # tokens
-CHUNK = 1000  # tokens of a step: no multiple of a tile or of a cut of the keys
+CHUNK = 1100  # tokens of a step: no multiple of a tile or of a cut of the keys
 BATCHES = (2, 7, 40, 256)
 
 
@@ -122,4 +122,5 @@ def test_which_kernels_ran(model: Any) -> None:
     assert any(linear_library.trials().values()), "torch's product was never equal"
     if "experts" in "".join(name for name, _ in model.named_parameters()):
         assert {"_gate_up_few_kernel", "_down_few_kernel"} <= one
-        assert {"_gate_up_kernel", "_down_kernel"} <= crowd & prompt
+        assert {"_gate_up_kernel", "_down_kernel"} <= crowd
+        assert "_experts_gluon_kernel" in prompt

@@ -17,6 +17,7 @@ SWIGLU, QK = "whorl.ops.swiglu_triton", "whorl.ops.attention.qk_norm_rope_triton
 GEGLU = "whorl.ops.geglu_triton"
 QK_BACKWARD = "whorl.ops.attention.qk_norm_rope_backward_triton"
 LINEAR, EXPERTS = "whorl.ops.linear_triton", "whorl.ops.moe.experts_triton"
+TILES = "whorl.ops.moe.experts_tiles_triton"
 ROUTE = "whorl.ops.moe.route_triton"
 PAGED, SAMPLE = "whorl.ops.attention.paged_triton", "whorl.ops.sample_triton"
 K_AT = "k_at = k_cache_ptr + block * k_stride_block + offset * k_stride_offset"
@@ -92,13 +93,11 @@ FAULTS = [
     ),
     Fault("bias forgotten", LINEAR, "linear", "if HAS_BIAS:", "if not HAS_BIAS:", 2),
     Fault("sum of the last block", LINEAR, "linear", "dot(x, weight, total, WIDEN", "dot(x, weight, total * 0, WIDEN"),
-    Fault(
-        "gate and up exchanged", EXPERTS, "experts", "    gate, up = gate.to(dtype)", "    up, gate = gate.to(dtype)"
-    ),
+    Fault("gate and up exchanged", TILES, "experts", "    gate, up = gate.to(dtype)", "    up, gate = gate.to(dtype)"),
     Fault("choices not weighted", EXPERTS, "experts", "tl.full(part.shape, weight,", "tl.full(part.shape, 1.0,"),
     Fault("first choice only", EXPERTS, "experts", "pair = token * K + choice", "pair = token * K"),
-    Fault("first expert's gate", EXPERTS, "experts", "gate_up_ptr + expert.to(tl.int64) * s", "gate_up_ptr + 0 * s"),
-    Fault("first expert's down", EXPERTS, "experts", "down_ptr + expert.to(tl.int64) * s", "down_ptr + 0 * s"),
+    Fault("first expert's gate", TILES, "experts", "gate_up_ptr + expert.to(tl.int64) * s", "gate_up_ptr + 0 * s"),
+    Fault("first expert's down", TILES, "experts", "down_ptr + expert.to(tl.int64) * s", "down_ptr + 0 * s"),
     Fault(
         "ties to the highest",
         ROUTE,

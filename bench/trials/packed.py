@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from whorl import ops
-from whorl.ops.moe.experts_triton import _combine
+from whorl.ops.moe.experts_triton import combine
 from whorl.ops.quantised import few_gluon_triton as few
 from whorl.ops.quantised import packed_experts_triton as tiles_of_experts
 from whorl.ops.quantised import packed_linear_triton as tiles
@@ -159,7 +159,7 @@ def experts_bits(kind: str, hidden: int, inner: int) -> int:
         activated = (gate / (1 + torch.exp(-gate)) * up).to(DTYPE)
         parts[tokens, choices] = exact_linear(activated, unpacked(take_experts(down, e), inner))
     expected = torch.empty_like(x)
-    _combine(parts.view(-1, hidden), weights, expected)
+    combine(parts.view(-1, hidden), weights, expected)
     wrong = 0
     for count in (1, 3, 4, 8, 64, 300):
         actual = ops.packed_experts(
@@ -297,7 +297,7 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
         chosen = sets[:1] if is_short else sets
         if sizes is None:
             sizes = few.experts_plan(count * CHOICES, high, wide, weight.codes.dtype) if count <= 8 else None
-            sizes = sizes or tiles_of_experts.plan(count, 2)[0 if is_up else 1]
+            sizes = sizes or tiles_of_experts.plan(count)[0 if is_up else 1]
         if "CHUNKS" in sizes:
             return microseconds([lambda i=i: few.experts(x, weight, i, y, sizes, **options) for i in chosen])
         routings = [

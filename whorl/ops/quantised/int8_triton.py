@@ -13,7 +13,8 @@ from whorl.device import is_interpreting
 from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
-from ..moe.experts_triton import _activate, _combine
+from ..moe.experts_tiles_triton import activate
+from ..moe.experts_triton import combine
 from ..quant_triton import quantize
 from .packed_experts_triton import FEW_TOKENS, Routing, launch_grid, load_pairs, route_by_expert, route_by_token
 
@@ -109,7 +110,7 @@ def _int8_experts_kernel(
         if ACTIVATE:
             second = first + N
             total = _exact_product(q_at, is_pair[None, :], codes_ptr + second[:, None] * K, K, ROWS, TOKENS, BLOCK_K)
-            y = _activate(y, _apply_scales(total, scales_ptr + second, token_scales), dtype)
+            y = activate(y, _apply_scales(total, scales_ptr + second, token_scales), dtype)
         at = y_ptr + pair.to(tl.int64)[None, :] * N + rows[:, None]
         tl.store(at, y.to(dtype), mask=is_pair[None, :] & (rows < N)[:, None])
 
@@ -150,7 +151,7 @@ def experts(
     gate_up_sizes = sizes | {"TOKENS": min(64, sizes["TOKENS"])}  # two accumulators, gate and up
     _launch(x, gate_up, gate_up_scales, hidden, routing, gate_up_sizes, pairs_per_row=ids.shape[1], is_activated=True)
     _launch(hidden, down, down_scales, parts, routing, sizes, pairs_per_row=1, is_activated=False)
-    _combine(parts, weights.float().contiguous(), y)
+    combine(parts, weights.float().contiguous(), y)
     return y
 
 

@@ -15,8 +15,9 @@ from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import unit_stride
-from ..moe.experts_triton import _activate, _combine, _find_tile, _sort_kernel, sort_block
-from .product_triton import Weight, product, weight_arguments
+from ..moe.experts_tiles_triton import activate, find_tile, sort_pairs
+from ..moe.experts_triton import combine
+from .product_triton import Weight, fp32_block, product, weight_arguments
 
 FEW_TOKENS = 8  # up to here each token reads the weights of its experts for itself in the Gluon kernel
 FEWEST_TOKENS = 4  # the same in the tiled kernel
@@ -31,7 +32,7 @@ def load_pairs(order_ptr, counts_ptr, E, SORTED: tl.constexpr, BLOCK_E: tl.const
     and order_ptr holds the expert of each pair.
     """
     if SORTED:
-        expert, at, is_pair = _find_tile(tl.program_id(0), counts_ptr, E, BLOCK_E, TOKENS)
+        expert, at, is_pair = find_tile(tl.program_id(0), counts_ptr, E, BLOCK_E, TOKENS)
         pair = tl.load(order_ptr + at, mask=is_pair, other=0)
     else:
         is_pair = tl.arange(0, TOKENS) == 0
@@ -115,7 +116,7 @@ def _packed_experts_kernel(
         )
         y = first
         if ACTIVATE:
-            y = _activate(first, second, y_ptr.dtype.element_ty)
+            y = activate(first, second, y_ptr.dtype.element_ty)
         at = y_ptr + pair.to(tl.int64)[None, :] * N + rows[:, None]
         tl.store(at, y.to(y_ptr.dtype.element_ty), mask=is_pair[None, :] & (rows < N)[:, None])
 
@@ -146,10 +147,10 @@ def forward(
     if len(x) > FEW_TOKENS or not _run_few(x, gate_up_weight, down_weight, ids, hidden, parts):
         is_by_token = len(x) <= FEWEST_TOKENS and x.element_size() == 2
         routing = route_by_token(ids) if is_by_token else route_by_expert(ids, len(gate_up))
-        sizes = plan(len(x), x.element_size())
+        sizes = plan(len(x)) if x.element_size() == 2 else fp32_plan(gate_up_weight)
         launch(x, gate_up_weight, hidden, routing, sizes[0], pairs_per_row=ids.shape[1], is_activated=True)
         launch(hidden, down_weight, parts, routing, sizes[1], pairs_per_row=1, is_activated=False)
-    _combine(parts, weights.float().contiguous(), y)
+    combine(parts, weights.float().contiguous(), y)
     return y
 
 
@@ -180,12 +181,7 @@ def route_by_token(ids: Tensor) -> Routing:
 
 def route_by_expert(ids: Tensor, num_experts: int) -> Routing:
     """Sort the (token, choice) pairs by expert, for programs that take a tile of one expert's pairs."""
-    pairs = ids.numel()
-    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    block = sort_block(pairs)
-    _sort_kernel[(num_experts,)](ids, order, counts, pairs, BLOCK_P=block, num_warps=4, **overlap(ids))
-    return order, counts, True
+    return *sort_pairs(ids, num_experts), True
 
 
 def launch_grid(routing: Routing, num_experts: int, rows: int, sizes: dict[str, Any]) -> tuple[int, int]:
@@ -229,16 +225,20 @@ def launch(
     )
 
 
-def plan(count: int, element_size: int) -> tuple[dict[str, int], dict[str, int]]:
+def plan(count: int) -> tuple[dict[str, int], dict[str, int]]:
     """Return the tile sizes of both matmuls; see `packed_linear_triton.plan`."""
     if is_interpreting():
         sizes = {"ROWS": 32, "TOKENS": 16, "BLOCK_K": 128}
-        return sizes, sizes
-    if element_size == 4:
-        sizes = {"ROWS": 64, "TOKENS": 16, "BLOCK_K": 128, "num_warps": 8, "num_stages": 1}
         return sizes, sizes
     if count <= MODERATE_TOKENS:
         sizes = {"ROWS": 64, "TOKENS": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
         return sizes, sizes
     large = {"ROWS": 128, "BLOCK_K": 128, "num_warps": 8}
     return large | {"TOKENS": 64, "num_stages": 3}, large | {"TOKENS": 128, "num_stages": 3}
+
+
+def fp32_plan(weight: Weight) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the tile sizes of both matmuls in fp32, whatever the number of tokens."""
+    sizes = {"TOKENS": 16, "BLOCK_K": fp32_block(weight)}
+    sizes |= {"ROWS": 32} if is_interpreting() else {"ROWS": 64, "num_warps": 8, "num_stages": 1}
+    return sizes, sizes

@@ -16,8 +16,7 @@ from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div
 from ..linear_triton import unit_stride
-from .layout import CHUNK
-from .product_triton import Weight, product, weight_arguments
+from .product_triton import Weight, chunk_length, fp32_block, product, weight_arguments
 
 FEWEST = 8  # up to so many tokens the Gluon kernel runs
 FEW = 16  # tokens of the narrowest tile
@@ -125,7 +124,7 @@ def forward(
         if few.reason(x, weight) is None:
             few.linear(x, weight, bias, y)
             return y
-    launch(x, weight, bias, y, plan(len(x), x.element_size()))
+    launch(x, weight, bias, y, plan(len(x)) if x.element_size() == 2 else fp32_plan(weight))
     return y
 
 
@@ -133,7 +132,7 @@ def launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dic
     """Launch the kernel with the given tile sizes, and the sum of chunks where programs share a tile."""
     count, num_rows = y.shape
     tiles = ceil_div(count, sizes["TOKENS"]) * ceil_div(num_rows, sizes["ROWS"])
-    programs = shared_chunks(y, tiles, x.shape[1], CHUNK)
+    programs = shared_chunks(y, tiles, x.shape[1], chunk_length(x, weight))
     out = y if programs == 1 else make_parts(y, programs)
     has_bias = bias is not None and programs == 1
     _packed_kernel[(tiles, programs)](
@@ -155,7 +154,7 @@ def launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dic
         add_chunks(out, bias, y)
 
 
-def plan(count: int, element_size: int) -> dict[str, int]:
+def plan(count: int) -> dict[str, int]:
     """Return tile sizes by the number of tokens.
 
     Tiles have at least 64 rows: with fewer, the compiler would choose the order in which tensor cores add columns by
@@ -163,10 +162,16 @@ def plan(count: int, element_size: int) -> dict[str, int]:
     """
     if is_interpreting():
         return {"ROWS": 32, "TOKENS": 16, "BLOCK_K": 128, "NEAR": 2}
-    if element_size == 4:
-        return {"ROWS": 64, "TOKENS": 32, "BLOCK_K": 128, "NEAR": 8, "num_warps": 8, "num_stages": 1}
     if count <= FEW:
         return {"ROWS": 64, "TOKENS": 16, "BLOCK_K": 128, "NEAR": 8, "num_warps": 4, "num_stages": 5}
     if count <= 4 * FEW:
         return {"ROWS": 64, "TOKENS": 64, "BLOCK_K": 128, "NEAR": 8, "num_warps": 4, "num_stages": 3}
     return {"ROWS": 128, "TOKENS": 128, "BLOCK_K": 128, "NEAR": 8, "num_warps": 8, "num_stages": 3}
+
+
+def fp32_plan(weight: Weight) -> dict[str, int]:
+    """Return tile sizes in fp32, whatever the number of tokens."""
+    sizes = {"NEAR": 8, "BLOCK_K": fp32_block(weight)}
+    if is_interpreting():
+        return sizes | {"ROWS": 32, "TOKENS": 16}
+    return sizes | {"ROWS": 64, "TOKENS": 32, "num_warps": 8, "num_stages": 1}

@@ -3,7 +3,8 @@
 
 Codes are loaded into registers, become values there, and are multiplied from there: passing the values through shared
 memory would cost more than reading the codes. Whatever the number of tokens, K is accumulated upwards, 16 columns at a
-time, in chunks of 1024 that start from zero and are added in order.
+time, in chunks of 1024 that start from zero and are added in order. fp32 has no tensor cores: columns are added one by
+one, in shorter chunks.
 """
 
 from typing import Any, NamedTuple
@@ -294,6 +295,19 @@ class Weight(NamedTuple):
         return 0 if self.columns >= length else self.columns
 
 
+def chunk_length(x: Tensor, weight: Weight) -> int:
+    """Return the columns of x that are accumulated from zero."""
+    if x.element_size() == 2:
+        return CHUNK
+    # 4-bit codes are ordered by 128 columns, and shorter chunks of them would spill registers.
+    return 256 if weight.codes.dtype == torch.int32 else fp32_block(weight)
+
+
+def fp32_block(weight: Weight) -> int:
+    """Return the columns of a block in fp32: few, for a small error, but as many as the codes are ordered by."""
+    return 128 if weight.codes.dtype == torch.int32 else 64
+
+
 def weight_arguments(x: Tensor, weight: Weight, block: int) -> dict[str, Any]:
     """Return the kernel arguments that describe a weight multiplied with x in blocks of `block` columns."""
     length, group = x.shape[-1], weight.group(x.shape[-1])
@@ -307,7 +321,7 @@ def weight_arguments(x: Tensor, weight: Weight, block: int) -> dict[str, Any]:
         "GROUP_ROWS": weight.rows,
         "HAS_ZEROS": weight.zeros is not None,
         "TILED": weight.tiled,
-        "CHUNK": CHUNK,
+        "CHUNK": chunk_length(x, weight),
         "EVEN": length % block == 0,
         "FAST": is_fast and not is_interpreting(),
         "WIDEN": is_interpreting(),

@@ -1,0 +1,95 @@
+"""The products of many tokens' experts on Hopper have the bits of the other kernels."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+# Experts, choices, channels and width: of real models, and with weights that fill no tile.
+SIZES = [(128, 8, 2048, 768), (5, 2, 192, 64), (8, 2, 320, 192), (40, 3, 576, 448), (1, 1, 64, 128)]
+EVEN, ALL_TO_ONE, FIRST_HALF = "even", "all to one", "first half"
+
+
+def routed(tokens: int, experts: int, choices: int, how: str) -> torch.Tensor:
+    """[T, K]; of these kernels an expert may be chosen twice by a token."""
+    ids = torch.randint(experts, (tokens, choices), device="cuda", dtype=torch.int32)
+    if how == ALL_TO_ONE:
+        return torch.full_like(ids, experts - 1)
+    return ids if how == EVEN else ids // 2
+
+
+def both(tokens: int, size: tuple[int, int, int, int], dtype: torch.dtype, how: str = EVEN) -> list[torch.Tensor]:
+    """What the kernel for Hopper wrote to hidden and to parts, then what the plain kernels wrote."""
+    from whorl.ops.moe import experts_gluon_triton as hopper
+    from whorl.ops.moe import experts_tiles_triton as plain
+
+    experts, choices, channels, width = size
+    shapes: dict[str, Any] = {"x": (tokens, channels), "up": (experts, 2 * width, channels)}
+    shapes["down"] = (experts, channels, width)
+    drawn = {name: torch.randn(*shape, device="cuda") for name, shape in shapes.items()}
+    x, up, down = (t.mul(1 if name == "x" else t.shape[-1] ** -0.5).to(dtype) for name, t in drawn.items())
+    assert hopper.fits(x, up, down)
+    order, counts = plain.sort_pairs(routed(tokens, experts, choices, how), experts)
+    results = []
+    for is_plain in (False, True):
+        pairs = tokens * choices
+        hidden, parts = (torch.full((pairs, n), torch.nan, device="cuda", dtype=dtype) for n in (width, channels))
+        if is_plain:
+            plans = plain.tile_plan(pairs / experts, x.element_size())
+            plain.run_gate_up(x, up, order, counts, hidden, choices, plans[0])
+            plain.run_down(hidden, down, order, counts, parts, plans[1])
+        else:
+            hopper.gate_up(x, up, order, counts, hidden, choices)
+            hopper.down(hidden, down, order, counts, parts)
+        results += [hidden, parts]
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_bits(size: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for tokens in (1, 63, 64, 65, 127, 129, 1000, 3001):
+        for how in (EVEN, ALL_TO_ONE, FIRST_HALF):
+            hidden, parts, plain_hidden, plain_parts = both(tokens, size, dtype, how)
+            assert torch.equal(hidden, plain_hidden), (tokens, how)
+            assert torch.equal(parts, plain_parts), (tokens, how)
+
+
+def test_repeated_calls_agree() -> None:
+    """Programs run in any order, and the copies of one tile must not overwrite another."""
+    torch.manual_seed(1)
+    for _ in range(20):
+        results = both(4000, SIZES[0], torch.bfloat16)
+        assert torch.equal(results[0], results[2])
+        assert torch.equal(results[1], results[3])
+
+
+@pytest.mark.parametrize("change", ["channels", "width", "dtype", "strides"])
+def test_what_does_not_fit(change: str) -> None:
+    from whorl.ops.moe import experts_gluon_triton as hopper
+
+    channels, width = 128 + 8 * (change == "channels"), 64 + 8 * (change == "width")
+    dtype = torch.float32 if change == "dtype" else torch.bfloat16
+    x, up, down = (
+        torch.zeros(*shape, device="cuda", dtype=dtype)
+        for shape in ((9, channels), (4, 2 * width, channels), (4, channels, width))
+    )
+    if change == "strides":
+        up = up.mT.contiguous().mT
+    assert not hopper.fits(x, up, down)
+
+
+def test_it_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The halves of the channels in the other order: another order of additions, other bits."""
+    from whorl import ops
+
+    torch.manual_seed(2)
+    values = ops.OPS["experts"].make(
+        tokens=(600,), hidden=2048, width=768, experts=8, k=2, dtype=torch.bfloat16, device="cuda"
+    )
+    turned = dict(values)
+    for name in ("x", "gate_up"):
+        turned[name] = torch.cat((values[name][..., 1024:], values[name][..., :1024]), -1)
+    assert not torch.equal(ops.experts(**values, backend="triton"), ops.experts(**turned, backend="triton"))
