@@ -8,6 +8,7 @@ import torch
 
 pytestmark = pytest.mark.gpu
 SIZES = [(2048, 5120), (2048, 128), (4096, 2048), (1024, 4096), (1024, 2064), (3072, 1024), (512, 100), (2048, 6336)]
+SIZES += [(1024, 6144), (1536, 2120), (2048, 4130)]  # two and three times as many rows of the weight a program
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,12 @@ def test_which_kernel_takes_what(kernels: Any) -> None:
     assert not kernels.fits_warpgroup(x, qkv)
     assert kernels.fits_warpgroup(wide, out)
     assert kernels.fits_warpgroup(x, qkv[:128], normed=True)
+    for rows in (2, 8):  # the norm runs before them
+        assert kernels.fits_warpgroup(torch.cat([x] * rows), qkv)
+        assert kernels.fits_warpgroup(torch.cat([wide] * rows), out)
+        assert not kernels.fits_warpgroup(torch.cat([x] * rows), qkv[:128], normed=True)
     assert not kernels.fits_warpgroup(torch.cat([wide] * 9), out)
+    assert not kernels.fits_warpgroup(torch.cat([x] * 8)[:, :-1], qkv[:, :-1])
 
 
 def test_it_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
