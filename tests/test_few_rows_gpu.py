@@ -8,7 +8,7 @@ import torch
 
 pytestmark = pytest.mark.gpu
 SIZES = [(2048, 5120), (2048, 128), (4096, 2048), (1024, 4096), (1024, 2064), (3072, 1024), (512, 100), (2048, 6336)]
-SIZES += [(1024, 6144), (1536, 2120), (2048, 4130)]  # two and three times as many rows of the weight a program
+SIZES += [(1536, 2120), (2048, 4130), (1024, 6144), (1024, 8000)]  # programs of 32, 32, 48 and 64 rows of the weight
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +62,16 @@ def test_which_kernel_takes_what(kernels: Any) -> None:
     x, _, _, qkv = drawn(1, 2048, 5120, torch.bfloat16)
     wide, _, _, out = drawn(1, 4096, 2048, torch.bfloat16)
     assert kernels.fits_one_warp(x, qkv)
-    assert not kernels.fits_warpgroup(x, qkv)
+    assert kernels.fits_warpgroup(x, qkv, normed=True)
     assert kernels.fits_warpgroup(wide, out)
     assert kernels.fits_warpgroup(x, qkv[:128], normed=True)
     for rows in (2, 8):  # the norm runs before them
         assert kernels.fits_warpgroup(torch.cat([x] * rows), qkv)
         assert kernels.fits_warpgroup(torch.cat([wide] * rows), out)
         assert not kernels.fits_warpgroup(torch.cat([x] * rows), qkv[:128], normed=True)
+    short, _, _, both = drawn(1, 1024, 6144, torch.bfloat16)
+    assert kernels.fits_one_warp(short, both)
+    assert not kernels.fits_warpgroup(short, both, normed=True)
     assert not kernels.fits_warpgroup(torch.cat([wide] * 9), out)
     assert not kernels.fits_warpgroup(torch.cat([x] * 8)[:, :-1], qkv[:, :-1])
 

@@ -4,7 +4,7 @@
 With few tokens the time is that of a chain of dependent instructions: K is walked in order, 16 at a time, and each step
 takes as long as one tensor core instruction. Every program loads all of its rows of the weight at once, by the copy
 engine (TMA), before it waits for the previous kernel. Warpgroup instructions (wgmma), which read shared memory, have
-the shortest step, about 20 cycles instead of 50, but multiply 64 rows of the weight where 16 to 48 are needed, so they
+the shortest step, about 20 cycles instead of 50, but multiply 64 rows of the weight where 16 to 64 are needed, so they
 are faster where a multiprocessor has one program. Where it has more, one warp per program is faster. One row is
 normalised by every program; for more, the norm has a kernel of its own. The bits are equal to those of
 linear_triton.py, and to those of rms_norm_triton.py for the norm.
@@ -30,10 +30,11 @@ from ._rows import ceil_div
 
 ROWS = 8  # rows of x, at most
 ENTRY = 16  # rows of the weight that the copy engine loads at once
-HIGHEST = 3  # entries of one program, at most: 64 rows would need a third of the registers for nothing
+HIGHEST = 4  # entries of one program, at most: the rows of one instruction
 MULTIPROCESSORS = 132
 SHARED = 227 * 1024  # bytes of shared memory of a multiprocessor
 GROUP = 8  # tiles of 64 channels that share one barrier
+LONG = 2048  # channels from which one row and its norm are faster by tall programs than by one warp
 
 _TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 _ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
@@ -205,7 +206,7 @@ def _height(weight: Tensor) -> int | None:
     length = weight.shape[1]
     for high in range(1, HIGHEST + 1):
         if _programs(weight, high) <= MULTIPROCESSORS:
-            room = length // 64 * (ENTRY * high + ROWS) * 128 + (64 - ENTRY * high) * 128 + 512
+            room = length // 64 * (ENTRY * high + ROWS) * 128 + (64 - ENTRY * high) * 128 + 1024
             return high if room <= SHARED else None
     return None
 
@@ -215,9 +216,9 @@ def fits_warpgroup(x: Tensor, weight: Tensor, *, normed: bool = False) -> bool:
     (count, length), is_copied = x.shape, not x.data_ptr() & 15 and x.stride(0) % 8 == 0
     is_even = length % (64 * GROUP) == 0 and (not normed or length & (length - 1) == 0)
     high = _height(weight) if is_even else None
-    if count <= 1:  # one row has other kernels for tall programs
-        return count == 1 and high == 1
-    return count <= ROWS and not normed and is_copied and high is not None
+    if count == 1:
+        return high == 1 or (high is not None and normed and length >= LONG)
+    return 0 < count <= ROWS and not normed and is_copied and high is not None
 
 
 def fits_one_warp(x: Tensor, weight: Tensor) -> bool:
