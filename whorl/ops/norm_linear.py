@@ -78,6 +78,7 @@ _CASES: list[Values] = [
 _BENCH: list[Values] = [
     {"tokens": (tokens,), "size": size} for tokens in (1, 8, 64) for size in ((5120, 2048), (128, 2048))
 ]
+_BENCH += [{"tokens": (1,), "size": (4096, 1024)}]
 
 
 @norm_linear.inputs(cases=_CASES, bench=_BENCH)

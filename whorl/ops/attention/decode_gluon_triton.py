@@ -2,7 +2,8 @@
 """Attention of one token over many keys on Hopper, in Gluon: a producer keeps several cuts of the keys on their way.
 
 It takes heads of 128 channels. One program per multiprocessor shares the cuts of a sequence with others and stores the
-result of each cut for `_fold_kernel` of decode_triton.py. The arithmetic is that of cuts_triton.py: the bits are equal.
+result of each cut for `_fold_kernel` of decode_triton.py; two consumers take the program's cuts by turns. The
+arithmetic is that of cuts_triton.py: the bits are equal.
 """
 
 from triton.experimental import gluon
@@ -16,13 +17,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .._gluon_triton import async_load, barriers, begin, follow, sync, tell
-from .prompt_gluon_triton import _COPY, _ONES, _ONES_STORE, _OUT, _ROW, _SUM, _SUMMED, _TILE, _WEIGHTS, CUT, D, copy_cut
+from .prompt_gluon_triton import _COPY, _ONES, _ONES_STORE, _OUT, _ROW, _SUM, _SUMMED, _TILE, _WEIGHTS, CUT, FEW, D
 
 STAGES = 3  # cuts in shared memory
-REGISTERS = 216  # per thread of the consumer
+REGISTERS = 192  # per thread of a consumer; 128 are left for the producer's threads
 
 ROWS = gl.constexpr(64)  # of an instruction; the query heads of a key head are the first of them
 _VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def _load_blocks(table_ptr, cut, end, BLOCK_SIZE: gl.constexpr):
+    """The blocks of a cut's keys, as one vector for each of the parts in which a cut is copied."""
+    blocks = ()
+    for start in gl.static_range(0, CUT, FEW):
+        keys = cut * CUT + start + gl.arange(0, FEW, gl.SliceLayout(1, _COPY))
+        blocks = blocks + (gl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0),)
+    return blocks
+
+
+@gluon.jit
+def _copy(smem, ptr, blocks, cut, end, stride_block, stride_offset, BLOCK_SIZE: gl.constexpr):
+    """Copy the keys or values of a cut; zero past the end of the sequence."""
+    channels = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, _COPY)), 0)
+    for i in gl.static_range(CUT // FEW):
+        keys = cut * CUT + i * FEW + gl.arange(0, FEW, gl.SliceLayout(1, _COPY))
+        at = ptr + blocks[i].to(gl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_offset
+        async_load(smem.slice(i * FEW, FEW, 0), gl.expand_dims(at, 1) + channels, gl.expand_dims(keys < end, 1))
 
 
 @gluon.jit
@@ -30,37 +51,43 @@ def _producer(
     k_ptr, v_ptr, table_ptr, end, begin_at, stop, step, k_block, k_offset, v_block, v_offset, ks, vs, k_ready, v_ready,
     k_free, v_free, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
+    next_blocks = _load_blocks(table_ptr, begin_at, end, BLOCK_SIZE)
     for i in range(begin_at, stop, step):
+        blocks = next_blocks
+        next_blocks = _load_blocks(table_ptr, i + step, end, BLOCK_SIZE)  # they are there when the next cut begins
         if (i + 2) * CUT > end:  # a step that runs ahead has yet to write these keys
             follow(OVERLAP)
         done = (i - begin_at) // step
         stage = done % STAGES
         phase = (done // STAGES & 1) ^ 1
         mbarrier.wait(k_free.index(stage), phase)
-        copy_cut(ks.index(stage), k_ptr, table_ptr, i * CUT, end, k_block, k_offset, BLOCK_SIZE, True)
+        _copy(ks.index(stage), k_ptr, blocks, i, end, k_block, k_offset, BLOCK_SIZE)
         async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
         mbarrier.wait(v_free.index(stage), phase)
-        copy_cut(vs.index(stage), v_ptr, table_ptr, i * CUT, end, v_block, v_offset, BLOCK_SIZE, True)
+        _copy(vs.index(stage), v_ptr, blocks, i, end, v_block, v_offset, BLOCK_SIZE)
         async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)
 
 
 @gluon.jit
 def _consumer(
-    q_ptr, q_stride, q, ks, vs, ones, k_ready, v_ready, k_free, v_free, first, end, begin_at, stop, step, scale,
-    out_ptr, top_ptr, total_ptr, row_at, cuts,
-    G: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    q_ptr, q_stride, q, ks, vs, ones, q_ready, k_ready, v_ready, k_free, v_free, first, end, begin_at, stop, step,
+    scale, out_ptr, top_ptr, total_ptr, row_at, cuts,
+    G: gl.constexpr, WHICH: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    follow(OVERLAP)
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, _COPY))
-    channels = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, _COPY)), 0)
-    async_load(q, q_ptr + gl.expand_dims(rows * q_stride, 1) + channels, gl.expand_dims(rows < G, 1))
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
-    sync()
+    """Compute every other cut of the program's, from the first (WHICH 0) or the second one on."""
+    if WHICH == 0:
+        follow(OVERLAP)
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, _COPY))
+        channels = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, _COPY)), 0)
+        async_load(q, q_ptr + gl.expand_dims(rows * q_stride, 1) + channels, gl.expand_dims(rows < G, 1))
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+        tell(q_ready.index(0))
+    mbarrier.wait(q_ready.index(0), 0)
     row = gl.arange(0, ROWS, _ROW)
     out_channels = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, _OUT)), 0)
-    for i in range(begin_at, stop, step):
+    for i in range(begin_at + WHICH * step, stop, 2 * step):
         done = (i - begin_at) // step
         stage = done % STAGES
         phase = done // STAGES & 1
@@ -107,6 +134,7 @@ def _decode_gluon_kernel(
     ends = gl.load(starts_ptr + 1 + index, mask=index < B, other=2147483647)
     b = gl.sum((ends <= token).to(gl.int32), 0)
     if b >= B:  # a token past the last one, in a recorded call
+        follow(OVERLAP)  # or a later kernel could start before this step's earlier ones have ended
         return
     end = gl.load(lengths_ptr + b) - (gl.load(starts_ptr + b + 1) - 1 - token)
     first = 0
@@ -125,6 +153,7 @@ def _decode_gluon_kernel(
     vs = gl.allocate_shared_memory(dtype, [STAGES, CUT, D], _TILE)
     ones = gl.allocate_shared_memory(dtype, [CUT, 16], _ONES)
     ones.store(gl.full([CUT, 16], 1.0, dtype, _ONES_STORE))
+    q_ready = barriers(1, 1)
     k_ready = barriers(STAGES, 128)
     v_ready = barriers(STAGES, 128)
     k_free = barriers(STAGES, 1)
@@ -145,11 +174,18 @@ def _decode_gluon_kernel(
             (
                 _consumer,
                 (
-                    q_ptr, q_stride_h, q, ks, vs, ones, k_ready, v_ready, k_free, v_free, first, end, begin_at, stop,
-                    step, scale, out_ptr, top_ptr, total_ptr, row_at, cuts, G, STAGES, OVERLAP,
+                    q_ptr, q_stride_h, q, ks, vs, ones, q_ready, k_ready, v_ready, k_free, v_free, first, end, begin_at,
+                    stop, step, scale, out_ptr, top_ptr, total_ptr, row_at, cuts, G, 0, STAGES, OVERLAP,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    q_ptr, q_stride_h, q, ks, vs, ones, q_ready, k_ready, v_ready, k_free, v_free, first, end, begin_at,
+                    stop, step, scale, out_ptr, top_ptr, total_ptr, row_at, cuts, G, 1, STAGES, OVERLAP,
                 ),
             ),
         ],
-        [4],
-        [REGISTERS],
+        [4, 4],
+        [REGISTERS, REGISTERS],
     )  # fmt: skip

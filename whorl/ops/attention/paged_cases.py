@@ -35,6 +35,7 @@ _BENCH: list[Values] = [
     {"queries": (512,) * 8, "contexts": (4096,) * 8, **_QWEN},
 ]
 _BENCH += [case | {"format": name} for name in FORMATS for case in _BENCH[:3]]
+_BENCH += [{"queries": (1,), "contexts": (32768,), **_QWEN}]
 
 
 def make(

@@ -45,7 +45,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def copy_cut(
+def _copy(
     smem, ptr, table_ptr, first, length, stride_block, stride_offset, BLOCK_SIZE: gl.constexpr, HAS_TABLE: gl.constexpr
 ):  # fmt: skip
     """Load the keys or values of a cut, by the block table or one after the other; zero past the end of the sequence.
@@ -72,10 +72,10 @@ def _producer(
         stage = (i - begin) % STAGES
         phase = ((i - begin) // STAGES & 1) ^ 1
         mbarrier.wait(k_free.index(stage), phase)
-        copy_cut(ks.index(stage), k_ptr, table_ptr, i * CUT, length, k_block, k_offset, BLOCK_SIZE, HAS_TABLE)
+        _copy(ks.index(stage), k_ptr, table_ptr, i * CUT, length, k_block, k_offset, BLOCK_SIZE, HAS_TABLE)
         async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
         mbarrier.wait(v_free.index(stage), phase)
-        copy_cut(vs.index(stage), v_ptr, table_ptr, i * CUT, length, v_block, v_offset, BLOCK_SIZE, HAS_TABLE)
+        _copy(vs.index(stage), v_ptr, table_ptr, i * CUT, length, v_block, v_offset, BLOCK_SIZE, HAS_TABLE)
         async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)
 
 
