@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from whorl.device import ahead
 from whorl.ops import OPS
 from whorl.ops._hopper import gluon_reason
 from whorl.ops._op import Values
@@ -45,39 +44,6 @@ def test_the_kernel_for_hopper_gives_the_bits_of_the_plain_one(
     actual = attend(values)
     monkeypatch.setattr(prompt_triton, "hopper_reason", lambda *_: "to compare")
     assert torch.equal(actual, attend(values))
-
-
-DECODING: dict[str, Values] = {
-    "one": {"queries": (1,), "contexts": (20000,)},
-    "three": {"queries": (1, 1, 1), "contexts": (700, 16384, 4097)},
-    "drafts": {"queries": (3, 4), "contexts": (9000, 8192)},
-    "window": {"queries": (1, 1), "contexts": (30000, 20000), "window": 15000},
-    "large blocks": {"queries": (1,), "contexts": (33333,), "block": 128},
-    "equal heads": {"queries": (1,), "contexts": (9001,), "heads": 8, "kv_heads": 8},
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", DECODING)
-def test_decoding_by_the_kernel_for_hopper_gives_the_bits_of_the_plain_one(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from whorl.ops.attention import decode_triton
-
-    values, programs = made(DECODING[name], dtype), decode_triton._hopper_programs
-    if (reason := gluon_reason(values["q"].device)) is not None:
-        pytest.skip(reason)
-    shared: list[int] = []
-    monkeypatch.setattr(decode_triton, "_hopper_programs", lambda *sizes: shared.append(programs(*sizes)) or shared[-1])
-    with ahead():
-        early = attend(values)
-    actual = attend(values)
-    assert len(shared) == 2
-    assert min(shared) > 1, "the kernel for Hopper ran"
-    monkeypatch.setattr(decode_triton, "_hopper_programs", lambda *_: 0)
-    expected = attend(values)
-    assert torch.equal(actual, expected)
-    assert torch.equal(early, expected)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])

@@ -79,3 +79,13 @@ def test_padding_of_a_recorded_call_changes_no_bit(queries: tuple[int, ...], con
     actual = attention(**values)  # the operator itself checks numbers that it can read on the host, and refuses these
     assert torch.equal(actual[:count], expected)
     assert not actual[count:].any()
+
+
+def test_a_token_finds_its_sequence_by_whole_warps() -> None:
+    """With BLOCK_B between 1 and 32 the loops over cuts are several times slower; `block_of_sequences` says why."""
+    from whorl.ops.attention.decode_triton import block_of_sequences
+
+    for count in range(1, 300):
+        block = block_of_sequences(count)
+        assert block >= count
+        assert block == 1 or block >= 32

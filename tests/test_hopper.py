@@ -48,7 +48,6 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_write_kv_kernel",
         "_write_codes_kernel",
         "_decode_kernel",
-        "_decode_gluon_kernel",
         "_prompt_kernel",
         "_prompt_gluon_kernel",
         "_bidirectional_kernel",
@@ -185,7 +184,6 @@ SMALL_WRITES = {
 # No shared memory is left to turn what the tensor cores hold; shares are added in place, 16 bytes at a time.
 SMALL_WRITES |= {
     "_prompt_gluon_kernel",
-    "_decode_gluon_kernel",
     "_bidirectional_gluon_kernel",
     "_sparse_forward_gluon_kernel",
     "_sparse_dkv_kernel",

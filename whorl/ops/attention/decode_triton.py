@@ -18,14 +18,12 @@ from .._rows import ceil_div, power_of_2
 from .._varied import is_varied
 from .cuts_triton import Scales, cut, cut_of, fold, load_cut
 from .fold_triton import fold_stored
-from .prompt_triton import hopper_reason, sequence_block
+from .prompt_triton import sequence_block
 
 WALKERS = 256  # programs that saturate the memory bandwidth without sharing a sequence's cuts
 PROGRAMS = 264  # programs that share long sequences: two for each of an H200's multiprocessors
 SHORT = 1024  # total cuts up to which each cut has a program of its own
 LONG = 256  # cuts of a sequence from which the results of separate cuts would take too much memory
-MANY_CUTS = 512  # total cuts from which the kernel for Hopper is faster
-MULTIPROCESSORS = 132  # of an H200
 AHEAD = 32  # cuts whose results are loaded at once when they are combined
 CHANNELS = 32  # channels of a program that combines cuts
 
@@ -191,46 +189,36 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
     block_size, kv_heads = k_cache.shape[1:3]
     cuts = max(1, ceil_div(tables.shape[1] * block_size, size))
     plan, programs = _plan(tokens * kv_heads, cuts, is_coded=scales[0] is not None)
-    num_hopper = _hopper_programs(tokens * kv_heads, cuts)
-    is_hopper = min(programs, num_hopper) > 1 and heads <= 64 * kv_heads and hopper_reason(tensors, strides) is None
     walks = programs == 1
     scratch = (0,) if walks else (tokens, heads, cuts)
     out = torch.empty(*scratch, dim, dtype=torch.float32, device=q.device)
     top, total = (torch.empty(scratch, dtype=torch.float32, device=q.device) for _ in range(2))
-    shapes = {
-        "HK": kv_heads,
-        "G": heads // kv_heads,
-        "BLOCK_SIZE": block_size,
-        "enable_fp_fusion": False,
+    _decode_kernel[(tokens, kv_heads, programs)](
+        *tensors,
+        *scales,
+        out,
+        top,
+        total,
+        y,
+        *strides,
+        scale,
+        window,
+        cuts,
+        count,
+        HK=kv_heads,
+        G=heads // kv_heads,
+        D=dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_B=block_of_sequences(count),
+        BLOCK_G=max(16, power_of_2(heads // kv_heads)),
+        BLOCK_D=max(16, power_of_2(dim)),
+        CUT=size,
+        WALKS=walks,
+        WIDEN=is_interpreting(),
+        enable_fp_fusion=False,
+        **plan,
         **overlap(q),
-    }
-    numbers = (*strides, scale, window, cuts, count)
-    if is_hopper:
-        from .decode_gluon_triton import REGISTERS, STAGES, _decode_gluon_kernel
-
-        _decode_gluon_kernel[(tokens, kv_heads, num_hopper)](
-            *tensors, out, top, total, *numbers, BLOCK_B=sequence_block(count), STAGES=STAGES, REGISTERS=REGISTERS,
-            num_warps=4, **shapes,
-        )  # fmt: skip
-    else:
-        _decode_kernel[(tokens, kv_heads, programs)](
-            *tensors,
-            *scales,
-            out,
-            top,
-            total,
-            y,
-            *numbers,
-            D=dim,
-            BLOCK_B=_block_of_sequences(count),
-            BLOCK_G=max(16, power_of_2(heads // kv_heads)),
-            BLOCK_D=max(16, power_of_2(dim)),
-            CUT=size,
-            WALKS=walks,
-            WIDEN=is_interpreting(),
-            **plan,
-            **shapes,
-        )
+    )
     if not walks:
         _fold_cuts([out, top, total], starts, lengths, y, window, cuts)
     return y
@@ -249,7 +237,7 @@ def _fold_cuts(stored: list[Tensor], starts: Tensor, lengths: Tensor, y: Tensor,
         lengths.shape[0],
         HQ=heads,
         D=dim,
-        BLOCK_B=_block_of_sequences(lengths.shape[0]),
+        BLOCK_B=block_of_sequences(lengths.shape[0]),
         BLOCK_D=CHANNELS,
         CUT=cut_of(y.dtype),
         AHEAD=AHEAD if is_varied() else min(AHEAD, power_of_2(cuts)),
@@ -259,11 +247,12 @@ def _fold_cuts(stored: list[Tensor], starts: Tensor, lengths: Tensor, y: Tensor,
     )
 
 
-def _block_of_sequences(count: int) -> int:
+def block_of_sequences(count: int) -> int:
     """Return the constant BLOCK_B; a recorded step of one sequence has a kernel of its own.
 
-    It is never between 1 and 32: the number of a token's sequence would be added up by some lanes of a warp, and the
-    compiler would not know that all lanes have the same. Combining 256 cuts took 42 us on an H200 instead of 7.
+    It is never between 1 and 32: some lanes of a warp would count a token's sequences, and the compiler would not know
+    that the others have the same number. Combining the 256 cuts of each of 4 sequences took 42 us on an H200 then, not
+    the 7 us that it takes.
     """
     return 1 if count == 1 and not is_varied() else sequence_block(count)
 
@@ -281,10 +270,3 @@ def _plan(heads: int, cuts: int, *, is_coded: bool) -> tuple[dict[str, int], int
         return constants | {"STAGES": 1}, cuts
     programs = PROGRAMS * 3 // 2 if is_coded else PROGRAMS
     return constants, min(cuts, max(2, programs // heads))
-
-
-def _hopper_programs(heads: int, cuts: int) -> int:
-    """Return how many programs of the kernel for Hopper share the cuts of one token and key head: one for each
-    multiprocessor; 0 for few cuts, where the plain kernel's programs start sooner.
-    """
-    return min(cuts, MULTIPROCESSORS // heads) if heads * cuts >= MANY_CUTS else 0

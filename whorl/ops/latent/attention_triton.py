@@ -20,7 +20,7 @@ from whorl.device import is_interpreting
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..attention.cuts_triton import LOG2_E, add_rescaled, cut_of, exp_scores, opaque, rescale_factors, total_of
-from ..attention.decode_triton import divided, sequence_of
+from ..attention.decode_triton import block_of_sequences, divided, sequence_of
 from ..attention.fold_triton import fold_stored
 from ..linear_triton import dot, unit_stride
 from .codes import GROUP
@@ -336,7 +336,7 @@ def forward(
     scratch = (0,) if programs == 1 else (tokens, heads, cuts)
     out = torch.empty(*scratch, value_dim, dtype=torch.float32, device=q.device)
     top, total = (torch.empty(scratch, dtype=torch.float32, device=q.device) for _ in range(2))
-    options = {"HQ": heads, "LATENT": value_dim, "BLOCK_B": power_of_2(count), "CUT": size}
+    options = {"HQ": heads, "LATENT": value_dim, "BLOCK_B": block_of_sequences(count), "CUT": size}
     options |= {"enable_fp_fusion": False, **overlap(q)}
     width = max(16, min(CHANNELS, power_of_2(value_dim)))
     _latent_kernel[(ceil_div(heads, plan["BLOCK_H"]), tokens, programs)](

@@ -17,6 +17,7 @@ from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from .._sums_triton import halves
 from ..attention.cuts_triton import opaque
+from ..attention.decode_triton import block_of_sequences
 from ..linear_triton import dot
 
 PROGRAMS = 264  # two per multiprocessor of an H200: with fewer programs the blocks of keys are made smaller
@@ -259,7 +260,7 @@ def write_scores(
         HI=q.shape[1],
         D=q.shape[2],
         BLOCK_SIZE=cache.shape[1],
-        BLOCK_B=power_of_2(count),
+        BLOCK_B=block_of_sequences(count),
         WIDEN=is_interpreting(),
         enable_fp_fusion=False,
         **plan,
