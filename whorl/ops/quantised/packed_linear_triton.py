@@ -16,7 +16,8 @@ from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div
 from ..linear_triton import unit_stride
-from .product_triton import Weight, chunk_length, fp32_block, product, weight_arguments
+from .layout import CHUNK
+from .product_triton import Weight, fp32_block, product, weight_arguments
 
 FEWEST = 8  # up to so many tokens the Gluon kernel runs
 FEW = 16  # tokens of the narrowest tile
@@ -47,6 +48,7 @@ def _packed_kernel(
     BLOCK_K: tl.constexpr,
     NEAR: tl.constexpr,
     CHUNK: tl.constexpr,
+    CHAIN: tl.constexpr,
     IS_SHARED: tl.constexpr,
     EVEN: tl.constexpr,
     FAST: tl.constexpr,
@@ -93,6 +95,7 @@ def _packed_kernel(
         TOKENS,
         BLOCK_K,
         CHUNK,
+        CHAIN,
         EVEN,
         FAST,
         WIDEN,
@@ -132,7 +135,7 @@ def launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dic
     """Launch the kernel with the given tile sizes, and the sum of chunks where programs share a tile."""
     count, num_rows = y.shape
     tiles = ceil_div(count, sizes["TOKENS"]) * ceil_div(num_rows, sizes["ROWS"])
-    programs = shared_chunks(y, tiles, x.shape[1], chunk_length(x, weight))
+    programs = shared_chunks(y, tiles, x.shape[1], CHUNK)
     out = y if programs == 1 else make_parts(y, programs)
     has_bias = bias is not None and programs == 1
     _packed_kernel[(tiles, programs)](

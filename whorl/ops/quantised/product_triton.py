@@ -4,7 +4,7 @@
 Codes are loaded into registers, become values there, and are multiplied from there: passing the values through shared
 memory would cost more than reading the codes. Whatever the number of tokens, K is accumulated upwards, 16 columns at a
 time, in chunks of 1024 that start from zero and are added in order. fp32 has no tensor cores: columns are added one by
-one, in shorter chunks.
+one, in chains that start from zero and are added in order, which gives a chunk's sum.
 """
 
 from typing import Any, NamedTuple
@@ -180,6 +180,12 @@ def _values(
 
 
 @triton.jit
+def _end_chain(part, chunk, is_end):
+    """Return the sum of a chain so far and that of its chunk; at the chain's end the one is added to the other."""
+    return tl.where(is_end, 0.0, part), chunk + tl.where(is_end, part, 0.0)
+
+
+@triton.jit
 def product(
     x_at,
     is_token,
@@ -202,6 +208,7 @@ def product(
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
+    CHAIN: tl.constexpr,
     EVEN: tl.constexpr,
     FAST: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -209,7 +216,7 @@ def product(
     """Return the fp32 products [ROWS, TOKENS] of some weight rows and, if BOTH, of the rows `second_offset` after them.
 
     x_at: pointers [1, TOKENS] to tokens; rows: [ROWS] row indices into the weight; first, last: the range of columns,
-    whole chunks.
+    whole chunks. CHAIN: columns of a chain; CHUNK, where a chunk is one.
     """
     DTYPE: tl.constexpr = x_at.dtype.element_ty
     row = rows.to(tl.int64)[:, None]
@@ -219,8 +226,10 @@ def product(
     second_codes, group = codes_ptr + second_row * width, second_row // GROUP_ROWS * groups
     second_scales, second_zeros = scales_ptr + group, zeros_ptr + group
     total = tl.zeros((ROWS, TOKENS), tl.float32)
+    chunk = tl.zeros((ROWS, TOKENS), tl.float32)
     part = tl.zeros((ROWS, TOKENS), tl.float32)
     second = tl.zeros((ROWS, TOKENS), tl.float32)
+    second_chunk = tl.zeros((ROWS, TOKENS), tl.float32)
     second_part = tl.zeros((ROWS, TOKENS), tl.float32)
     for start in range(first, last, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
@@ -265,12 +274,26 @@ def product(
                 WIDEN,
             )
             second_part = dot(weight, x, second_part, WIDEN)
-        if (start + BLOCK_K) % CHUNK == 0:
-            total += part
-            part = tl.zeros((ROWS, TOKENS), tl.float32)
+        if CHAIN < CHUNK:
+            is_end = (start + BLOCK_K) % CHAIN == 0
+            part, chunk = _end_chain(part, chunk, is_end)
             if BOTH:
+                second_part, second_chunk = _end_chain(second_part, second_chunk, is_end)
+        if (start + BLOCK_K) % CHUNK == 0:
+            if CHAIN < CHUNK:
+                total += chunk
+                chunk = tl.zeros((ROWS, TOKENS), tl.float32)
+            else:
+                total += part
+                part = tl.zeros((ROWS, TOKENS), tl.float32)
+            if BOTH and CHAIN < CHUNK:
+                second += second_chunk
+                second_chunk = tl.zeros((ROWS, TOKENS), tl.float32)
+            elif BOTH:
                 second += second_part
                 second_part = tl.zeros((ROWS, TOKENS), tl.float32)
+    if CHAIN < CHUNK:
+        part, second_part = chunk + part, second_chunk + second_part
     return total + part, second + second_part
 
 
@@ -295,11 +318,11 @@ class Weight(NamedTuple):
         return 0 if self.columns >= length else self.columns
 
 
-def chunk_length(x: Tensor, weight: Weight) -> int:
+def chain_length(x: Tensor, weight: Weight) -> int:
     """Return the columns of x that are accumulated from zero."""
     if x.element_size() == 2:
         return CHUNK
-    # 4-bit codes are ordered by 128 columns, and shorter chunks of them would spill registers.
+    # 4-bit codes are ordered by 128 columns, and shorter chains of them would spill registers.
     return 256 if weight.codes.dtype == torch.int32 else fp32_block(weight)
 
 
@@ -321,7 +344,8 @@ def weight_arguments(x: Tensor, weight: Weight, block: int) -> dict[str, Any]:
         "GROUP_ROWS": weight.rows,
         "HAS_ZEROS": weight.zeros is not None,
         "TILED": weight.tiled,
-        "CHUNK": chunk_length(x, weight),
+        "CHUNK": CHUNK,
+        "CHAIN": chain_length(x, weight),
         "EVEN": length % block == 0,
         "FAST": is_fast and not is_interpreting(),
         "WIDEN": is_interpreting(),
