@@ -40,8 +40,8 @@ def both(tokens: int, size: tuple[int, int, int, int], dtype: torch.dtype, how: 
             plain.run_gate_up(x, up, order, counts, hidden, choices, plans[0])
             plain.run_down(hidden, down, order, counts, parts, plans[1])
         else:
-            hopper.gate_up(x, up, order, counts, hidden, choices)
-            hopper.down(hidden, down, order, counts, parts)
+            hopper.run_gate_up(x, up, order, counts, hidden, choices)
+            hopper.run_down(hidden, down, order, counts, parts)
         results += [hidden, parts]
     return results
 
@@ -81,7 +81,7 @@ def test_what_does_not_fit(change: str) -> None:
     assert not hopper.fits(x, up, down)
 
 
-def test_it_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_fail() -> None:
     """The halves of the channels in the other order: another order of additions, other bits."""
     from whorl import ops
 

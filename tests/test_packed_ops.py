@@ -132,6 +132,15 @@ def test_chunks_begin_at_zero_and_are_added_in_order(backend: str) -> None:
     assert y.tolist() == [[large + 1024] * 2, [0.0] * 2, [400.0] * 2]
 
 
+def test_chains_in_fp32_begin_at_zero_inside_of_a_chunk() -> None:
+    """At 2^31 fp32 has steps of 256: what is added to it in blocks of 128 is lost, and a chain of 256 is kept."""
+    codes = layout.packed_int4(torch.full((2, 512), 9))  # ones
+    x, large = torch.zeros(1, 512), 2.0**31
+    x[0, 5], x[0, 256:] = large, 1
+    arguments = (t.to(DEVICE) for t in (x, codes, torch.ones(2, 1)))
+    assert ops.packed_linear(*arguments, backend="triton").tolist() == [[large + 256] * 2]
+
+
 @pytest.mark.parametrize("kind", SOME, **names)
 def test_any_number_of_rows_has_the_bits_of_the_reference(kind: dict[str, Any]) -> None:
     """On numbers whose sums are exact in every order."""

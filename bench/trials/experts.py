@@ -47,11 +47,11 @@ class Product:
         """Write and return the product by tiles of this plan; None: by the kernel for Hopper."""
         rest = self.order, self.counts, self.y
         if self.name == "gate_up" and plan is None:
-            hopper.gate_up(self.x, self.gate_up, *rest, CHOICES)
+            hopper.run_gate_up(self.x, self.gate_up, *rest, CHOICES)
         elif self.name == "gate_up":
             tiles.run_gate_up(self.x, self.gate_up, *rest, CHOICES, plan)
         elif plan is None:
-            hopper.down(self.hidden, self.down, *rest)
+            hopper.run_down(self.hidden, self.down, *rest)
         else:
             tiles.run_down(self.hidden, self.down, *rest, plan)
         return self.y

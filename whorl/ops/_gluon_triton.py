@@ -53,6 +53,12 @@ def tell(barrier):
 
 
 @gluon.jit
+def add(a, b):
+    """Return the sum of two numbers, for scans."""
+    return a + b
+
+
+@gluon.jit
 def row_sum(x, ROWS: gl.constexpr, LENGTH: gl.constexpr):
     """Return the sums of the rows of x, as `row_sum` of _sums_triton.py, with equal bits; LENGTH: 256 or more."""
     x = _add_neighbours(x, ROWS, LENGTH, LENGTH // 8)

@@ -5,6 +5,7 @@ import torch
 from whorl.device import compute_capability, is_installed, is_interpreting
 
 HOPPER = (9, 0)
+MULTIPROCESSORS = 132  # of an H100 or H200 as cards are sold; another number costs speed alone
 
 
 def gluon_reason(device: torch.device) -> str | None:

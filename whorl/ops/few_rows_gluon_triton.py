@@ -25,13 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ._gluon_triton import async_load, barriers, entries_from, follow, load_block, reinterpret, row_sum, sync
+from ._hopper import MULTIPROCESSORS
 from ._overlap_triton import overlap
 from ._rows import ceil_div
 
 ROWS = 8  # rows of x, at most
 ENTRY = 16  # rows of the weight that the copy engine loads at once
 HIGHEST = 4  # entries of one program, at most: the rows of one instruction
-MULTIPROCESSORS = 132
 SHARED = 227 * 1024  # bytes of shared memory of a multiprocessor
 GROUP = 8  # tiles of 64 channels that share one barrier
 LONG = 2048  # channels from which one row and its norm are faster by tall programs than by one warp

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .._gluon_triton import async_load, barriers, sync
+from .._gluon_triton import add, async_load, barriers, sync
 
 STAGES = 3  # cuts in shared memory
 REGISTERS = 216  # per thread of a consumer; 72 are left for the producer's threads
@@ -41,11 +41,6 @@ _ROW_OUT = gl.constexpr(gl.SliceLayout(1, _OUT.value))
 _ROW_TAIL = gl.constexpr(gl.SliceLayout(1, _OUT_TAIL.value))
 _WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, _OUT.value, 2))
 _WEIGHTS_TAIL = gl.constexpr(gl.DotOperandLayout(0, _OUT_TAIL.value, 2))
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -185,7 +180,7 @@ def _bidirectional_gluon_kernel(
     starts = gl.load(starts_ptr + index, mask=index < B, other=0)
     ends = gl.load(starts_ptr + 1 + index, mask=index < B, other=0)
     tiles = (ends - starts + 2 * ROWS - 1) // (2 * ROWS)
-    until = gl.associative_scan(tiles, 0, _add)
+    until = gl.associative_scan(tiles, 0, add)
     b = gl.sum(((until <= tile) & (index < B)).to(gl.int32), 0)
     is_real = b < B
     first = (tile - gl.sum(gl.where(index < b, tiles, 0), 0)) * (2 * ROWS)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .._gluon_triton import async_load, barriers, sync
+from .._gluon_triton import add, async_load, barriers, sync
 
 STAGES = 2  # cuts in shared memory
 REGISTERS = 208  # per thread of a consumer; 88 are left for the producer's threads
@@ -37,11 +37,6 @@ _SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 _ROW = gl.constexpr(gl.SliceLayout(1, _OUT.value))
 _WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, _OUT.value, 2))
 _SUMMED = gl.constexpr(gl.DotOperandLayout(0, _SUM.value, 2))
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -156,7 +151,7 @@ def _prompt_gluon_kernel(
     starts = gl.load(starts_ptr + index, mask=index < B, other=0)
     ends = gl.load(starts_ptr + 1 + index, mask=index < B, other=0)
     tiles = (ends - starts + 2 * ROWS - 1) // (2 * ROWS)
-    until = gl.associative_scan(tiles, 0, _add)
+    until = gl.associative_scan(tiles, 0, add)
     b = gl.sum(((until <= tile) & (index < B)).to(gl.int32), 0)
     if b >= B:  # the grid has room for a partly filled tile of every sequence, and a recorded call for more sequences
         return

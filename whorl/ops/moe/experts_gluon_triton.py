@@ -18,11 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .._gluon_triton import async_load, barriers, follow, load_block, reinterpret, sync, tell
+from .._gluon_triton import add, async_load, barriers, follow, load_block, reinterpret, sync, tell
+from .._hopper import MULTIPROCESSORS
 from .._overlap_triton import overlap
 from .._rows import ceil_div, power_of_2
 
-MULTIPROCESSORS = 132
 STAGES = 4  # blocks of channels in shared memory
 REGISTERS = 216  # per thread of a consumer; 80 are left for the producer's threads
 
@@ -43,16 +43,11 @@ _STORE_256 = gl.constexpr(gl.DistributedLinearLayout([*_NARROW, [0, 128]], _LANE
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def _count_tiles(counts_ptr, E, BLOCK_E: gl.constexpr):
     """Running totals over experts, of tiles and of rows; every warp holds all of them."""
     index = gl.arange(0, BLOCK_E, gl.BlockedLayout([BLOCK_E // 32], [32], [4], [0]))
     counts = gl.load(counts_ptr + index, mask=index < E, other=0)
-    return gl.associative_scan((counts + ROWS - 1) // ROWS, 0, _add), gl.associative_scan(counts, 0, _add)
+    return gl.associative_scan((counts + ROWS - 1) // ROWS, 0, add), gl.associative_scan(counts, 0, add)
 
 
 @gluon.jit
@@ -228,12 +223,12 @@ def fits(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
     return x.element_size() == 2 and not channels % BLOCK.value and not width % BLOCK.value and is_dense and is_aligned
 
 
-def gate_up(x: Tensor, weight: Tensor, order: Tensor, counts: Tensor, hidden: Tensor, choices: int) -> None:
+def run_gate_up(x: Tensor, weight: Tensor, order: Tensor, counts: Tensor, hidden: Tensor, choices: int) -> None:
     """Write silu(gate) * up of the pairs, sorted by expert as `order` lists them, to hidden [pairs, F]."""
     _launch(x, weight, order, counts, hidden, choices, is_activated=True)
 
 
-def down(hidden: Tensor, weight: Tensor, order: Tensor, counts: Tensor, parts: Tensor) -> None:
+def run_down(hidden: Tensor, weight: Tensor, order: Tensor, counts: Tensor, parts: Tensor) -> None:
     """Write the products of the rows of hidden to parts [pairs, C], in the order of the pairs."""
     _launch(hidden, weight, order, counts, parts, 1, is_activated=False)
 

@@ -201,8 +201,8 @@ def _run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, id
     hidden, parts = (torch.empty(pairs, n, dtype=x.dtype, device=x.device) for n in (width, channels))
     rows = pairs / num_experts
     if rows > MANY_ROWS and (hopper := _hopper_kernels(x, gate_up, down)) is not None:
-        hopper.gate_up(x, gate_up, order, counts, hidden, ids.shape[1])
-        hopper.down(hidden, down, order, counts, parts)
+        hopper.run_gate_up(x, gate_up, order, counts, hidden, ids.shape[1])
+        hopper.run_down(hidden, down, order, counts, parts)
     else:
         gate_up_plan, down_plan = tile_plan(rows, x.element_size())
         run_gate_up(x, gate_up, order, counts, hidden, ids.shape[1], gate_up_plan)
