@@ -1,4 +1,4 @@
-"""The products of many tokens' experts on Hopper have the bits of the other kernels."""
+"""The products of experts on Hopper, of many tokens and of one or two, have the bits of the other kernels."""
 
 from typing import Any
 
@@ -93,3 +93,81 @@ def test_it_can_fail() -> None:
     for name in ("x", "gate_up"):
         turned[name] = torch.cat((values[name][..., 1024:], values[name][..., :1024]), -1)
     assert not torch.equal(ops.experts(**values, backend="triton"), ops.experts(**turned, backend="triton"))
+
+
+# ---- one or two tokens: the second product and the sum of the choices
+
+FEW_SIZES = [(128, 2048, 768), (8, 40, 256), (11, 328, 512)]  # experts, channels and width
+
+
+def few_values(tokens: int, size: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
+    from whorl import ops
+
+    experts, hidden, width = size
+    sizes = {"hidden": hidden, "width": width, "experts": experts, "k": 8}
+    return ops.OPS["experts"].make(tokens=(tokens,), **sizes, dtype=dtype, device="cuda")  # type: ignore[no-any-return]
+
+
+def without_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from whorl.ops.moe import experts_triton
+
+    monkeypatch.setattr(experts_triton, "_few_on_hopper", lambda down, ids: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", FEW_SIZES, ids=str)
+def test_bits_of_few_tokens(size: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whorl import ops
+    from whorl.ops.moe import experts_few_gluon_triton as few
+
+    torch.manual_seed(3)
+    drawn = [few_values(tokens, size, dtype) for tokens in (1, 2, 1, 2)]
+    assert all(few.fits(values["down"], values["ids"]) for values in drawn)
+    results = [ops.experts(**values, backend="triton") for values in drawn]
+    without_hopper(monkeypatch)
+    for values, y in zip(drawn, results, strict=True):
+        assert torch.equal(y, ops.experts(**values, backend="triton"))
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_layers_that_run_ahead(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a recorded step kernels start early, and must not read ids that are not written yet."""
+    from whorl import ops
+    from whorl.device import ahead
+
+    torch.manual_seed(4)
+    layers = [few_values(tokens, FEW_SIZES[0], torch.bfloat16) for _ in range(6)]
+    gates = [torch.randn(128, 2048, device="cuda", dtype=torch.bfloat16) / 16 for _ in layers]
+    x = layers[0]["x"].clone()
+
+    def step() -> torch.Tensor:
+        y = x
+        for layer, gate in zip(layers, gates, strict=True):
+            weights, ids = ops.route(ops.linear(y, gate, backend="triton"), 8, backend="triton")
+            y = ops.experts(y, layer["gate_up"], layer["down"], weights, ids, backend="triton") * 4
+        return y
+
+    with torch.inference_mode(), ahead():
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = step()
+    without_hopper(monkeypatch)
+    for _ in range(30):
+        x.normal_()
+        graph.replay()
+        with torch.inference_mode():
+            assert torch.equal(recorded, step())
+
+
+@pytest.mark.parametrize("change", ["tokens", "choices", "width", "channels", "dtype", "strides"])
+def test_what_does_not_fit_few_tokens(change: str) -> None:
+    from whorl.ops.moe import experts_few_gluon_triton as few
+
+    width, channels = {"width": 1024}.get(change, 256), 64 + 4 * (change == "channels")
+    dtype = torch.float32 if change == "dtype" else torch.bfloat16
+    down = torch.zeros(9, channels, width, device="cuda", dtype=dtype)
+    if change == "strides":
+        down = down.mT.contiguous().mT
+    ids = torch.zeros(3 if change == "tokens" else 2, 7 if change == "choices" else 8, dtype=torch.int32)
+    assert not few.fits(down, ids)

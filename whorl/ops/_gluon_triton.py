@@ -37,6 +37,17 @@ def follow(OVERLAP: gl.constexpr):
 
 
 @gluon.jit
+def begin(OVERLAP: gl.constexpr):
+    """Let the next kernel start, as `begin` of _overlap_triton.py does."""
+    if OVERLAP == 2:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        follow(OVERLAP)
+
+
+@gluon.jit
 def barriers(num: gl.constexpr, count: gl.constexpr):
     """Allocate `num` barriers, each of which waits for `count` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())

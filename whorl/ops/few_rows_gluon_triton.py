@@ -130,7 +130,7 @@ def _load_weight(
 
 
 @gluon.jit
-def _copy_rows(x_ptr, xs, x_stride, T, groups: gl.constexpr, GROUP: gl.constexpr):
+def copy_rows(x_ptr, xs, x_stride, T, groups: gl.constexpr, GROUP: gl.constexpr):
     """Start copying all rows of x, one group of channels after the other."""
     rows = gl.arange(0, 8, gl.SliceLayout(1, _COPY)) % T  # rows past the last one repeat the first ones
     k = gl.arange(0, 64 * GROUP, gl.SliceLayout(0, _COPY))
@@ -175,7 +175,7 @@ def _warpgroup_kernel(
             into.store(gl.load(at + g * GROUP * 64).broadcast_to([8, 64 * GROUP]))
     else:
         follow(OVERLAP)
-        _copy_rows(x_ptr, xs, x_stride, T, groups, GROUP)
+        copy_rows(x_ptr, xs, x_stride, T, groups, GROUP)
     if IS_ONE:
         fence_async_shared()
         sync()

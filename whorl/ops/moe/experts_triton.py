@@ -46,8 +46,8 @@ def _gate_up_few_kernel(
 
     The weight is the left operand; the token is column 0 of a right operand padded to 16 columns.
     """
-    begin(OVERLAP)
     follow(OVERLAP)
+    begin(OVERLAP)  # after the wait: the next kernel reads the ids at once
     pair = tl.program_id(0)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     columns, token = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, 16)[None, :]
@@ -146,8 +146,8 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tens
 def _run_by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, y: Tensor) -> None:
     """Write `experts` of few tokens to y: every (token, choice) pair reads its expert's weights by itself."""
     pairs, (_, channels, width) = ids.numel(), down.shape
-    hidden, parts = (torch.empty(pairs, n, dtype=x.dtype, device=x.device) for n in (width, channels))
-    gate_up_plan, down_plan = few_plan(channels)
+    hidden = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    gate_up_plan, down_plan = few_plan(channels, len(x))
     options = {"WIDEN": is_interpreting(), "enable_fp_fusion": False, **overlap(x)}
     _gate_up_few_kernel[(pairs, ceil_div(width, gate_up_plan["COLUMNS"]))](
         x,
@@ -162,18 +162,31 @@ def _run_by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids
         **gate_up_plan,
         **options,
     )
+    if (hopper := _few_on_hopper(down, ids)) is not None:
+        hopper.run_down_combine(hidden, down, weights, ids, y)
+        return
+    parts = torch.empty(pairs, channels, dtype=x.dtype, device=x.device)
     _down_few_kernel[(pairs, ceil_div(channels, down_plan["COLUMNS"]))](
         hidden, down, ids, parts, *down.stride()[:2], channels, width, **down_plan, **options
     )
     combine(parts, weights, y)
 
 
-def few_plan(channels: int) -> tuple[dict[str, int], dict[str, int]]:
+def _few_on_hopper(down: Tensor, ids: Tensor) -> ModuleType | None:
+    """Return the Hopper kernel for few tokens, or None where this device has none or it cannot take these."""
+    if gluon_reason(down.device) is not None:
+        return None
+    from . import experts_few_gluon_triton
+
+    return experts_few_gluon_triton if experts_few_gluon_triton.fits(down, ids) else None
+
+
+def few_plan(channels: int, tokens: int) -> tuple[dict[str, int], dict[str, int]]:
     """Return the tile sizes of the two kernels for few tokens; they affect speed alone."""
     if is_interpreting():
         gate_up_plan, down_plan = {"COLUMNS": 16, "BLOCK_C": 32}, {"COLUMNS": 16, "BLOCK_F": 32}
     else:
-        gate_up_plan = {"COLUMNS": 32, "BLOCK_C": 128, "num_warps": 2, "num_stages": 4}
+        gate_up_plan = {"COLUMNS": 32, "BLOCK_C": 128, "num_warps": 2, "num_stages": 5 if tokens == 1 else 4}
         down_plan = {"COLUMNS": 128, "BLOCK_F": 64, "num_warps": 4, "num_stages": 5}
     return gate_up_plan | {"EVEN": channels % gate_up_plan["BLOCK_C"] == 0}, down_plan
 
