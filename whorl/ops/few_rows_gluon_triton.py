@@ -131,23 +131,26 @@ def _load_weight(
 
 @gluon.jit
 def copy_rows(x_ptr, xs, x_stride, T, groups: gl.constexpr, GROUP: gl.constexpr):
-    """Start copying all rows of x, one group of channels after the other."""
-    rows = gl.arange(0, 8, gl.SliceLayout(1, _COPY)) % T  # rows past the last one repeat the first ones
+    """Start copying all rows of x, one group of channels after the other.
+
+    Rows past the last one keep what shared memory held: they are columns of the product that nobody reads.
+    """
+    rows = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, _COPY)), 1)
     k = gl.arange(0, 64 * GROUP, gl.SliceLayout(0, _COPY))
-    at = x_ptr + gl.expand_dims(rows * (x_stride * 8), 1) + gl.expand_dims(k, 0)
+    at = x_ptr + rows * (x_stride * 8) + gl.expand_dims(k, 0)
     for g in gl.static_range(groups):
         into = reinterpret(entries_from(xs, g * GROUP, GROUP), xs.dtype, [8, 64 * GROUP], _TILE)
-        async_load(into, at + g * GROUP * 64)
+        async_load(into, at + g * GROUP * 64, rows < T)
         async_copy.commit_group()
 
 
 @gluon.jit
 def _warpgroup_kernel(
     x_ptr, residual_ptr, norm_ptr, weight, total_ptr, normed_ptr, y_ptr, eps, x_stride, T, N,
-    K: gl.constexpr, ENTRY: gl.constexpr, HIGH: gl.constexpr, GROUP: gl.constexpr, IS_ONE: gl.constexpr,
-    NORM: gl.constexpr, OVERLAP: gl.constexpr,
+    K: gl.constexpr, ENTRY: gl.constexpr, HIGH: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """The product of up to 8 rows by warpgroup instructions. IS_ONE: of one row, with NORM after its norm.
+    """The product of up to 8 rows by warpgroup instructions. NORM: of one row, after its norm.
 
     The 64 weight rows of an instruction begin with those of a tile; the results of the others are not used. x_stride
     is in units of 8 channels, so that the compiler knows it to be a multiple of 16 bytes.
@@ -167,21 +170,14 @@ def _warpgroup_kernel(
     if NORM:
         normed = _normed(x_ptr, residual_ptr, norm_ptr, total_ptr, normed_ptr, eps, K, row, OVERLAP)
         reinterpret(xs, dtype, [8, K], _TILE).store(normed.broadcast_to([8, K]))
-    elif IS_ONE:
-        follow(OVERLAP)
-        at = x_ptr + gl.expand_dims(gl.arange(0, 64 * GROUP, gl.SliceLayout(0, row)), 0)
-        for g in gl.static_range(groups):
-            into = reinterpret(entries_from(xs, g * GROUP, GROUP), dtype, [8, 64 * GROUP], _TILE)
-            into.store(gl.load(at + g * GROUP * 64).broadcast_to([8, 64 * GROUP]))
+        fence_async_shared()
+        sync()
     else:
         follow(OVERLAP)
         copy_rows(x_ptr, xs, x_stride, T, groups, GROUP)
-    if IS_ONE:
-        fence_async_shared()
-        sync()
     y = gl.zeros([64, 8], gl.float32, _ACC)
     for g in gl.static_range(groups):
-        if not IS_ONE:
+        if not NORM:
             async_copy.wait_group(groups - 1 - g)
             fence_async_shared()
             sync()
@@ -213,12 +209,15 @@ def _height(weight: Tensor) -> int | None:
 
 def fits_warpgroup(x: Tensor, weight: Tensor, *, normed: bool = False) -> bool:
     """Return whether the warpgroup kernel takes these. normed: the kernel also computes the norm, of one row."""
-    (count, length), is_copied = x.shape, not x.data_ptr() & 15 and x.stride(0) % 8 == 0
+    count, length = x.shape
     is_even = length % (64 * GROUP) == 0 and (not normed or length & (length - 1) == 0)
-    high = _height(weight) if is_even else None
-    if count == 1:
-        return high == 1 or (high is not None and normed and length >= LONG)
-    return 0 < count <= ROWS and not normed and is_copied and high is not None
+    high = _height(weight) if is_even and 0 < count <= ROWS else None
+    if high is None:
+        return False
+    if normed:
+        return count == 1 and (high == 1 or length >= LONG)
+    is_aligned = not x.data_ptr() & 15 and (count == 1 or x.stride(0) % 8 == 0)
+    return is_aligned and (count > 1 or high == 1)
 
 
 def fits_one_warp(x: Tensor, weight: Tensor) -> bool:
@@ -266,7 +265,7 @@ def _warpgroup(x: Tensor, weight: Tensor, y: Tensor, norm_arguments: _NormArgume
     assert high is not None, "asked of fits_warpgroup before"
     _warpgroup_kernel[(_programs(weight, high),)](
         x, residual, norm, _descriptor(weight, 64 * GROUP if high == 1 else 64), total, norm_out, y, eps,
-        x.stride(0) // 8, *y.shape, K=x.shape[1], ENTRY=ENTRY, HIGH=high, GROUP=GROUP, IS_ONE=len(x) == 1, NORM=normed,
+        x.stride(0) // 8, *y.shape, K=x.shape[1], ENTRY=ENTRY, HIGH=high, GROUP=GROUP, NORM=normed,
         num_warps=4, enable_fp_fusion=False, **overlap(x),
     )  # fmt: skip
 
