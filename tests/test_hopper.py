@@ -57,6 +57,7 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_route_kernel",
         "_gate_up_few_kernel",
         "_down_few_kernel",
+        "_down_combine_kernel",
         "_gate_up_kernel",
         "_down_kernel",
         "_experts_gluon_kernel",
@@ -167,6 +168,7 @@ SMALL_WRITES = {
     "_sort_kernel",
     "_gate_up_few_kernel",
     "_down_few_kernel",
+    "_down_combine_kernel",  # 8 channels a program
     "_few_packed_kernel",
     "_scores_kernel",
     "_paged_scores_kernel",

@@ -121,6 +121,6 @@ def test_which_kernels_ran(model: Any) -> None:
     assert ("_prompt_gluon_kernel" if wide else "_prompt_kernel") in prompt
     assert any(linear_library.trials().values()), "torch's product was never equal"
     if "experts" in "".join(name for name, _ in model.named_parameters()):
-        assert {"_gate_up_few_kernel", "_down_few_kernel"} <= one
+        assert {"_gate_up_few_kernel", "_down_combine_kernel"} <= one
         assert {"_gate_up_kernel", "_down_kernel"} <= crowd
         assert "_experts_gluon_kernel" in prompt

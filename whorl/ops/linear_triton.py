@@ -22,7 +22,7 @@ FEW = 16  # rows of x that _few_kernel takes
 MODERATE = 64  # rows of one tile; up to here torch's product is no faster
 MANY = 256  # rows up to which reading the weight takes longer than multiplying by it
 WIDE = 32768  # columns from which a weight (such as an LM head) has many more tiles than run at once
-NARROW = 4096  # columns below which large tiles would leave multiprocessors idle
+NARROW = 4096  # columns below which large tiles would leave multiprocessors idle; with few rows, at that many, too
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def few_plan(columns: int, length: int) -> dict[str, int]:
     """Return the tile sizes of _few_kernel; a narrow weight gets smaller tiles, so that no multiprocessor is idle."""
     if is_interpreting():
         plan = {"COLUMNS": 32, "BLOCK_K": 32}
-    elif columns < NARROW:
+    elif columns <= NARROW:
         plan = {"COLUMNS": 16, "BLOCK_K": 256, "num_warps": 2, "num_stages": 6}
     else:
         plan = {"COLUMNS": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6 if columns < WIDE else 4}
