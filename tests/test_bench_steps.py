@@ -163,6 +163,7 @@ def test_kernels_belong_to_the_part_that_launched_them() -> None:
         kernel(6, "_few_kernel", 300, 340),
         kernel(7, "_draw_kernel", 340, 342),
         kernel(99, "_unknown", 342, 343),
+        kernel(100, "_fold_kernel", 343, 345),  # of a recorded step: without a launch of its own
     ]
     assert kernels(events) == [
         Kernel("Memcpy HtoD", "inputs", 10),
@@ -174,6 +175,7 @@ def test_kernels_belong_to_the_part_that_launched_them() -> None:
         Kernel("_few_kernel", "head", 40),
         Kernel("_draw_kernel", "sampling", 2),
         Kernel("_unknown", "other", 1),
+        Kernel("_fold_kernel", "attention", 2),
     ]
 
 

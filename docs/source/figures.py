@@ -34,12 +34,12 @@ def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 
 # The run that holds each row: a key of few_rows_h200.json.
 DECODE_RUNS = {
-    (1, 16): "beside transformers",
-    (1, 4096): "three contexts, with both",
-    (1, 32768): "three contexts, with both",
-    (2, 16): "1 to 8 sequences, with both",
-    (8, 16): "1 to 8 sequences, with both",
-    (64, 16): "batches, experts' products by a producer",
+    (1, 16): "three contexts, choices summed in the second product",
+    (1, 4096): "three contexts, choices summed in the second product",
+    (1, 32768): "three contexts, choices summed in the second product",
+    (2, 16): "1 to 64 sequences, choices summed in the second product",
+    (8, 16): "1 to 64 sequences, choices summed in the second product",
+    (64, 16): "1 to 64 sequences, choices summed in the second product",
     (256, 16): "batches, experts' products by a producer",
     (4, 32768): "4 x 32768 keys, sequences found by whole warps",
     (64, 4096): "64 x 4096 keys, experts' products by a producer",
@@ -50,25 +50,30 @@ DECODE_RUNS = {
 def decode_rows() -> dict[tuple[int, int], dict[str, Any]]:
     """The figures of decoding Qwen3-30B-A3B by (sequences, keys)."""
     runs = document("few_rows_h200")
-    return {
-        (batch, context): next(
-            row for row in runs[run]["decode"] if (row["batch"], row.get("context", 16)) == (batch, context)
-        )
-        for (batch, context), run in DECODE_RUNS.items()
-    }
+    return {size: _row_of(runs[run]["decode"], *size) for size, run in DECODE_RUNS.items()}
 
 
-def transformers_decode() -> float:
-    peers = document("few_rows_h200")["beside transformers"]["peers"]
-    return next(row["tok_s"] for row in peers if row["label"] == "transformers, static cache, compiled")
+def _row_of(rows: list[dict[str, Any]], batch: int, context: int) -> dict[str, Any]:
+    return next(row for row in rows if (row["batch"], row.get("context", 16)) == (batch, context))
+
+
+def beside_transformers() -> tuple[dict[str, Any], float]:
+    """The figures of one sequence in the run that has transformers in it, and those of transformers in tok/s."""
+    run = document("few_rows_h200")["beside transformers"]
+    peer = next(row["tok_s"] for row in run["peers"] if row["label"] == "transformers, static cache, compiled")
+    return _row_of(run["decode"], 1, 16), peer
 
 
 def _decode() -> str:
+    def cells(batch: int, context: int, row: dict[str, Any], peer: str) -> list[str]:
+        share = f"{100 * row['tok_s'] / row['limit_tok_s']:.0f}%"
+        return [str(batch), str(context), f"**{row['tok_s']:.0f}**", peer, f"{row['limit_tok_s']:.0f}", share]
+
     def rows() -> Iterator[list[str]]:
+        row, peer = beside_transformers()
+        yield cells(1, 16, row, f"{peer:.0f}")
         for (batch, context), row in decode_rows().items():
-            peer = f"{transformers_decode():.0f}" if (batch, context) == (1, 16) else "not measured"
-            share = f"{100 * row['tok_s'] / row['limit_tok_s']:.0f}%"
-            yield [str(batch), str(context), f"**{row['tok_s']:.0f}**", peer, f"{row['limit_tok_s']:.0f}", share]
+            yield cells(batch, context, row, "not in this run")
 
     return _table(
         ["sequences", "keys of each", "whorl, tok/s", "transformers, compiled", "limit by bytes", "of the limit"],

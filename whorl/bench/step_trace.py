@@ -20,6 +20,7 @@ _KERNELS = {
     "_down_": "experts down",
     "combine": "experts combine",
     "_sort_": "experts sort",
+    "_fold_": "attention",  # a recorded step combines cuts, an eager one may have a single one
     "_draw_": SAMPLING,
     "_top_": SAMPLING,
 }
