@@ -387,7 +387,9 @@ def test_a_forced_call_in_qwen3s_own_tokens() -> None:
     assert prepared.may_think
     assert allow is not None
     think, end_think = tokenizer.encode("<think></think>")
-    assert allow([think, *ids]) is None
+    thinking = allow([think, *ids])
+    assert thinking is not None
+    assert (~thinking).nonzero().flatten().tolist() == sorted(tokenizer.eos_ids)  # thoughts are free, but do not end it
     for before in ([], [think, *ids, end_think]):
         masks = [allow(before + ids[:i]) for i in range(len(ids) + 1)]
         assert all(mask is not None and mask[i] for mask, i in zip(masks, ids, strict=False))
