@@ -7,6 +7,8 @@ Prints us of a layer in a recorded step, whose kernels start early. All variants
 """
 
 import argparse
+import functools
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,7 +107,7 @@ def print_ends(graph: torch.cuda.CUDAGraph) -> None:
     kernels = [event for event in profiler.events() if event.name.endswith("_kernel")]
     kernels.sort(key=lambda event: event.time_range.end)
     times: dict[tuple[str, str], list[float]] = {}
-    for first, second in zip(kernels, kernels[1:], strict=False):
+    for first, second in itertools.pairwise(kernels):
         pair = first.name, second.name
         times.setdefault(pair, []).append(second.time_range.end - first.time_range.end)
     for (first_name, second_name), values in times.items():
@@ -123,7 +125,7 @@ def main() -> None:
         expected: Tensor | None = None
         for name, functions in variants():
             with changed(**functions):
-                graph, y = record(lambda x=x, residual=residual: run(layers, x, residual))
+                graph, y = record(functools.partial(run, layers, x, residual))
             us = time_layer(graph)
             expected = y.clone() if expected is None else expected
             assert torch.equal(y, expected), name
