@@ -1,7 +1,8 @@
 """Whole training steps of `whorl train`'s own trainer, every converter on, the CPU in the place of an NPU.
 
-Torch's own operators run as they are; behind the npu:: schemas are the kernels of this folder. Loss and gradients of a
-step are compared with those of the same converted model where operators run their references.
+Torch's own operators run as they are, but for products of matrices, which are computed in fp32 and rounded; behind the
+npu:: schemas are the kernels of this folder. Loss and gradients of a step are compared with those of the same converted
+model where operators run their references.
 """
 
 import collections
@@ -21,6 +22,7 @@ Values = dict[str, Any]
 STAGES = ("warmup", "sparse")
 CONVERTERS = ("npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm", "npu_dsa")
 STEPS = 2
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm)
 FLAGS = [
     *("--job.custom_config_module", "whorl.titan.config", "--model.name", "deepseek_v32", "--model.flavor", "npu"),
     *("--model.converters", ",".join(CONVERTERS), "--whorl.data", "synthetic", "--whorl.tokenizer", "bytes"),
@@ -43,6 +45,18 @@ class Recorded(TorchDispatchMode):
         if func.namespace == "aten":
             self.names.add(func.name())
         return func(*args, **(kwargs or {}))
+
+
+class InFloat32(TorchDispatchMode):
+    """Multiplies 16-bit matrices in fp32 and rounds: a CPU without instructions for bf16 takes fifty times as long."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket not in PRODUCTS or args[-1].dtype != torch.bfloat16:
+            return func(*args, **kwargs)
+        out = kwargs.pop("out", None)
+        y = func.overloadpacket(*(x.float() for x in args), **kwargs).to(torch.bfloat16)
+        return y if out is None else out.copy_(y)
 
 
 def prepare() -> None:
@@ -76,7 +90,7 @@ def prepare() -> None:
 def stages(called: list[str]) -> Iterator[Values]:
     prepare()
     for stage in STAGES:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, InFloat32():
             yield {"stage": stage} | run(stage, folder, called)
 
 
