@@ -1,29 +1,26 @@
 """Layers of Qwen3-30B-A3B without their attention, for few tokens on a GPU: tiles and kernels of the experts in turn.
 
-    python bench/trials/decode_layer.py          # one, two and four tokens
-    python bench/trials/decode_layer.py 1 --ends # one token, and from the end of one kernel to that of the next
+    python bench/trials/decode_layer.py      # one, two and four tokens
+    python bench/trials/decode_layer.py 1 3  # these numbers of tokens
 
 Prints us of a layer in a recorded step, whose kernels start early. All variants give the same bits, which is asserted.
 """
 
-import argparse
 import functools
-import itertools
-import statistics
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from whorl import ops
 from whorl.device import ahead
 from whorl.ops.moe import experts_triton
+from whorl.timing import measure
 
 LAYERS, CHANNELS, WIDTH, EXPERTS, CHOICES = 12, 2048, 768, 128, 8
-REPLAYS, REPEATS = 20, 7
 # Columns, channels at once, warps and stages of the first product.
 PLANS = ((32, 128, 2, 4), (32, 128, 2, 5), (32, 128, 2, 3), (16, 256, 2, 3), (16, 128, 1, 6), (32, 128, 4, 4))
 Layer = dict[str, Tensor]
@@ -75,63 +72,18 @@ def variants() -> Iterator[tuple[str, dict[str, Callable[..., Any]]]]:
         yield f"first product by {sizes}", {"few_plan": lambda channels, tokens, plans=plans: plans}
 
 
-def record(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    with torch.inference_mode(), ahead():
-        step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = step()
-    graph.replay()
-    return graph, y
-
-
-def time_layer(graph: torch.cuda.CUDAGraph) -> float:
-    """Return us of a layer, the median of several runs."""
-    times = []
-    for _ in range(REPEATS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / REPLAYS / LAYERS)
-    return statistics.median(times)
-
-
-def print_ends(graph: torch.cuda.CUDAGraph) -> None:
-    """Print, for each pair of kernels in a row, the mean us from the end of the first to that of the second."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        graph.replay()
-        torch.cuda.synchronize()
-    kernels = [event for event in profiler.events() if event.name.endswith("_kernel")]
-    kernels.sort(key=lambda event: event.time_range.end)
-    times: dict[tuple[str, str], list[float]] = {}
-    for first, second in itertools.pairwise(kernels):
-        pair = first.name, second.name
-        times.setdefault(pair, []).append(second.time_range.end - first.time_range.end)
-    for (first_name, second_name), values in times.items():
-        print(f"  {first_name:24} to {second_name:24} {statistics.mean(values):6.2f} us, {len(values)} times")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("tokens", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--ends", action="store_true")
-    arguments = parser.parse_args()
     layers = [layer() for _ in range(LAYERS)]
-    for num_tokens in arguments.tokens:
+    for num_tokens in map(int, sys.argv[1:] or (1, 2, 4)):
         x, residual = (torch.randn(num_tokens, CHANNELS, device="cuda").bfloat16() for _ in range(2))
+        step = functools.partial(run, layers, x, residual)
         expected: Tensor | None = None
         for name, functions in variants():
-            with changed(**functions):
-                graph, y = record(functools.partial(run, layers, x, residual))
-            us = time_layer(graph)
-            expected = y.clone() if expected is None else expected
+            with torch.inference_mode(), ahead(), changed(**functions):
+                y, us = step(), measure([step], "cuda").us / LAYERS
+            expected = y if expected is None else expected
             assert torch.equal(y, expected), name
             print(f"{num_tokens} tokens: {us:6.2f} us a layer, {name}", flush=True)
-            if arguments.ends:
-                print_ends(graph)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ def stages(called: list[str]) -> Iterator[Values]:
     prepare()
     for stage in STAGES:
         with tempfile.TemporaryDirectory() as folder, InFloat32():
-            yield {"stage": stage} | run(stage, folder, called)
+            row = run(stage, folder, called)
+        yield {"stage": stage} | row
 
 
 def run(stage: str, folder: str, called: list[str]) -> Values:

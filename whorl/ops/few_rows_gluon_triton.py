@@ -145,6 +145,14 @@ def copy_rows(x_ptr, xs, x_stride, T, groups: gl.constexpr, GROUP: gl.constexpr)
 
 
 @gluon.jit
+def wait_rows(later: gl.constexpr):
+    """Wait until all groups that `copy_rows` copies but the last `later` ones are there for tensor cores to read."""
+    async_copy.wait_group(later)
+    fence_async_shared()
+    sync()
+
+
+@gluon.jit
 def _warpgroup_kernel(
     x_ptr, residual_ptr, norm_ptr, weight, total_ptr, normed_ptr, y_ptr, eps, x_stride, T, N,
     K: gl.constexpr, ENTRY: gl.constexpr, HIGH: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr,
@@ -178,9 +186,7 @@ def _warpgroup_kernel(
     y = gl.zeros([64, 8], gl.float32, _ACC)
     for g in gl.static_range(groups):
         if not NORM:
-            async_copy.wait_group(groups - 1 - g)
-            fence_async_shared()
-            sync()
+            wait_rows(groups - 1 - g)
         mbarrier.wait(bars.index(g), 0)
         for i in gl.static_range(GROUP):
             x = xs.index(g * GROUP + i).permute((1, 0))

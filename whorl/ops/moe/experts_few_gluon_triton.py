@@ -11,7 +11,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -21,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._gluon_triton import barriers, begin, follow, load_block, reinterpret, sync
 from .._overlap_triton import overlap
-from ..few_rows_gluon_triton import copy_rows
+from ..few_rows_gluon_triton import copy_rows, wait_rows
 
 TOKENS = 2  # up to here this is faster than two kernels
 WIDEST = 768  # channels of `hidden` up to which a multiprocessor has room for two programs
@@ -83,9 +82,7 @@ def _down_combine_kernel(
     weight_blocks = reinterpret(tiles, dtype, [F // BLOCK, CHOICES * CHANNELS, BLOCK], _TILE)
     y = gl.zeros([CHOICES * CHANNELS, CHOICES], gl.float32, _ACC)
     for g in gl.static_range(groups):
-        async_copy.wait_group(groups - 1 - g)
-        fence_async_shared()
-        sync()
+        wait_rows(groups - 1 - g)
         mbarrier.wait(ready.index(g), 0)
         for i in gl.static_range(GROUP):
             x = inputs.index(g * GROUP + i).permute((1, 0))
