@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ._gluon_triton import async_load, barriers, entries_from, follow, load_block, reinterpret, row_sum, sync
+from ._gluon_triton import async_load, barriers, begin, entries_from, follow, load_block, reinterpret, row_sum, sync
 from ._hopper import MULTIPROCESSORS
 from ._overlap_triton import overlap
 from ._rows import ceil_div
@@ -34,6 +34,7 @@ ENTRY = 16  # rows of the weight that the copy engine loads at once
 HIGHEST = 4  # entries of one program, at most: the rows of one instruction
 SHARED = 227 * 1024  # bytes of shared memory of a multiprocessor
 GROUP = 8  # tiles of 64 channels that share one barrier
+ROOM = 16  # multiprocessors that a product leaves free if the next kernel is to start early: fewer would be crowded
 LONG = 2048  # channels from which one row and its norm are faster by tall programs than by one warp
 
 _TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -51,6 +52,7 @@ def _normed(
     k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, LAYOUT)), 0)
     scale = gl.load(norm_ptr + k).to(gl.float32)
     follow(OVERLAP)
+    begin(OVERLAP)
     x = gl.load(x_ptr + k).to(gl.float32) + gl.load(residual_ptr + k).to(gl.float32)
     total = x.to(x_ptr.dtype.element_ty)
     x = total.to(gl.float32)
@@ -156,7 +158,7 @@ def wait_rows(later: gl.constexpr):
 def _warpgroup_kernel(
     x_ptr, residual_ptr, norm_ptr, weight, total_ptr, normed_ptr, y_ptr, eps, x_stride, T, N,
     K: gl.constexpr, ENTRY: gl.constexpr, HIGH: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    LEAVES_ROOM: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """The product of up to 8 rows by warpgroup instructions. NORM: of one row, after its norm.
 
@@ -182,6 +184,8 @@ def _warpgroup_kernel(
         sync()
     else:
         follow(OVERLAP)
+        if LEAVES_ROOM:
+            begin(OVERLAP)
         copy_rows(x_ptr, xs, x_stride, T, groups, GROUP)
     y = gl.zeros([64, 8], gl.float32, _ACC)
     for g in gl.static_range(groups):
@@ -272,7 +276,8 @@ def _warpgroup(x: Tensor, weight: Tensor, y: Tensor, norm_arguments: _NormArgume
     _warpgroup_kernel[(_programs(weight, high),)](
         x, residual, norm, _descriptor(weight, 64 * GROUP if high == 1 else 64), total, norm_out, y, eps,
         x.stride(0) // 8, *y.shape, K=x.shape[1], ENTRY=ENTRY, HIGH=high, GROUP=GROUP, NORM=normed,
-        num_warps=4, enable_fp_fusion=False, **overlap(x),
+        LEAVES_ROOM=_programs(weight, high) <= MULTIPROCESSORS - ROOM, num_warps=4, enable_fp_fusion=False,
+        **overlap(x),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from whorl.device import is_interpreting
 from . import linear_fp32_triton, linear_library
 from ._hopper import gluon_reason
 from ._launch_triton import launched, prepare
-from ._overlap_triton import follow, overlap_level, overlap_options
+from ._overlap_triton import begin, follow, overlap_level, overlap_options
 from ._rows import ceil_div
 
 FEW = 16  # rows of x that _few_kernel takes
@@ -59,6 +59,7 @@ def _few_kernel(
     and masks on them cost an eighth of it.
     """
     follow(OVERLAP)
+    begin(OVERLAP)
     rows = tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     x_at = x_ptr + rows.to(tl.int64)[None, :] * x_stride

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .._gluon_triton import follow, sync
+from .._gluon_triton import begin, follow, sync
 from .._overlap_triton import overlap
 from .._rows import ceil_div, power_of_2
 from .layout import CHUNK
@@ -269,19 +269,21 @@ def _few_packed_kernel(
         zeros = gl.load(_group_pointers(zeros_at, chunk * CHUNK, K, GROUP, NUM, STEP, OF_CODES))
     if AHEAD and not IS_ROUTED:
         follow(OVERLAP)
+        if IS_INT4:  # with codes of 8 bits this is slower
+            begin(OVERLAP)
     x = gl.load(x_at, mask=(token < T) & (x_column < K), other=0.0)
     for round in range(ROUNDS):
         part = gl.zeros([CHUNKS, ROWS, WIDE], gl.float32, MMA)
         for step in gl.static_range(STEPS):
             # Loads of the next step are issued before this step's data is used.
-            begin = (round + (step + 1) // STEPS) * CHUNKS * CHUNK + (step + 1) % STEPS * BLOCK_K
-            code_begin = begin // 8 if IS_INT4 else begin
-            next_codes = gl.load(codes_at + code_begin, mask=code_chunk + column + code_begin < width, other=0.0)
-            next_scales = gl.load(_group_pointers(scales_at, chunk * CHUNK + begin, K, GROUP, NUM, STEP, OF_CODES))
+            after = (round + (step + 1) // STEPS) * CHUNKS * CHUNK + (step + 1) % STEPS * BLOCK_K
+            code_after = after // 8 if IS_INT4 else after
+            next_codes = gl.load(codes_at + code_after, mask=code_chunk + column + code_after < width, other=0.0)
+            next_scales = gl.load(_group_pointers(scales_at, chunk * CHUNK + after, K, GROUP, NUM, STEP, OF_CODES))
             next_zeros = next_scales
             if HAS_ZEROS:
-                next_zeros = gl.load(_group_pointers(zeros_at, chunk * CHUNK + begin, K, GROUP, NUM, STEP, OF_CODES))
-            next_x = gl.load(x_at + begin, mask=(token < T) & (x_column + begin < K), other=0.0)
+                next_zeros = gl.load(_group_pointers(zeros_at, chunk * CHUNK + after, K, GROUP, NUM, STEP, OF_CODES))
+            next_x = gl.load(x_at + after, mask=(token < T) & (x_column + after < K), other=0.0)
             # When K ends within the round, the steps after its end contribute nothing.
             if IS_WHOLE or round * CHUNKS * CHUNK + step * BLOCK_K < K:
                 part = _multiply_add(codes, scales, zeros, x, xs, part, A, B, COLUMNS, PER, HAS_ZEROS)
