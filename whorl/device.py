@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,8 +293,9 @@ def record_graph(device: str, function: Callable[[], Any], *, pool: Any = None) 
     module = accelerator(device)
     if module is None or device in NO_GRAPHS:
         return None
-    graph = module.CUDAGraph()
-    with module.graph(graph, pool=pool):
+    graph, stream = module.CUDAGraph(), module.current_stream()
+    # On the current stream, if it can be recorded (see streams.py): else the module takes another one.
+    with module.graph(graph, pool=pool, stream=None if stream == module.default_stream() else stream):
         function()
     return graph.replay  # type: ignore[no-any-return]
 
@@ -332,53 +333,6 @@ def graph_pool(device: str) -> Any:
     """Return a memory pool that graphs can share; None where the device records no graphs."""
     module = accelerator(device)
     return None if module is None or device in NO_GRAPHS else module.graph_pool_handle()
-
-
-def event(device: str) -> Callable[[], None]:
-    """Record an event in the current stream; the returned function waits until all work launched before it is done."""
-    module = accelerator(device)
-    if module is None:
-        return lambda: None
-    mark = module.Event()
-    mark.record()
-    return mark.synchronize
-
-
-class FinishedEvent:
-    """An event of work that has already finished."""
-
-    def synchronize(self) -> None: ...
-
-
-class Stream:
-    """A stream of an accelerator, whose work runs in order. On the CPU `run` does the work before it returns.
-
-    beside: True makes a new stream, which runs concurrently with others; False uses the caller's current stream.
-    """
-
-    def __init__(self, device: str, *, beside: bool = True) -> None:
-        self.module = accelerator(device)
-        self.stream = self.module.Stream() if self.module is not None and beside else None
-
-    def run(self, work: Callable[[], None], after: Iterable[Any] = ()) -> Any:
-        """Launch `work` after the events of other streams; returns the event of its end."""
-        if self.module is None:
-            work()
-            return FinishedEvent()
-        stream = self.stream or self.module.current_stream()
-        for earlier in after:
-            if not isinstance(earlier, FinishedEvent):
-                stream.wait_event(earlier)
-        with self.module.stream(stream):
-            work()
-        end = self.module.Event()
-        end.record(stream)
-        return end
-
-    def uses(self, x: torch.Tensor) -> None:
-        """Keep the memory of `x`, which another stream allocated, from reuse until this stream is done with it."""
-        if self.stream is not None:
-            x.record_stream(self.stream)
 
 
 def host_buffer(num_bytes: int, device: str) -> torch.Tensor:

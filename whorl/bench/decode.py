@@ -20,6 +20,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.roofline import copy_bandwidth, num_values, prompt_flops, step_bytes
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.settings import EngineSettings
+from whorl.streams import leave_default_stream
 from whorl.timing import matmul_rate
 
 CONTEXT = 16  # default number of prompt tokens before decoding is timed
@@ -134,6 +135,7 @@ def load(settings: DecodeSettings) -> tuple[Any, Any]:
     """Return the model and its tokenizer, None for random weights, which need neither safetensors nor tokenizers."""
     from whorl.engine.weights import DTYPES, load_model, random_model, resolve
 
+    leave_default_stream(settings.device)
     if settings.config is not None:
         named = settings.config.get("dtype") or settings.config.get("torch_dtype") or "bfloat16"
         dtype = settings.dtype or DTYPES[named]
@@ -173,14 +175,13 @@ def run(settings: DecodeSettings, peer: Peer | None = None) -> Document:
 
 def header(settings: DecodeSettings, model: Any) -> Document:
     """Return the header of the document: provenance, and the model's size in parameters and bytes."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
     return {
         **provenance(settings.device),
         "model": settings.name,
         "weights": "random" if settings.config is not None else "loaded",
         "dtype": str(model.dtype).removeprefix("torch."),
         "num_parameters": num_values(model),
-        "weight_bytes": weights,
+        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
         "kv_cache_dtype": settings.engine.kv_cache_dtype,
         "bytes_per_token": step_bytes(model, batch=1, kv_cache_dtype=settings.engine.kv_cache_dtype),
         "copy_tb_s": copy_bandwidth(settings.device) / 1e12,
@@ -220,8 +221,7 @@ def start(llm: LLM, vocab_size: int, batch: int, context: int, num_tokens: int) 
 def _decode(model: Any, vocab_size: int, batch: int, context: int, settings: DecodeSettings) -> Document:
     """Time steps in which `batch` sequences decode, through `LLM.step`; returns a row of the table."""
     free(settings.device)  # the previous row may have had a large cache
-    llm = engine(model, batch, context, settings)
-    num = settings.num_tokens
+    llm, num = engine(model, batch, context, settings), settings.num_tokens
 
     def started() -> list[Sequence]:
         return start(llm, vocab_size, batch, context, num)

@@ -27,6 +27,7 @@ from whorl.bench.train_model import (
 )
 from whorl.bench.train_predict import peak_flops, predict
 from whorl.bench.train_report import PEER, one_line, render_header
+from whorl.streams import event
 from whorl.titan.swap_optimizer import SwapAdamW
 
 ROWS = {  # switches of each row; each row has those of the row before
@@ -198,7 +199,7 @@ def measure(
         loss = trainee.step()
         hosts.append(time.perf_counter() - begin)
         # Waits for the stream of the model alone: swapped moments are stored during the next step, as in training.
-        devices.event(settings.device)()
+        event(settings.device)()
         seconds.append(time.perf_counter() - begin)
     median = statistics.median(seconds)
     row: Document = {

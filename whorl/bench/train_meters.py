@@ -10,6 +10,7 @@ from torch import Tensor
 from whorl import device as devices
 from whorl.bench.provenance import Document
 from whorl.bench.train_model import Trainee
+from whorl.streams import Stream
 
 LARGEST = 25  # number of kernels that a profile lists
 
@@ -67,7 +68,7 @@ def measure_link(device: str, num_bytes: int = 1 << 30, repeats: int = 5) -> dic
 
 def _copies(device: str, target: Tensor, source: Tensor) -> Callable[[], None]:
     """Return a function that starts a copy on a stream of its own."""
-    stream = devices.Stream(device)
+    stream = Stream(device)
 
     def copy() -> None:
         target.copy_(source, non_blocking=True)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.device import event, host_buffer
+from whorl.device import host_buffer
+from whorl.streams import event
 
 from .call import Call, Size, field_offsets
 from .graph_sizes import BESIDE

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from whorl.device import HOST, accelerator, event, is_interpreting, overlaps_kernels, unavailable
+from whorl.device import HOST, accelerator, is_interpreting, overlaps_kernels, unavailable
+from whorl.streams import event
 
 MOST = 1 << 16  # bytes; larger copies are faster by the copy engine
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from whorl.engine.sequence import FinishReason, Logprob, SamplingParams, Sequence
 from whorl.media import MediaItem
+from whorl.streams import carried_over
 
 from .metrics import Metrics
 from .readiness import Readiness
@@ -117,6 +118,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._owners: dict[Sequence, tuple[Job, int]] = {}
         self._thread = threading.Thread(target=self._run, name="whorl-engine", daemon=True)
+        self._use_stream = carried_over()  # of the thread that loaded the model
         self._is_stopping = False
         self._refusal: str | None = None  # why new requests are refused, once the engine failed or is stopping
         self._queued: set[Sequence] = set()  # sequences that no step has computed yet
@@ -222,6 +224,7 @@ class EngineThread:
 
     def _run(self) -> None:
         """Warm up, then run commands and steps until `stop`; at the end, or when the engine fails, refuse requests."""
+        self._use_stream()
         try:
             self.readiness.warm_up(lambda: self._is_stopping)
             while not self._is_stopping:

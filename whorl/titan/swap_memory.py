@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from whorl.device import FinishedEvent, host_buffer
+from whorl.device import host_buffer
+from whorl.streams import FinishedEvent
 from whorl.titan.moments import BLOCK, Format
 
 Formats = tuple[Format, Format]  # the formats of the first and of the second moment

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from whorl.device import FinishedEvent, Stream
+from whorl.streams import FinishedEvent, Stream
 from whorl.titan import swap_update
 from whorl.titan.moments import FORMATS, Format
 from whorl.titan.swap_memory import (
