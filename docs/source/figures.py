@@ -34,12 +34,12 @@ def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 
 # The run that holds each row: a key of few_rows_h200.json.
 DECODE_RUNS = {
-    (1, 16): "three contexts, choices summed in the second product",
-    (1, 4096): "three contexts, choices summed in the second product",
+    (1, 16): "three contexts, products let the next kernel start, one stream",
+    (1, 4096): "three contexts, products let the next kernel start, one stream",
     (1, 32768): "three contexts, choices summed in the second product",
-    (2, 16): "1 to 64 sequences, choices summed in the second product",
-    (8, 16): "1 to 64 sequences, choices summed in the second product",
-    (64, 16): "1 to 64 sequences, choices summed in the second product",
+    (2, 16): "1 to 64 sequences, products let the next kernel start, one stream",
+    (8, 16): "1 to 64 sequences, products let the next kernel start, one stream",
+    (64, 16): "1 to 64 sequences, products let the next kernel start, one stream",
     (256, 16): "batches, experts' products by a producer",
     (4, 32768): "4 x 32768 keys, sequences found by whole warps",
     (64, 4096): "64 x 4096 keys, experts' products by a producer",
