@@ -13,6 +13,7 @@ import titan_job
 from typer.testing import CliRunner
 
 from whorl.cli import app
+from whorl.titan import ending
 from whorl.titan.folder_lock import FILE, FolderLock, FolderLocked, check_free
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +104,29 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     assert run.line() == "", "killed, and its rank with it"
     run.end()
     assert run.process.returncode == 1
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_second_signal_counts_while_the_first_is_passed_on(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+    signals = ending.Signals()
+    signals.seen += [signal.SIGTERM] * before
+    said: list[Any] = []
+
+    class Deaf:
+        pid = 7
+        poll = staticmethod(lambda: None)
+        wait = staticmethod(lambda: said.append("waited"))
+
+        def send_signal(self, number: int) -> None:
+            said.append(number)
+            signals.seen.append(signal.SIGTERM)
+
+        def communicate(self, timeout: float) -> None:
+            pytest.fail("it waited for a process that is to be killed")
+
+    monkeypatch.setattr(os, "killpg", lambda *args: said.append(args))
+    ending.end(Deaf(), signals)  # type: ignore[arg-type]
+    assert said == [signal.SIGTERM, (7, signal.SIGKILL), "waited"]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel of Linux tells who has lost its parent")

@@ -96,8 +96,9 @@ def end(process: "subprocess.Popen[str]", signals: Signals) -> None:
     """
     if process.poll() is not None:
         return
+    count = min(len(signals.seen), 1)  # counted before: the next signal may arrive while this one is passed on
     process.send_signal(signals.seen[0] if signals.seen else signal.SIGTERM)
-    deadline, count = time.monotonic() + GRACE, len(signals.seen)
+    deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline and len(signals.seen) <= count:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=POLL)
