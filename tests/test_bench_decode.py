@@ -189,6 +189,7 @@ def test_a_peer_that_fails_is_reported(shape: str, monkeypatch: pytest.MonkeyPat
     assert "transformers: did not run: RuntimeError: no such thing" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_peers_prompt_is_cut_until_it_fits(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from whorl.bench import decode_peer
 
@@ -257,6 +258,7 @@ def test_steps_of_drafts_have_their_length(shape: str, monkeypatch: pytest.Monke
     assert set(decoding) == {(10, 2)}
 
 
+@pytest.mark.slow
 def test_drafts_of_the_models_own_layer_are_timed(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(DeepSeek.tiny(num_nextn_predict_layers=1, num_hidden_layers=1) | {"dtype": "float32"}))
@@ -346,6 +348,7 @@ def test_sweep(speaking: Any) -> None:
 # ---- what it needs
 
 
+@pytest.mark.slow
 def test_random_weights_need_no_packages_of_checkpoints(shape: str) -> None:
     code = f"""
 import sys

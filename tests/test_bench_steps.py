@@ -38,6 +38,7 @@ def shape(tmp_path: Path) -> str:
 # ---- contexts
 
 
+@pytest.mark.slow
 def test_rows_of_every_context(shape: str) -> None:
     arguments = ["--random-config", shape, "--batch", "1,2", "--context", "5,90", "--tokens", "2", "--repeats", "1"]
     document = json.loads(run(*arguments, "--json").stdout)

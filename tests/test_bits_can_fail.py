@@ -52,6 +52,7 @@ def test_another_order_of_k(tmp_path: Path, device: str, monkeypatch: pytest.Mon
     assert not torch.equal(multiply(12, device), multiply(40, device))
 
 
+@pytest.mark.slow
 def test_another_order_of_cuts(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = attend(17, device, torch.float32)
     assert torch.equal(attend(1, device, torch.float32), whole)

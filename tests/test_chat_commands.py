@@ -222,6 +222,7 @@ def run_and_save(state: Path, typed: str, to: Path) -> str:
     return content
 
 
+@pytest.mark.slow
 def test_a_paste_is_one_message_and_stays_in_the_history(tmp_path: Path) -> None:
     pasted = "def f():\n    return 1\n/not a command"
     state = tmp_path / "state"

@@ -226,6 +226,7 @@ def check_on_ranks(size: int, path: Path, dtype: torch.dtype) -> None:
         assert {2, 3, 5, 23} <= set(result["sizes"])
 
 
+@pytest.mark.slow
 def test_int8_is_close_and_does_not_depend_on_neighbours(checkpoints: dict[str, Path]) -> None:
     for result in ranks.shared(2).run(rounded, checkpoints["llama"]):
         assert 0 < max(result["errors"]) < BOUND
@@ -235,6 +236,7 @@ def test_int8_is_close_and_does_not_depend_on_neighbours(checkpoints: dict[str, 
         assert 1 in result["sizes"], "a chunk of one token is rounded as any other"
 
 
+@pytest.mark.slow
 def test_several_models_in_a_process(checkpoints: dict[str, Path]) -> None:
     assert ranks.shared(2).run(two_models, next(iter(checkpoints.values()))) == [["rewritten"] * 2] * 2
 

@@ -76,13 +76,14 @@ def on_and_off(path: Path, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
         ("dense", torch.float32),
-        pytest.param("dense", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("experts", torch.float32, marks=pytest.mark.slow),
-        pytest.param("experts", torch.bfloat16, marks=pytest.mark.slow),
+        ("dense", torch.bfloat16),
+        ("experts", torch.float32),
+        ("experts", torch.bfloat16),
     ],
     ids=str,
 )

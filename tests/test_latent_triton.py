@@ -88,6 +88,7 @@ def test_queries_are_rounded_as_the_reference_does() -> None:
 # ---- attention
 
 
+@pytest.mark.slow
 def test_the_number_of_programs_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists that are walked, and lists whose cuts are shared by 2 and by as many as there are; drafts, an empty list
     and a row that belongs to nobody among them. Cuts at other places would show."""

@@ -233,6 +233,7 @@ def answer(smollm: Any) -> tuple[Tensor, list[int]]:
     return Runner(smollm).greedy(QUESTION, 9)
 
 
+@pytest.mark.slow
 def test_the_default_model_answers(answer: tuple[Tensor, list[int]]) -> None:
     words = read_metadata(weights.resolve())["tokenizer.ggml.tokens"]
     text = "".join(words[token] for token in answer[1]).replace("\u0120", " ")
@@ -265,6 +266,7 @@ def tensor_source(tensor: Tensor) -> weights.Source:
     )
 
 
+@pytest.mark.slow
 def test_experts_cut_from_a_dense_model_equal_it(answer: tuple[Tensor, list[int]]) -> None:
     """A router of zeros gives every expert 1/8: the sum over experts is the dense layer, term by term."""
     with weights.open_checkpoint(weights.resolve()) as dense:

@@ -87,6 +87,7 @@ def outputs(llm: LLM) -> dict[str, list[tuple[list[int], Logits]]]:
     return by_kind
 
 
+@pytest.mark.slow
 def test_two_ranks(engine: Callable[..., LLM]) -> None:
     """Greedy output has the bits of plain decoding on two ranks; drafts, and what is sampled, are those of one rank."""
     plain = outputs(engine(2))
@@ -107,6 +108,7 @@ def test_two_ranks(engine: Callable[..., LLM]) -> None:
     assert stats["num_drafted"] - stats["num_accepted"] > 40, stats
 
 
+@pytest.mark.slow
 def test_sampled_outputs_have_the_targets_distribution(engine: Callable[..., LLM]) -> None:
     """Three tokens with three outcomes each, two of them drafted, and a fourth: a last token is never drafted."""
     prompt, proposer = [5, 4, 3, 8], Recorded(k=2)

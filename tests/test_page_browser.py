@@ -274,6 +274,7 @@ def test_errors_are_told_as_the_server_words_them(page: Any, served: Served) -> 
     assert said(page) == ANSWERS["hello"]
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_and_comes_back(opened: Any) -> None:
     with window(opened) as page:
         with serving(told(ANSWERS, delay=0.05), drain_seconds=0.1) as first:

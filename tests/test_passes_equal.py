@@ -174,6 +174,7 @@ def test_the_capture_gets_no_guard() -> None:
     assert result["with"] == result["without"]
 
 
+@pytest.mark.slow
 def test_inductor_rounds_both_graphs_alike() -> None:
     """Left to itself it keeps bf16 in fp32 inside a kernel, and rounds where a graph is cut."""
     for result in shared(2).run(gated_in_bf16, 7, timeout=600):

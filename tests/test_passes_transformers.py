@@ -108,7 +108,8 @@ def found_on_ranks(kind: str, folder: Path, *calls: Any) -> dict[str, Any]:
     return first
 
 
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_tp_plan(kind: str, tmp_path: Path) -> None:
     result = found_on_ranks(kind, tmp_path, ((2, 11), 0), ((3, 5), 0), ((2, 7), 0))
     assert result["runs"] == ["rewritten", "rewritten", "plain"]

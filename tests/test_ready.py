@@ -74,7 +74,13 @@ def test_every_array_of_a_call_begins_at_a_multiple_of_16_bytes(size: tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("paged_attention", 1), ("paged_attention", 3), ("paged_attention", 7), ("experts", 5)]
+    ("name", "number"),
+    [
+        ("paged_attention", 1),
+        pytest.param("paged_attention", 3, marks=pytest.mark.slow),
+        ("paged_attention", 7),
+        ("experts", 5),
+    ],
 )
 def test_kernels_that_suit_all_sizes_give_equal_bits(name: str, number: int, device: str) -> None:
     op = OPS[name]

@@ -155,6 +155,7 @@ def test_where_files_run_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     assert listener._spare is None
 
 
+@pytest.mark.slow
 def test_more_connections_than_files(tmp_path: Path) -> None:
     """140 idle ones against 128 files: others are answered, and the log stays short."""
     few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))"

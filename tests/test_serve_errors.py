@@ -208,6 +208,7 @@ def test_a_request_that_is_still_prepared_is_told_too(monkeypatch: pytest.Monkey
     assert "shutting down" in ends_well(responses[0], status=503)["message"]
 
 
+@pytest.mark.slow
 def test_the_exit_code_says_that_not_all_were_answered() -> None:  # 0: tests/test_serve_clients.py
     with own_process("drain_seconds=1, llm=told(delay=0.05)") as (process, url):
         lines = stopped_in_a_stream(process, url, signal.SIGINT, {"prompt": "a", "max_tokens": 500})

@@ -88,6 +88,7 @@ def test_schemas_that_never_compile_end_and_others_are_served_meanwhile() -> Non
         assert int(small.json()["choices"][0]["message"]["content"]) % 7 == 0
 
 
+@pytest.mark.slow
 def test_a_server_whose_workers_are_all_busy_stops_when_told() -> None:
     with own_process("llm=told(), drain_seconds=1", output=subprocess.DEVNULL) as (process, url):
         bombs = [shaped(BOMB | {"multipleOf": BOMB["multipleOf"] + i}) for i in range(6)]
@@ -152,6 +153,7 @@ def test_padding_and_cutting_of_a_tokenizer_file_are_left_out() -> None:
     assert len(Tokenizer.from_state(state).encode("abcd")) == 4
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_grows_without_end() -> None:
     state = byte_tokenizer().state()
     backend = Backend.from_str(state["backend"])

@@ -99,6 +99,7 @@ def test_bias_corrections_are_those_of_torch(steps: int, device: str) -> None:
     assert torch.allclose(ours.param.cpu(), theirs.param, rtol=2e-6, atol=2e-7)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_kernel_rounds_without_bias(device: str) -> None:
     start = piece(4096, torch.bfloat16, device)
@@ -333,6 +334,7 @@ def test_learning_with_compact_moments_is_that_of_moments_in_fp32(kind: str, ref
     assert final_loss(SwapAdamW, moments=kind) == pytest.approx(reference_loss, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_learning_shows_a_second_moment_that_is_rounded_to_the_nearest(
     reference_loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

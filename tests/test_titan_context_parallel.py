@@ -34,6 +34,7 @@ def test_as_one_rank(ranks: int, layout: Degrees) -> None:
     check(ranks, layout)
 
 
+@pytest.mark.slow
 def test_heads_and_context() -> None:
     """The fused core under tensor parallelism: its target is added up in backward."""
     check(2, Degrees(tp=2, core="absorbed"))

@@ -198,6 +198,7 @@ def test_a_second_run_is_refused(fresh: tuple[str, ...], tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 def test_a_rank_locks_what_it_writes(tmp_path: Path) -> None:
     """For those who start TorchTitan themselves, and for two that start at once."""
     pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")

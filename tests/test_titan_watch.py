@@ -17,6 +17,7 @@ def poisoned(folder: Path, where: str, *more: str, size: int = 1, plain: bool = 
     return [told.answer for told in titan_job.run(flags, size=size, function=task)]
 
 
+@pytest.mark.slow
 def test_a_layers_output(tmp_path: Path) -> None:
     (said,) = poisoned(tmp_path, "layers.1.attention.wkv_a forward 0 3", "--checkpoint.interval", "2")
     assert "NotFinite: step 3: the loss is not finite" in said
