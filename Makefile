@@ -11,8 +11,8 @@ SOURCES := whorl tests examples docs/source
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := .venv/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
-# One thread a process: tests are small and run side by side.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
+# One thread a process: tests are small and run side by side. A file is one worker's, or both would make its fixtures.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 .PHONY: help venv run test kernels test-all lint format docs wheel commit bench
 .DEFAULT_GOAL := help

@@ -50,8 +50,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_slow)
         if "gpu" in item.keywords and not HAS_CUDA:
             item.add_marker(skip_gpu)
-    # A group runs on one worker: first, so that the others do not wait for it at the end.
-    items.sort(key=lambda item: "xdist_group" not in item.keywords)
 
 
 @pytest.fixture

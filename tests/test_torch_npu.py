@@ -29,8 +29,6 @@ import torch
 from whorl import ascend, contracts
 from whorl.ops import OPS
 
-pytestmark = pytest.mark.xdist_group("torch_npu")  # else both workers would wait for one proof
-
 VERSION = "2.13.0"
 HERE = Path(__file__).parent
 CACHE = HERE.parent / ".cache" / "torch_npu"
