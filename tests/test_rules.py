@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "engine": {"models", "nn", "passes", "ops", "device", "fields", "media", "positions", "host_memory", "streams"},
     "serve": {"engine", "fields", "media", "streams"},
     "cluster": {"serve", "engine", "fields"},
-    "chat": {"engine", "fields", "media", "streams"},
+    "chat": {"engine", "fields", "media"},
     "doctor": {"rope_config", "contracts"},
     "plan": {"models", "fields"},
     "titan": {"models", "plan", "ops", "device", "judge", "streams"},

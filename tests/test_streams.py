@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from whorl import device, streams
+from whorl.engine import load
+from whorl.engine.settings import EngineSettings
 
 
 class FakeModule:
@@ -48,6 +50,16 @@ def test_devices_without_graphs_keep_their_stream() -> None:
     streams.leave_default_stream("cpu")
     assert streams._streams == {}
     streams.carried_over()()
+
+
+@pytest.mark.parametrize(("tp", "expected"), [(None, ["cpu"]), (1, ["cpu"]), (2, [])])
+def test_commands_leave_the_default_stream_with_one_rank(
+    monkeypatch: pytest.MonkeyPatch, tp: int | None, expected: list[str]
+) -> None:
+    left: list[str | None] = []
+    monkeypatch.setattr(load, "leave_default_stream", left.append)
+    load.use_one_stream(EngineSettings(device="cpu", tp=tp))
+    assert left == expected
 
 
 @pytest.mark.gpu

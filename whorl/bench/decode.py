@@ -17,10 +17,10 @@ from whorl.bench.random_config import read_config
 from whorl.bench.steady_steps import SPARE_TOKENS, count_experts, expert_figures, time_steps
 from whorl.engine.caches import block_size
 from whorl.engine.llm import LLM
+from whorl.engine.load import use_one_stream
 from whorl.engine.roofline import copy_bandwidth, num_values, prompt_flops, step_bytes
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.settings import EngineSettings
-from whorl.streams import leave_default_stream
 from whorl.timing import matmul_rate
 
 CONTEXT = 16  # default number of prompt tokens before decoding is timed
@@ -135,7 +135,7 @@ def load(settings: DecodeSettings) -> tuple[Any, Any]:
     """Return the model and its tokenizer, None for random weights, which need neither safetensors nor tokenizers."""
     from whorl.engine.weights import DTYPES, load_model, random_model, resolve
 
-    leave_default_stream(settings.device)
+    use_one_stream(settings.engine)
     if settings.config is not None:
         named = settings.config.get("dtype") or settings.config.get("torch_dtype") or "bfloat16"
         dtype = settings.dtype or DTYPES[named]

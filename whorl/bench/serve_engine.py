@@ -9,10 +9,10 @@ from whorl.bench.provenance import Document
 from whorl.bench.serve_record import Record
 from whorl.bench.workload import Load, Request
 from whorl.engine.llm import LLM
+from whorl.engine.load import use_one_stream
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.settings import EngineSettings
 from whorl.engine.warmup import WarmUp, kind_for, shown
-from whorl.streams import leave_default_stream
 
 _SPIN = 0.001  # seconds before an arrival that are spent polling the clock instead of sleeping
 
@@ -20,7 +20,7 @@ _SPIN = 0.001  # seconds before an arrival that are spent polling the clock inst
 def load_engine(model: str | None, random_config: str | None, settings: EngineSettings) -> LLM:
     """Return an engine with the model, or with random weights of a config, warmed up as that of a server is."""
     say(f"weights of {random_config or model or 'the default model'}")
-    leave_default_stream(settings.device)
+    use_one_stream(settings)
     if random_config is None:
         llm = LLM(model, settings, warm=False)
     else:

@@ -152,9 +152,9 @@ def _attached(media: MediaOptions, attachments: "Attachments") -> "list[Attachme
 def load(options: Options) -> "LLM":
     """Load the model with the engine's and the drafting options."""
     from whorl.engine.llm import LLM
-    from whorl.streams import leave_default_stream
+    from whorl.engine.load import use_one_stream
 
-    leave_default_stream(options.engine.device)
+    use_one_stream(options.engine)
     drafting = options.drafting
     speculate = drafting.proposer(options.engine.device)
     return LLM(options.model, options.engine, speculate=speculate, draft_length=drafting.draft_length)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from whorl.nn import Model
+from whorl.streams import leave_default_stream
 
 from .launch import RankPlace
 from .settings import EngineSettings
@@ -15,6 +16,15 @@ from .tensor_parallel import load as load_shared
 if TYPE_CHECKING:
     from .llm import Tokenizer
     from .speculate import Proposer
+
+
+def use_one_stream(settings: EngineSettings) -> None:
+    """Let this thread leave the default stream before anything is launched on the device (see streams.py).
+
+    Several ranks stay on it: their collectives have streams of their own, and each rank chooses its device later.
+    """
+    if RankPlace.find(settings.tp).size == 1:
+        leave_default_stream(settings.device)
 
 
 def load(

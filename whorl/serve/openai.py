@@ -215,9 +215,9 @@ def _processor(model: str | Path | None, llm: "LLM", settings: ServerSettings) -
 
 def _load(model: str | Path | None, engine: EngineSettings, drafting: DraftOptions) -> "LLM":
     from whorl.engine.llm import LLM
-    from whorl.streams import leave_default_stream
+    from whorl.engine.load import use_one_stream
 
-    leave_default_stream(engine.device)
+    use_one_stream(engine)
     speculate = drafting.proposer(engine.device)
     # The warm-up runs once the server listens, so that /health can report its progress.
     return LLM(model, engine, speculate=speculate, draft_length=drafting.draft_length, warm=False)
