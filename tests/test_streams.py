@@ -1,8 +1,9 @@
 """Commands that run an engine launch everything on one stream: a second one makes recorded graphs slower."""
 
+import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from whorl import device, streams
 from whorl.engine import load
 from whorl.engine.settings import EngineSettings
+from whorl.serve.engine_thread import EngineThread
 
 
 class FakeModule:
@@ -18,12 +20,26 @@ class FakeModule:
 
     CUDAGraph = SimpleNamespace
 
-    def __init__(self, current: str) -> None:
-        self.current = current
+    def __init__(self, current: str = "default") -> None:
+        self.threads = threading.local()
+        self.threads.current = current
         self.recorded: list[str | None] = []
+        self.num_streams = 0
+
+    def Stream(self) -> str:
+        self.num_streams += 1
+        return f"own {self.num_streams}"
+
+    def set_stream(self, stream: str) -> None:
+        self.threads.current = stream
 
     def current_stream(self) -> str:
-        return self.current
+        return getattr(self.threads, "current", "default")
+
+    def is_available(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
 
     def default_stream(self) -> str:
         return "default"
@@ -46,10 +62,55 @@ def test_graphs_are_recorded_on_the_current_stream_if_they_can_be(
     assert ran == [1]
 
 
-def test_devices_without_graphs_keep_their_stream() -> None:
-    streams.leave_default_stream("cpu")
-    assert streams._streams == {}
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
+    """In the place of torch.cuda and torch.npu, in a process that has left no stream yet."""
+    fake = FakeModule()
+    for each in (device, streams):
+        monkeypatch.setattr(each, "accelerator", lambda name: None if name == device.HOST else fake)
+    monkeypatch.setattr(streams, "_streams", {})
+    return fake
+
+
+@pytest.mark.parametrize("name", ["cpu", "npu"])
+def test_devices_without_graphs_keep_their_stream(module: FakeModule, name: str) -> None:
+    streams.leave_default_stream(name)
     streams.carried_over()()
+    assert module.current_stream() == "default"
+    assert module.num_streams == 0
+
+
+def test_a_process_has_one_stream(module: FakeModule) -> None:
+    def on_a_thread(use: Callable[[], None]) -> str:
+        seen: list[str] = []
+        thread = threading.Thread(target=lambda: (use(), seen.append(module.current_stream())))
+        thread.start()
+        thread.join()
+        return seen[0]
+
+    assert on_a_thread(streams.carried_over()) == "default"
+    streams.leave_default_stream("cuda")
+    assert module.current_stream() == "own 1"
+    assert on_a_thread(lambda: None) == "default"
+    assert on_a_thread(streams.carried_over()) == "own 1"
+    assert on_a_thread(lambda: streams.leave_default_stream("cuda")) == "own 1"
+
+
+def test_a_server_steps_on_the_stream_of_the_thread_that_loaded_it(module: FakeModule) -> None:
+    streams.leave_default_stream("cuda")
+    seen: list[str] = []
+
+    def warm_up(_: Callable[[], bool]) -> None:
+        seen.append(module.current_stream())
+
+    async def serve() -> None:
+        readiness = SimpleNamespace(warm_up=warm_up)
+        thread = EngineThread(Any, Any, readiness=readiness)  # type: ignore[arg-type]
+        thread.start()
+        await thread.stop()
+
+    asyncio.run(serve())
+    assert seen == ["own 1"]
 
 
 @pytest.mark.parametrize(("tp", "expected"), [(None, ["cpu"]), (1, ["cpu"]), (2, [])])
@@ -93,7 +154,7 @@ def test_threads_share_one_stream() -> None:
 
 
 @pytest.mark.gpu
-def test_an_engine_records_on_the_stream_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_records_on_the_stream_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     recorded: list[Any] = []

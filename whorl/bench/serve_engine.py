@@ -20,8 +20,8 @@ _SPIN = 0.001  # seconds before an arrival that are spent polling the clock inst
 def load_engine(model: str | None, random_config: str | None, settings: EngineSettings) -> LLM:
     """Return an engine with the model, or with random weights of a config, warmed up as that of a server is."""
     say(f"weights of {random_config or model or 'the default model'}")
-    use_one_stream(settings)
     if random_config is None:
+        use_one_stream(settings)
         llm = LLM(model, settings, warm=False)
     else:
         from whorl.bench import decode

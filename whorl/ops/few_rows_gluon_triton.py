@@ -163,7 +163,8 @@ def _warpgroup_kernel(
     """The product of up to 8 rows by warpgroup instructions. NORM: of one row, after its norm.
 
     The 64 weight rows of an instruction begin with those of a tile; the results of the others are not used. x_stride
-    is in units of 8 channels, so that the compiler knows it to be a multiple of 16 bytes.
+    is in units of 8 channels, so that the compiler knows it to be a multiple of 16 bytes. LEAVES_ROOM: the next kernel
+    may start early; after a product with a norm it always may, since that kernel is small.
     """
     tiles: gl.constexpr = K // 64
     groups: gl.constexpr = tiles // GROUP
