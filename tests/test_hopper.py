@@ -53,6 +53,7 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_bidirectional_kernel",
         "_bidirectional_gluon_kernel",
         "_fold_kernel",
+        "_fold_many_kernel",
         "_combine_kernel",
         "_route_kernel",
         "_gate_up_few_kernel",
@@ -164,7 +165,7 @@ SMALL_WRITES = {
     "_top_kernel",
     "_draw_kernel",
     "_combine_kernel",
-    "_fold_kernel",  # a channel a thread: the sums of each wait for one another
+    *("_fold_kernel", "_fold_many_kernel"),  # a channel a thread: the sums of each wait for one another
     "_sort_kernel",
     "_gate_up_few_kernel",
     "_down_few_kernel",

@@ -5,6 +5,8 @@ With enough tokens to saturate the memory bandwidth, one program per token and k
 last. With few tokens, several programs share the cuts (split-KV), and a second kernel combines their results in order.
 """
 
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from .._hopper import gluon_reason
 from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap, prefetch_lines
 from .._rows import ceil_div, power_of_2
@@ -227,6 +230,10 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
 def _fold_cuts(stored: list[Tensor], starts: Tensor, lengths: Tensor, y: Tensor, window: int, cuts: int) -> None:
     """Write to y what the stored results of cuts combine to. stored: out, top and total, [T, HQ, cuts] and channels."""
     tokens, heads, dim = y.shape
+    block = block_of_sequences(lengths.shape[0])
+    if (hopper := _fold_many(y)) is not None and hopper.fits(y, cuts):
+        hopper.run(stored, starts, lengths, y, window, cuts, block)
+        return
     _fold_kernel[(tokens, heads, ceil_div(dim, CHANNELS))](
         *stored,
         starts,
@@ -237,7 +244,7 @@ def _fold_cuts(stored: list[Tensor], starts: Tensor, lengths: Tensor, y: Tensor,
         lengths.shape[0],
         HQ=heads,
         D=dim,
-        BLOCK_B=block_of_sequences(lengths.shape[0]),
+        BLOCK_B=block,
         BLOCK_D=CHANNELS,
         CUT=cut_of(y.dtype),
         AHEAD=AHEAD if is_varied() else min(AHEAD, power_of_2(cuts)),
@@ -245,6 +252,15 @@ def _fold_cuts(stored: list[Tensor], starts: Tensor, lengths: Tensor, y: Tensor,
         enable_fp_fusion=False,
         **overlap(y),
     )
+
+
+def _fold_many(y: Tensor) -> ModuleType | None:
+    """Return the Hopper kernel that combines many cuts, or None where this device has none."""
+    if y.element_size() != 2 or gluon_reason(y.device) is not None:
+        return None
+    from . import fold_gluon_triton
+
+    return fold_gluon_triton
 
 
 def block_of_sequences(count: int) -> int:
