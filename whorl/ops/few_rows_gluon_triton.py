@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import few_rows_ring_gluon_triton
 from ._gluon_triton import async_load, barriers, begin, entries_from, follow, load_block, reinterpret, row_sum, sync
 from ._hopper import MULTIPROCESSORS
 from ._overlap_triton import overlap
@@ -239,8 +240,15 @@ def fits_one_warp(x: Tensor, weight: Tensor) -> bool:
     return count == 1 and is_even and _programs(weight) <= MULTIPROCESSORS * (SHARED // room)
 
 
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `linear` takes these."""
+    return fits_warpgroup(x, weight) or few_rows_ring_gluon_triton.fits(x, weight)
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T, where `fits_warpgroup` is true."""
+    """Return x @ weight.T, where `fits` is true."""
+    if not fits_warpgroup(x, weight):
+        return few_rows_ring_gluon_triton.linear(x, weight)
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     _warpgroup(x, weight, y, (x, x, x, x, 0.0), normed=False)
     return y

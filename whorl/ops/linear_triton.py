@@ -139,7 +139,7 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `linear` by our kernels; x and weight have unit stride along K."""
     if x.element_size() == 4:
         return linear_fp32_triton.forward(x, weight, bias)
-    if bias is None and (hopper := few_rows(x, weight)) is not None and hopper.fits_warpgroup(x, weight):
+    if bias is None and (hopper := few_rows(x, weight)) is not None and hopper.fits(x, weight):
         return hopper.linear(x, weight)  # type: ignore[no-any-return]
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     if y.numel():

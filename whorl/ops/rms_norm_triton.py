@@ -70,9 +70,10 @@ def _rms_norm_kernel(
 ):
     """Normalise ROWS rows. POLICY "evict_first": the tensor exceeds the L2 cache, so no line is kept there."""
     begin(OVERLAP)
+    columns = tl.arange(0, BLOCK)[None, :]
+    weight = tl.load(weight_ptr + columns, mask=columns < C, other=0.0).to(tl.float32)
     follow(OVERLAP)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < T) & (columns < C)
     a, b = _split_rows(rows, B, NESTED)
     x_at = x_ptr + a * x_stride_a + b * x_stride_b + columns
@@ -83,7 +84,6 @@ def _rms_norm_kernel(
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + rows * C + columns, total, mask=mask, eviction_policy=POLICY)
         x = total.to(tl.float32)  # the norm is of the rounded sum
-    weight = tl.load(weight_ptr + columns, mask=columns < C, other=0.0).to(tl.float32)
     if PLUS_ONE:
         weight += 1.0
     inverse = _inverse_rms(row_sum(x * x, ROWS, BLOCK), C, eps)[:, None]

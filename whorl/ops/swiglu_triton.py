@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch_triton import launched, prepare
+from ._overlap_triton import begin, follow, overlap_level, overlap_options
 from ._rows import ceil_div, empty_like
 
 BLOCK = 1024
@@ -42,7 +43,11 @@ def _load_gate_up(x_ptr, columns, F, INTERLEAVED: tl.constexpr, BLOCK: tl.conste
 
 @launched
 @triton.jit
-def _swiglu_kernel(x_ptr, y_ptr, x_stride, F, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(
+    x_ptr, y_ptr, x_stride, F, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    begin(OVERLAP)
+    follow(OVERLAP)
     row, block = row_and_block(F, BLOCK)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     gate, up = _load_gate_up(x_ptr + row * x_stride, columns, F, INTERLEAVED, BLOCK)
@@ -77,8 +82,9 @@ def _swiglu_backward_kernel(
 def forward(x: Tensor, interleaved: bool) -> Tensor:
     y = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
     if y.numel():
+        options = overlap_options(overlap_level(x))
         x = flat_rows(x)
-        _launch(_swiglu_kernel, x.shape, x.stride(0), interleaved=interleaved)(x, y)
+        _launch(_swiglu_kernel, x.shape, x.stride(0), interleaved=interleaved, **options)(x, y)
     return y
 
 
@@ -92,11 +98,11 @@ def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(kernel: Any, shape: torch.Size, *strides: int, interleaved: bool) -> Callable[..., None]:
-    """Return the launch for x of this shape, [T, 2F], and for tensors with these strides."""
+def _launch(kernel: Any, shape: torch.Size, *strides: int, interleaved: bool, **options: Any) -> Callable[..., None]:
+    """Return the launch for x of this shape, [T, 2F], and for tensors with these strides. options: of the kernel."""
     rows, width = shape[0], shape[1] // 2
     grid = (rows * ceil_div(width, BLOCK),)
-    return prepare(kernel, grid, *strides, width, INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4)
+    return prepare(kernel, grid, *strides, width, INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4, **options)
 
 
 def flat_rows(x: Tensor) -> Tensor:
