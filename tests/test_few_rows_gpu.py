@@ -9,6 +9,8 @@ import torch
 pytestmark = pytest.mark.gpu
 SIZES = [(2048, 5120), (2048, 128), (4096, 2048), (1024, 4096), (1024, 2064), (3072, 1024), (512, 100), (2048, 6336)]
 SIZES += [(1536, 2120), (2048, 4130), (1024, 6144), (1024, 8000)]  # programs of 32, 32, 48 and 64 rows of the weight
+# Through the ring: one to four tiles for each program, and a last tile that is partly filled.
+RING = [(4096, 6144), (4096, 24576), (12288, 4096), (2560, 9728), (256, 2112), (4096, 6147), (2048, 151936)]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def test_bits(dtype: torch.dtype, count: int) -> None:
     from whorl.device import ahead
 
     torch.manual_seed(count)
-    for length, columns in SIZES:
+    for length, columns in SIZES + RING:
         inputs = drawn(count, length, columns, dtype)
         expected = plain(*inputs)
         for step in (contextlib.nullcontext(), ahead()):
@@ -74,6 +76,24 @@ def test_which_kernel_takes_what(kernels: Any) -> None:
     assert not kernels.fits_warpgroup(short, both, normed=True)
     assert not kernels.fits_warpgroup(torch.cat([wide] * 9), out)
     assert not kernels.fits_warpgroup(torch.cat([x] * 8)[:, :-1], qkv[:, :-1])
+
+
+def test_which_products_flow_through_the_ring(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whorl import ops
+
+    ring, taken = kernels.few_rows_ring_gluon_triton, []
+    linear = ring.linear
+    monkeypatch.setattr(ring, "linear", lambda x, weight: taken.append(tuple(weight.shape)) or linear(x, weight))
+    for count in (1, 8):
+        taken.clear()
+        for length, columns in RING:
+            ops.linear(*drawn(count, length, columns, torch.bfloat16)[::3], backend="triton")
+        assert taken == [(columns, length) for length, columns in RING]
+    x, _, _, weight = drawn(9, 4096, 6144, torch.bfloat16)
+    assert not ring.fits(x, weight)  # more rows than one instruction multiplies
+    assert not ring.fits(x[:8, 1:257], weight[:, 1:257])  # not aligned
+    assert not ring.fits(x[:8, :320], weight[:, :320])  # no whole slot
+    assert not ring.fits(x[:8], weight[:1000])  # half of the multiprocessors would have nothing to do
 
 
 def test_it_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_few_kernel",
         "_one_warp_kernel",
         "_warpgroup_kernel",
+        "_ring_kernel",
         "_tile_kernel",
         "_fp32_kernel",
         "_add_chunks_kernel",
@@ -151,7 +152,7 @@ SMALL_READS |= {"_add_chunks_kernel"}  # the sums of one token
 SMALL_READS |= {"_sum_kernel"}  # without a GPU there are 4 shares, of which a program reads 32 columns each
 SMALL_WRITES = {
     "_sum_kernel",
-    *("_warpgroup_kernel", "_one_warp_kernel"),  # 16 columns of up to 8 rows
+    *("_warpgroup_kernel", "_one_warp_kernel", "_ring_kernel"),  # 16 to 64 columns of up to 8 rows
     "_write_codes_kernel",  # what is read 16 bytes at a time is written in 8 bits
     "_route_kernel",
     "_route_backward_kernel",

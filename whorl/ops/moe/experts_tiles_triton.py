@@ -11,7 +11,7 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from .._launch_triton import launched
-from .._overlap_triton import follow, overlap
+from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from .._varied import is_varied
 from ..linear_triton import dot
@@ -33,6 +33,7 @@ def activate(gate, up, dtype: tl.constexpr):
 @triton.jit
 def _sort_kernel(ids_ptr, order_ptr, counts_ptr, P, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr):
     """Write the (token, choice) pairs of one expert, in order, after those of all lower experts."""
+    begin(OVERLAP)
     follow(OVERLAP)
     expert = tl.program_id(0)
     first, count = 0, 0
