@@ -114,7 +114,9 @@ def test_which_kernels_ran(model: Any) -> None:
     one = kernels(lambda: llm.generate([tokens(300)], sampled(3), progress=False))
     prompt = kernels(lambda: llm.generate([tokens(3000)], sampled(1), progress=False))
     crowd = kernels(lambda: llm.generate([tokens(40, seed=i) for i in range(40)], sampled(3), progress=False))
-    assert "_few_kernel" in one
+    few = kernels(lambda: llm.generate([tokens(40, seed=i) for i in range(12)], sampled(3), progress=False))
+    assert "_ring_kernel" in one
+    assert "_few_kernel" in few
     assert {"_decode_kernel", "_fold_kernel"} <= one
     assert "_tile_kernel" in crowd
     wide = model.config.head_dim == 128  # other heads have no kernel of their own for Hopper

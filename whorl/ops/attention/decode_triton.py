@@ -280,7 +280,7 @@ def _plan(heads: int, cuts: int, *, is_coded: bool) -> tuple[dict[str, int], int
     is_coded: the cache is quantised; converting codes takes long, and smaller programs do it side by side.
     """
     constants = {"STAGES": 1, "num_warps": 4} if is_coded else {"STAGES": 3, "num_warps": 8}
-    if cuts == 1 and heads < WALKERS:  # nothing to load ahead, and the next kernel's weights need the shared memory
+    if cuts == 1 and heads < WALKERS and not is_varied():  # nothing to load ahead: room for the next kernel's weights
         return constants | {"STAGES": 1}, 1
     if cuts == 1 or heads >= (WALKERS if cuts <= LONG else WALKERS // 2):
         return constants | {"num_warps": 4}, 1
