@@ -32,14 +32,15 @@ def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 
 # ---- decode
 
-# The run that holds each row: a key of few_rows_h200.json.
+# The run that holds each row: a key of few_rows_h200.json. The first has transformers in it.
+BESIDE = "beside transformers, weights and cuts through rings"
 DECODE_RUNS = {
-    (1, 16): "three contexts, products let the next kernel start, one stream",
-    (1, 4096): "three contexts, products let the next kernel start, one stream",
-    (1, 32768): "three contexts, choices summed in the second product",
-    (2, 16): "1 to 64 sequences, products let the next kernel start, one stream",
-    (8, 16): "1 to 64 sequences, products let the next kernel start, one stream",
-    (64, 16): "1 to 64 sequences, products let the next kernel start, one stream",
+    (1, 16): BESIDE,
+    (1, 4096): "three contexts, weights and cuts through rings",
+    (1, 32768): "three contexts, weights and cuts through rings",
+    (2, 16): "1 to 64 sequences, weights and cuts through rings",
+    (8, 16): "1 to 64 sequences, weights and cuts through rings",
+    (64, 16): "1 to 64 sequences, weights and cuts through rings",
     (256, 16): "batches, experts' products by a producer",
     (4, 32768): "4 x 32768 keys, sequences found by whole warps",
     (64, 4096): "64 x 4096 keys, experts' products by a producer",
@@ -59,7 +60,7 @@ def _row_of(rows: list[dict[str, Any]], batch: int, context: int) -> dict[str, A
 
 def beside_transformers() -> tuple[dict[str, Any], float]:
     """The figures of one sequence in the run that has transformers in it, and those of transformers in tok/s."""
-    run = document("few_rows_h200")["beside transformers"]
+    run = document("few_rows_h200")[BESIDE]
     peer = next(row["tok_s"] for row in run["peers"] if row["label"] == "transformers, static cache, compiled")
     return _row_of(run["decode"], 1, 16), peer
 
@@ -70,10 +71,9 @@ def _decode() -> str:
         return [str(batch), str(context), f"**{row['tok_s']:.0f}**", peer, f"{row['limit_tok_s']:.0f}", share]
 
     def rows() -> Iterator[list[str]]:
-        row, peer = beside_transformers()
-        yield cells(1, 16, row, f"{peer:.0f}")
-        for (batch, context), row in decode_rows().items():
-            yield cells(batch, context, row, "not in this run")
+        _, peer = beside_transformers()
+        for size, row in decode_rows().items():
+            yield cells(*size, row, f"{peer:.0f}" if DECODE_RUNS[size] == BESIDE else "not in this run")
 
     return _table(
         ["sequences", "keys of each", "whorl, tok/s", "transformers, compiled", "limit by bytes", "of the limit"],
@@ -84,10 +84,9 @@ def _decode() -> str:
 # ---- prefill
 
 
-# The runs that hold the rows: keys of few_rows_h200.json. The first is older than the others and has the peer in it.
+# The runs that hold the rows: keys of few_rows_h200.json. The first has the peer in it.
 _PREFILL_RUNS = (
-    "beside transformers",
-    "batches, experts' products by a producer",
+    BESIDE,
     "prefill of 32768 tokens, experts' products by a producer",
 )
 
