@@ -162,7 +162,7 @@ def sum_in_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "gemma3", "qwen3")), "qwen3_moe", "deepseek"],
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "gemma3", "qwen3", "qwen3_moe")), "deepseek"],
 )
 def test_two_ranks_equal_one(
     name: str, engine: Callable[..., LLM], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch

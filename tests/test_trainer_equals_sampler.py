@@ -209,7 +209,7 @@ def test_inductor_is_refused_where_it_leaves_out_roundings() -> None:
         torch.compile(model.logprobs, fullgraph=False)(packed)
 
 
-@pytest.mark.parametrize("name", ["qwen3_bfloat16", "qwen3_moe_bfloat16"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3_bfloat16", marks=pytest.mark.slow), "qwen3_moe_bfloat16"])
 def test_inductor_with_its_roundings_keeps_the_bits(name: str) -> None:
     model = nn.trainable(MODELS[name]())
     packed = nn.pack(SEQUENCES, "cpu")
