@@ -6,8 +6,9 @@ takes as long as one tensor core instruction. Every program loads all of its row
 engine (TMA), before it waits for the previous kernel. Warpgroup instructions (wgmma), which read shared memory, have
 the shortest step, about 20 cycles instead of 50, but multiply 64 rows of the weight where 16 to 64 are needed, so they
 are faster where a multiprocessor has one program. Where it has more, one warp per program is faster. One row is
-normalised by every program; for more, the norm has a kernel of its own. The bits are equal to those of
-linear_triton.py, and to those of rms_norm_triton.py for the norm.
+normalised by every program; for more, the norm has a kernel of its own. Weights of which a multiprocessor cannot hold
+its share are multiplied in few_rows_ring_gluon_triton.py. The bits are equal to those of linear_triton.py, and to those
+of rms_norm_triton.py for the norm.
 """
 
 import torch
