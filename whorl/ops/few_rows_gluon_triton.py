@@ -30,6 +30,7 @@ from ._gluon_triton import async_load, barriers, begin, entries_from, follow, lo
 from ._hopper import MULTIPROCESSORS
 from ._overlap_triton import overlap
 from ._rows import ceil_div
+from .few_rows_ring_gluon_triton import ACC, COPY, TILE, store
 
 ROWS = 8  # rows of x, at most
 ENTRY = 16  # rows of the weight that the copy engine loads at once
@@ -39,10 +40,7 @@ GROUP = 8  # tiles of 64 channels that share one barrier
 ROOM = 16  # multiprocessors that a product leaves free if the next kernel is to start early: fewer would be crowded
 LONG = 2048  # channels from which one row and its norm are faster by tall programs than by one warp
 
-_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 _ONE_WARP = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
-_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -75,16 +73,7 @@ def _rows_from(weights, entry: gl.constexpr):
     first: gl.constexpr = entry % over
     count: gl.constexpr = (weights.shape[0] - first) // over
     entries = entries_from(weights, first, count * over)
-    return reinterpret(entries, weights.dtype, [count, 64, 64], _TILE).index(entry // over)
-
-
-@gluon.jit
-def _store(y_ptr, y, first, T, N, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    columns = gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT))
-    rows = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))
-    to = y_ptr + gl.expand_dims(rows.to(gl.int64) * N, 0) + gl.expand_dims(first + columns, 1)
-    mask = gl.expand_dims((columns < COLUMNS) & (first + columns < N), 1) & gl.expand_dims(rows < T, 0)
-    gl.store(to, y.to(y_ptr.dtype.element_ty), mask=mask)
+    return reinterpret(entries, weights.dtype, [count, 64, 64], TILE).index(entry // over)
 
 
 @gluon.jit
@@ -110,7 +99,7 @@ def _one_warp_kernel(
     # The instruction takes 8 columns; only one of them is used.
     x = xs.permute((1, 0)).load(gl.DotOperandLayout(1, _ONE_WARP, 2)).broadcast_to([K, 8])
     y = mma_v2(weights.load(gl.DotOperandLayout(0, _ONE_WARP, 2)), x, gl.zeros([COLUMNS, 8], gl.float32, _ONE_WARP))
-    _store(y_ptr, y, first, 1, N, COLUMNS, _ONE_WARP)
+    store(y_ptr, y, first, 1, N, COLUMNS, _ONE_WARP)
 
 
 @gluon.jit
@@ -122,7 +111,7 @@ def _load_weight(
     if HIGH == 1:
         for g in gl.static_range(K // 64 // GROUP):
             mbarrier.expect(bars.index(g), ENTRY * 64 * GROUP * 2)
-            into = reinterpret(entries_from(weights, g * GROUP, GROUP), weight.dtype, [ENTRY, 64 * GROUP], _TILE)
+            into = reinterpret(entries_from(weights, g * GROUP, GROUP), weight.dtype, [ENTRY, 64 * GROUP], TILE)
             load_block(weight, [first, g * GROUP * 64], bars.index(g), into)
     else:
         for tile in range(K // 64):
@@ -139,11 +128,11 @@ def copy_rows(x_ptr, xs, x_stride, T, groups: gl.constexpr, GROUP: gl.constexpr)
 
     Rows past the last one keep what shared memory held: they are columns of the product that nobody reads.
     """
-    rows = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, _COPY)), 1)
-    k = gl.arange(0, 64 * GROUP, gl.SliceLayout(0, _COPY))
+    rows = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, COPY)), 1)
+    k = gl.arange(0, 64 * GROUP, gl.SliceLayout(0, COPY))
     at = x_ptr + rows * (x_stride * 8) + gl.expand_dims(k, 0)
     for g in gl.static_range(groups):
-        into = reinterpret(entries_from(xs, g * GROUP, GROUP), xs.dtype, [8, 64 * GROUP], _TILE)
+        into = reinterpret(entries_from(xs, g * GROUP, GROUP), xs.dtype, [8, 64 * GROUP], TILE)
         async_load(into, at + g * GROUP * 64, rows < T)
         async_copy.commit_group()
 
@@ -173,8 +162,8 @@ def _warpgroup_kernel(
     row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
     dtype: gl.constexpr = weight.dtype
     first = gl.program_id(0) * (ENTRY * HIGH)
-    weights = gl.allocate_shared_memory(dtype, [tiles * HIGH + 64 // ENTRY - HIGH, ENTRY, 64], _TILE)
-    xs = gl.allocate_shared_memory(dtype, [tiles, 8, 64], _TILE)
+    weights = gl.allocate_shared_memory(dtype, [tiles * HIGH + 64 // ENTRY - HIGH, ENTRY, 64], TILE)
+    xs = gl.allocate_shared_memory(dtype, [tiles, 8, 64], TILE)
     bars = barriers(groups, 1)
     fence_async_shared()
     if OVERLAP != 2:
@@ -182,7 +171,7 @@ def _warpgroup_kernel(
     _load_weight(weight, weights, bars, first, K, ENTRY, HIGH, GROUP)
     if NORM:
         normed = _normed(x_ptr, residual_ptr, norm_ptr, total_ptr, normed_ptr, eps, K, row, OVERLAP)
-        reinterpret(xs, dtype, [8, K], _TILE).store(normed.broadcast_to([8, K]))
+        reinterpret(xs, dtype, [8, K], TILE).store(normed.broadcast_to([8, K]))
         fence_async_shared()
         sync()
     else:
@@ -190,7 +179,7 @@ def _warpgroup_kernel(
         if LEAVES_ROOM:
             begin(OVERLAP)
         copy_rows(x_ptr, xs, x_stride, T, groups, GROUP)
-    y = gl.zeros([64, 8], gl.float32, _ACC)
+    y = gl.zeros([64, 8], gl.float32, ACC)
     for g in gl.static_range(groups):
         if not NORM:
             wait_rows(groups - 1 - g)
@@ -199,7 +188,7 @@ def _warpgroup_kernel(
             x = xs.index(g * GROUP + i).permute((1, 0))
             y = warpgroup_mma(_rows_from(weights, (g * GROUP + i) * HIGH), x, y, is_async=True)
     y = warpgroup_mma_wait(0, [y])
-    _store(y_ptr, y, first, T, N, ENTRY * HIGH, _ACC)
+    store(y_ptr, y, first, T, N, ENTRY * HIGH, ACC)
 
 
 def _programs(weight: Tensor, high: int = 1) -> int:
@@ -293,4 +282,4 @@ def _warpgroup(x: Tensor, weight: Tensor, y: Tensor, norm_arguments: _NormArgume
 
 def _descriptor(weight: Tensor, length: int) -> TensorDescriptor:
     """The TMA descriptor of a weight: boxes of 16 rows and `length` channels."""
-    return TensorDescriptor.from_tensor(weight, [ENTRY, length], _TILE.value)
+    return TensorDescriptor.from_tensor(weight, [ENTRY, length], TILE.value)

@@ -30,9 +30,9 @@ TILES = 4  # tiles of 64 channels in one slot of the ring
 HEIGHTS = {64: (64, 1), 48: (16, 3), 32: (32, 1), 16: (16, 1)}  # rows of a program: as boxes of the copy engine
 ROOM = 205 * 1024  # bytes of shared memory of one program, which leaves 20 KB for a small kernel beside it
 
-_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
-_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -57,8 +57,8 @@ def _copy_rows(x_ptr, xs, x_stride, T, step, TURNS: gl.constexpr):
     Rows past the last one keep what shared memory held: they are columns of the product that nobody reads.
     """
     wide: gl.constexpr = xs.shape[2]
-    rows = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, _COPY)), 1)
-    k = gl.expand_dims(gl.arange(0, wide, gl.SliceLayout(0, _COPY)), 0)
+    rows = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, COPY)), 1)
+    k = gl.expand_dims(gl.arange(0, wide, gl.SliceLayout(0, COPY)), 0)
     async_load(xs.index(step % xs.shape[0]), x_ptr + rows * (x_stride * 8) + step % TURNS * wide + k, rows < T)
 
 
@@ -68,14 +68,14 @@ def _rows_of(weights, slot, tile: gl.constexpr, HIGH: gl.constexpr, TILES: gl.co
     over: gl.constexpr = 64 // weights.shape[1]
     first: gl.constexpr = tile * HIGH % over
     count: gl.constexpr = (weights.shape[0] - first) // over
-    rows = reinterpret(entries_from(weights, first, count * over), weights.dtype, [count, 64, 64], _TILE)
+    rows = reinterpret(entries_from(weights, first, count * over), weights.dtype, [count, 64, 64], TILE)
     return rows.index(slot * (TILES * HIGH // over) + tile * HIGH // over)
 
 
 @gluon.jit
 def _multiply(weights, xs, y, slot, HIGH: gl.constexpr, TILES: gl.constexpr):
     """Return y with the product of a slot added."""
-    tiles_of_x = reinterpret(xs, xs.dtype, [xs.shape[0] * TILES, 8, 64], _TILE)
+    tiles_of_x = reinterpret(xs, xs.dtype, [xs.shape[0] * TILES, 8, 64], TILE)
     for tile in gl.static_range(TILES):
         x = tiles_of_x.index(slot * TILES + tile).permute((1, 0))
         y = warpgroup_mma(_rows_of(weights, slot, tile, HIGH, TILES), x, y, is_async=True)
@@ -83,9 +83,10 @@ def _multiply(weights, xs, y, slot, HIGH: gl.constexpr, TILES: gl.constexpr):
 
 
 @gluon.jit
-def _store(y_ptr, y, first, T, N, COLUMNS: gl.constexpr):
-    columns = gl.arange(0, y.shape[0], gl.SliceLayout(1, _ACC))
-    rows = gl.arange(0, 8, gl.SliceLayout(0, _ACC))
+def store(y_ptr, y, first, T, N, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Store y, [columns, rows], of which COLUMNS from column `first` on and T rows are real, to [T, N]."""
+    columns = gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT))
+    rows = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))
     to = y_ptr + gl.expand_dims(rows.to(gl.int64) * N, 0) + gl.expand_dims(first + columns, 1)
     mask = gl.expand_dims((columns < COLUMNS) & (first + columns < N), 1) & gl.expand_dims(rows < T, 0)
     gl.store(to, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -105,8 +106,8 @@ def _ring_kernel(
     turns: gl.constexpr = K // (64 * TILES)
     first, apart = gl.program_id(0) * height, gl.num_programs(0) * height
     steps = (N - first + apart - 1) // apart * turns
-    weights = gl.allocate_shared_memory(weight.dtype, [SLOTS * TILES * HIGH + 64 // BOX - HIGH, BOX, 64], _TILE)
-    xs = gl.allocate_shared_memory(weight.dtype, [SLOTS, 8, 64 * TILES], _TILE)
+    weights = gl.allocate_shared_memory(weight.dtype, [SLOTS * TILES * HIGH + 64 // BOX - HIGH, BOX, 64], TILE)
+    xs = gl.allocate_shared_memory(weight.dtype, [SLOTS, 8, 64 * TILES], TILE)
     bars = barriers(SLOTS, 1)
     fence_async_shared()
     if OVERLAP != 2:  # the kernel before may have written the weight
@@ -121,7 +122,7 @@ def _ring_kernel(
         async_copy.commit_group()
     done = 0
     for row in range(first, N, apart):
-        y = gl.zeros([64, 8], gl.float32, _ACC)
+        y = gl.zeros([64, 8], gl.float32, ACC)
         for _ in range(turns):
             async_copy.wait_group(SLOTS - 2)
             fence_async_shared()
@@ -134,7 +135,7 @@ def _ring_kernel(
             mbarrier.wait(bars.index(done % SLOTS), done // SLOTS & 1)
             y = _multiply(weights, xs, y, done % SLOTS, HIGH, TILES)
             done += 1
-        _store(y_ptr, y, row, T, N, height)
+        store(y_ptr, y, row, T, N, height, ACC)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -152,7 +153,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     box, high = HEIGHTS[height]
     y = torch.empty(x.shape[0], columns, dtype=x.dtype, device=x.device)
     _ring_kernel[(min(ceil_div(columns, height), MULTIPROCESSORS),)](
-        x, TensorDescriptor.from_tensor(weight, [box, 64], _TILE.value), y, x.stride(0) // 8, *y.shape,
+        x, TensorDescriptor.from_tensor(weight, [box, 64], TILE.value), y, x.stride(0) // 8, *y.shape,
         K=length, BOX=box, HIGH=high, TILES=TILES, SLOTS=_slots(height), num_warps=4, enable_fp_fusion=False,
         **overlap(x),
     )  # fmt: skip
