@@ -81,6 +81,18 @@ class Told:
         self.failure: Exception | None = None
         self.may_step = threading.Event()
         self.may_step.set()
+        self.num_free_steps = 0  # taken before it waits for `may_step`
+
+    @contextlib.contextmanager
+    def held_after(self, num_steps: int) -> Iterator[None]:
+        """Within, it computes so many steps and no more: a longer answer cannot end, however slow the test is."""
+        self.num_free_steps = num_steps
+        self.may_step.clear()
+        try:
+            yield
+        finally:
+            self.num_free_steps = 0
+            self.may_step.set()
 
     def cache_specs(self) -> list[PagedKV]:
         return [PagedKV(num_kv_heads=1, head_dim=1, dtype=self.dtype)]
@@ -88,7 +100,10 @@ class Told:
     def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
         if self.failure is not None:
             raise self.failure
-        assert self.may_step.wait(60), "nobody let the model compute"
+        if self.num_free_steps > 0:
+            self.num_free_steps -= 1
+        else:
+            assert self.may_step.wait(60), "nobody let the model compute"
         time.sleep(self.delay)
         cells = caches[0].k.view(-1)
         is_written = step.slots >= 0

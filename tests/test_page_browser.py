@@ -59,10 +59,11 @@ def page(opened: Any, served: Served) -> Iterator[Any]:
 
 
 def test_send_and_stream(page: Any, served: Served) -> None:
-    begin(page, "long")
-    until(page, "document.querySelectorAll('article.assistant .t').length > 5")
-    assert page.is_visible("#stop")  # it shows tokens before the answer is over
-    assert page.get_attribute("#log", "aria-busy") == "true"
+    with served.llm.model.held_after(20):  # type: ignore[attr-defined]
+        begin(page, "long")
+        until(page, "document.querySelectorAll('article.assistant .t').length > 5")
+        assert page.is_visible("#stop")  # it shows tokens before the answer is over
+        assert page.get_attribute("#log", "aria-busy") == "true"
     end(page)
     assert said(page) == ANSWERS["long"]
     assert page.text_content("#status").startswith("abcd efgh")  # for those who listen
@@ -77,13 +78,14 @@ def test_send_and_stream(page: Any, served: Served) -> None:
 
 @pytest.mark.parametrize("how", ["button", "key"])
 def test_stop_ends_the_request_and_keeps_what_was_said(page: Any, served: Served, how: str) -> None:
-    begin(page, "long")
-    until(page, "document.querySelectorAll('article.assistant .t').length > 5")
-    if how == "button":
-        page.click("#stop")
-    else:
-        page.press("#prompt", "Escape")
-    end(page)
+    with served.llm.model.held_after(20):  # type: ignore[attr-defined]
+        begin(page, "long")
+        until(page, "document.querySelectorAll('article.assistant .t').length > 5")
+        if how == "button":
+            page.click("#stop")
+        else:
+            page.press("#prompt", "Escape")
+        end(page)
     assert "stopped by you" in page.text_content("article.assistant .facts")
     assert 5 < len(said(page)) < len(ANSWERS["long"])
     assert ANSWERS["long"].startswith(said(page))
