@@ -1,5 +1,6 @@
 """What every test starts from: one seed, one device, and memory in which nothing is zero by luck."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -39,6 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
     # Deterministic mode is on for the NaN filling alone.
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:Deterministic behavior was enabled:UserWarning")
+    gc.disable()  # until the tests are collected: none of them goes away
+
+
+def pytest_collection_finish() -> None:
+    """Whoever collects garbage need not walk through thousands of tests, which stay until the end."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
