@@ -11,6 +11,8 @@ SOURCES := whorl tests examples docs/source
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := .venv/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
+# Tests start hundreds of interpreters, each of which would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 # One thread a process: tests are small and run side by side. A file is one worker's, or both would make its fixtures.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 

@@ -40,14 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
     # Deterministic mode is on for the NaN filling alone.
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:Deterministic behavior was enabled:UserWarning")
-    gc.disable()  # until the tests are collected: none of them goes away
 
 
-def pytest_collection_finish() -> None:
-    """Whoever collects garbage need not walk through thousands of tests, which stay until the end."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Thousands of tests stay until the end: whoever collects garbage need not walk through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:

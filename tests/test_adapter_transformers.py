@@ -111,9 +111,8 @@ def distance(actual: dict[str, Tensor], gold: dict[str, Tensor], group: str) -> 
 @pytest.mark.parametrize(
     ("family", "fused"),
     [
-        ("qwen3", False),
         ("qwen3_vl", True),
-        *(pytest.param(f, False, marks=pytest.mark.slow) for f in FAMILIES if f != "qwen3"),
+        *(pytest.param(f, False, marks=pytest.mark.slow) for f in FAMILIES),
         *(pytest.param(f, True, marks=pytest.mark.slow) for f in QK_NORM if f != "qwen3_vl"),
     ],
 )

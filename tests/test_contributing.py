@@ -68,10 +68,8 @@ print(json.dumps({"names": names, "passed": report.passed, "listed": listed, "co
 """
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [pytest.param(False, id="one file and one line"), pytest.param(True, id="with a kernel", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [False, True], ids=["one file and one line", "with a kernel"])
 def test_the_example_is_taken(kernel: bool, tmp_path: Path) -> None:
     """By the rules, the tests of operators, `whorl selftest` and `whorl ops`, with nothing else to edit."""
     contribute(tmp_path, kernel=kernel)

@@ -301,6 +301,7 @@ def llm(checkpoints: dict[str, Path]) -> Iterator[LLM]:
     made.close()
 
 
+@pytest.mark.slow
 def test_an_engine_until_a_rank_is_killed(llm: LLM, checkpoints: dict[str, Path]) -> None:
     assert llm.sp_report is not None
     assert f"{COLLECTIVES} of {COLLECTIVES} collectives rewritten" in str(llm.sp_report)

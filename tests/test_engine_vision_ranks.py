@@ -99,7 +99,8 @@ def test_sequence_parallelism_changes_no_bit(name: str, dtype: torch.dtype, chec
                 assert (ours - theirs[0]).abs().max() < BOUND
 
 
-@pytest.mark.parametrize("name", ["dense", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "experts"])
 def test_an_engine_of_two_ranks(name: str, checkpoints: dict[str, Path]) -> None:
     """Rank 0 says what is encoded, dropped and inserted; answers are those of one rank."""
     made: dict[str, Any] = {"dtype": "float32", "max_prompt_tokens": 9, "encoder_cache": 20, **SETTINGS}

@@ -75,6 +75,7 @@ def test_a_large_picture_is_the_same_picture(served: Served) -> None:
     assert ask(served, image(encoded(large)), text(TOY.ONE)) == "two blue squares"
 
 
+@pytest.mark.slow
 def test_the_terminal_sees(tmp_path: Path) -> None:
     file = tmp_path / "picture.png"
     file.write_bytes(picture("three", "yellow", UNSEEN))

@@ -33,18 +33,18 @@ def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 # ---- decode
 
 # The run that holds each row: a key of few_rows_h200.json. The first has transformers in it.
-BESIDE = "beside transformers, weights and cuts through rings"
+BESIDE = "beside transformers, at 75749f4"
 DECODE_RUNS = {
     (1, 16): BESIDE,
-    (1, 4096): "three contexts, weights and cuts through rings",
-    (1, 32768): "three contexts, weights and cuts through rings",
-    (2, 16): "1 to 64 sequences, weights and cuts through rings",
-    (8, 16): "1 to 64 sequences, weights and cuts through rings",
-    (64, 16): "1 to 64 sequences, weights and cuts through rings",
-    (256, 16): "batches, experts' products by a producer",
-    (4, 32768): "4 x 32768 keys, sequences found by whole warps",
-    (64, 4096): "64 x 4096 keys, experts' products by a producer",
-    (16, 32768): "16 x 32768 keys, experts' products by a producer",
+    (1, 4096): "three contexts, at 75749f4",
+    (1, 32768): "three contexts, at 75749f4",
+    (2, 16): "1 to 256 sequences and prefill, at 75749f4",
+    (8, 16): "1 to 256 sequences and prefill, at 75749f4",
+    (64, 16): "1 to 256 sequences and prefill, at 75749f4",
+    (256, 16): "1 to 256 sequences and prefill, at 75749f4",
+    (4, 32768): "4 x 32768 keys, at 75749f4",
+    (64, 4096): "64 x 4096 keys, at 75749f4",
+    (16, 32768): "16 x 32768 keys, at 75749f4",
 }
 
 
@@ -87,7 +87,7 @@ def _decode() -> str:
 # The runs that hold the rows: keys of few_rows_h200.json. The first has the peer in it.
 _PREFILL_RUNS = (
     BESIDE,
-    "prefill of 32768 tokens, experts' products by a producer",
+    "prefill of 32768 tokens, at 75749f4",
 )
 
 
