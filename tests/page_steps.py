@@ -47,10 +47,10 @@ def answering(body: str) -> Callable[[Any], None]:
 
 def again_is_told(page: Any, verdict: str) -> str:
     page.click("text=Ask again among others")
-    return told_again(page, verdict)
+    return compared(page, verdict)
 
 
-def told_again(page: Any, verdict: str) -> str:
+def compared(page: Any, verdict: str) -> str:
     """What the page says of the second answer, once it is compared."""
     page.wait_for_selector(f".again .{verdict}")
     return page.text_content("article.assistant .again")

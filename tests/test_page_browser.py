@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chromium import browser, missing, until, window
 from media_files import png
-from page_steps import again_is_told, answering, begin, end, give, ready, said, say, told_again, visit
+from page_steps import again_is_told, answering, begin, compared, end, give, ready, said, say, visit
 from seeing import looking, seeing
 from serving import ALPHABET, Served, serving, told, wait_until
 
@@ -215,7 +215,7 @@ def test_asked_again_among_others_the_bits_are_equal(page: Any, served: Served) 
     with served.llm.model.held_after(0):  # type: ignore[attr-defined]
         page.click("text=Ask again among others")
         wait_until(lambda: served.app.state.service.engine.num_waiting == 13)  # none comes after the answer's end
-    verdict = told_again(page, "equal")
+    verdict = compared(page, "equal")
     count = len(ANSWERS["long"]) + 1
     assert f"Equal: {count} of {count} tokens and log-probabilities, bit by bit." in verdict
     assert "while 12 other sequences ran" in verdict
