@@ -293,7 +293,7 @@ def misfit(counts: Tensor, expected: Tensor) -> float:
     return float(((counts - expected) ** 2 / expected).sum()) / limit(len(counts))
 
 
-@functools.cache
+@functools.lru_cache(2)  # one takes 100 MB
 def rows_of(way: str, num: int) -> tuple[SamplingParams, list[Sample]]:
     params = SamplingParams(**{"temperature": 1.0, **WAYS[way]})
     rows = []

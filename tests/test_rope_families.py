@@ -26,6 +26,7 @@ from whorl.rope_config.families import MODELS
 from whorl.rope_table import get_rope
 
 TOKENS = 7
+POSITIONS = 40  # and as long a table: whole ones of all families stay in memory, 6 GB of them
 # Default configurations that their own model cannot run, completed as published files complete them.
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -130,14 +131,14 @@ def theirs(family: Family, rotary: Any, config: Any, layer: str | None, q: Tenso
 
 def ours(config: RopeConfig, q: Tensor, positions: Tensor) -> Tensor:
     """The rotating channels alone: where they stand in a head is the model's own slicing."""
-    table = get_rope(dataclasses.replace(config, head_dim=config.rotary_dim, where="leading"))
+    table = get_rope(dataclasses.replace(config, head_dim=config.rotary_dim, where="leading"), rows=POSITIONS)
     return table.apply(q, q, table.lookup(positions))[0]
 
 
 def difference(family: Family, layer: str | None, config: Any, rotary: Any, rope: RopeConfig) -> float:
     assert hasattr(rotary, "mrope_section") == rope.is_mrope, "one of us gives positions several axes"
     q = torch.randn(TOKENS, 2, rope.rotary_dim)
-    positions = torch.randint(0, 40, (len(rope.sections) if rope.sections else 1, TOKENS))
+    positions = torch.randint(0, POSITIONS, (len(rope.sections) if rope.sections else 1, TOKENS))
     if config.model_type in ON_TEXT:
         positions[:] = positions[:1].clone()
     axes = positions[:, None] if rope.is_mrope else positions
