@@ -51,7 +51,6 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.collect()
         gc.freeze()
-        gc.collect()  # counts what is left: a full collection waits until a quarter as much again has come
         gc.enable()
 
 
