@@ -4,10 +4,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from whorl.bench.progress import say
 from whorl.bench.provenance import Document
 from whorl.bench.serve_record import Record
 from whorl.bench.workload import Load, Request
+from whorl.engine.heap import keep_objects
 from whorl.engine.llm import LLM
 from whorl.engine.load import use_one_stream
 from whorl.engine.sequence import SamplingParams
@@ -31,6 +34,7 @@ def load_engine(model: str | None, random_config: str | None, settings: EngineSe
     work = WarmUp(llm, kind_for(settings.warmup, llm.runner.device, is_server=True))
     for _ in shown(work.run(), say=say):
         pass
+    keep_objects()  # as a server does when it is warm
     return llm
 
 
@@ -61,7 +65,7 @@ class EngineLoad:
     ) -> None:
         self._llm, self._load, self._seconds, self._on_end = llm, load, seconds, on_end
         self._waiting = list(reversed(requests))
-        self._prompts = {request.index: [ids[place] for place in request.prompt] for request in requests}
+        self._ids = np.asarray(ids)
         self._params = {
             request.index: SamplingParams(temperature=0, max_tokens=request.num_output, ignore_eos=ignore_eos)
             for request in requests
@@ -116,7 +120,7 @@ class EngineLoad:
         record.num_input = len(request.prompt)
         self._records.append(record)
         try:
-            (seq,) = self._llm.add(self._prompts[request.index], self._params[request.index])
+            (seq,) = self._llm.add(self._ids[request.prompt].tolist(), self._params[request.index])
         except ValueError as error:
             record.failure, record.message = "refused", str(error)
             self._end(record)

@@ -7,6 +7,8 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from whorl.engine.heap import keep_objects
+
 from .forwarded import END, ForwardedRequest, Message
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Replica:
 
     async def _start_and_warm_up(self) -> None:
         ready, loop = asyncio.Event(), asyncio.get_running_loop()
+        self._service.engine.readiness.on_warm = keep_objects
         self._service.engine.readiness.on_ready = lambda: loop.call_soon_threadsafe(ready.set)
         await self._service.start()
         await ready.wait()

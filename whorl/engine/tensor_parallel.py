@@ -24,6 +24,7 @@ from .caches import cache_memory, cache_specs, token_bytes
 from .call import Call
 from .encoder import Job, Work
 from .features import as_tensor
+from .heap import keep_objects
 from .launch import Rank, RankGroup, RankPlace, start
 from .rank_messages import CALL, DRAFT, DROP, ENCODE, HEADER, LOGITS, PUT, STOP, receive_call, send, send_call
 from .runner import Result, Runner
@@ -200,6 +201,7 @@ def follow(rank: Rank) -> None:
     runner = FollowRunner(model, **settings)
     if draft_head is not None:
         runner.draft = Runner(draft_head, **settings | {"sp": None}, share_tables_with=runner)
+    keep_objects()  # a rank that collects garbage lets all others wait
     runner.follow(rank)
 
 

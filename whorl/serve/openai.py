@@ -229,6 +229,8 @@ def run(model: str | Path | None = None, engine: EngineSettings | None = None, *
 
 
 def _serve(app: "FastAPI", settings: ServerSettings, host: str, port: int) -> int:
+    from whorl.engine.heap import keep_objects
+
     from .connections import listen
     from .hosts import is_loopback
     from .http_server import HttpServer
@@ -256,6 +258,7 @@ def _serve(app: "FastAPI", settings: ServerSettings, host: str, port: int) -> in
     if (kind := app.state.service.warmup) != "off":
         _LOG.info("warming up (%s): %s answers 503 until it is ready", kind, where)
     ready = f"ready: serving {settings.names[0]} at {where}, with a page to talk to it at {root}/"
+    engine.readiness.on_warm = keep_objects
     engine.readiness.on_ready = lambda: _LOG.info(ready)
     server.run(sockets=list(listeners))
     if engine.failure is not None:

@@ -18,11 +18,13 @@ class WarmingUp(RuntimeError):
 class Readiness:
     """Runs the warm-up and says when it is done.
 
-    warming: the steps of the warm-up. It ends early when the server is to stop, which is then never ready.
+    warming: the steps of the warm-up. It ends early when the server is to stop, which is then never ready. on_warm is
+    called after the last step, before any request is taken; on_ready when requests are taken.
     """
 
     def __init__(self, warming: Iterable[Warming] = ()) -> None:
         self.is_ready = False
+        self.on_warm: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
         self.progress: Warming | None = None
         self._warming = warming
@@ -47,5 +49,6 @@ class Readiness:
             if is_stopping():
                 self._warming = ()  # drops the iterator, which removes its progress bar
                 return
+        self.on_warm()
         self.is_ready = True
         self.on_ready()
