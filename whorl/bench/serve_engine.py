@@ -10,7 +10,6 @@ from whorl.bench.progress import say
 from whorl.bench.provenance import Document
 from whorl.bench.serve_record import Record
 from whorl.bench.workload import Load, Request
-from whorl.engine.heap import keep_objects
 from whorl.engine.llm import LLM
 from whorl.engine.load import use_one_stream
 from whorl.engine.sequence import SamplingParams
@@ -34,7 +33,6 @@ def load_engine(model: str | None, random_config: str | None, settings: EngineSe
     work = WarmUp(llm, kind_for(settings.warmup, llm.runner.device, is_server=True))
     for _ in shown(work.run(), say=say):
         pass
-    keep_objects()  # as a server does when it is warm
     return llm
 
 

@@ -11,6 +11,7 @@ from whorl.bench.provenance import Document, provenance
 from whorl.bench.serve_options import LoadOptions
 from whorl.bench.serve_record import Record, percentiles
 from whorl.bench.workload import Load, Request, Workload
+from whorl.engine.heap import keep_objects
 from whorl.engine.settings import EngineSettings
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -65,6 +66,7 @@ class InProcess:
     def measure(
         self, load: Load, requests: Sequence[Request], seconds: float | None, on_end: OnEnd
     ) -> tuple[list[Record], Document]:
+        keep_objects()  # as a server does; the load's own requests are many more than a server's
         before = self._llm.stats()
         records = serve_engine.EngineLoad(
             self._llm, self._ids, load, requests, seconds=seconds, ignore_eos=self._ignore_eos, on_end=on_end
