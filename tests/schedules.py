@@ -33,13 +33,20 @@ MODELS = {
     "qwen3_moe": lambda: tiny(Qwen3, num_experts=8),
     "qwen3_bfloat16": lambda: tiny(Qwen3, torch.bfloat16),
 }
+QUICK = ("mock", "qwen3_moe")  # the others take part where all tests run
 LONGEST = 40
 
 
 def seeded(mock: range, others: range, *marks: Any) -> list[Any]:
     """Seeds of each model's schedules, for tests that take `name` and `seeds`; the mock model is quick."""
+    slow = [*marks, pytest.mark.slow]
     return [
-        pytest.param(name, mock if name == "mock" else others, marks=marks, id=f"{name}-{others.start}")
+        pytest.param(
+            name,
+            mock if name == "mock" else others,
+            marks=list(marks) if name in QUICK else slow,
+            id=f"{name}-{others.start}",
+        )
         for name in MODELS
     ]
 

@@ -161,6 +161,7 @@ def test_decode_of_random_weights_next_to_a_peer(shape: str) -> None:
         assert word in text
 
 
+@pytest.mark.slow
 def test_random_weights_may_be_quantised(shape: str) -> None:
     """Behind the name; a quarter of the bytes, and the embedding, the head and the norms as they are."""
     plain, packed = (
@@ -221,6 +222,7 @@ def test_verify(shape: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_draft_lengths(shape: str) -> None:
     arguments = ["--random-config", shape, "--draft-lengths", "1,3", "--batch", "2", "--tokens", "3", "--repeats", "1"]
     arguments += ["--context", "20"]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from test_inference_ops import assert_equal_bits, backends, is_slow
+from test_ops import backends_here
 from torch import Tensor
 
 from whorl.ops import OPS, causal_attention, paged_attention
@@ -62,9 +63,23 @@ def assert_bits_of_the_engine(values: Values, cuts: tuple[int, ...], backend: st
 INTERPRETED = {"lengths": (35, 2), "heads": 2, "kv_heads": 1, "dim": 16}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [0, 13])
-@pytest.mark.parametrize("backend", backends("causal_attention"))
+def by_turns(*windows: int) -> list[Any]:
+    """Backend, window and dtype; interpreted kernels take each window with one dtype in the quick tests."""
+    return [
+        pytest.param(
+            backend,
+            window,
+            dtype,
+            marks=[pytest.mark.slow] if is_slow(backend) and (i + j) % 2 else [],
+            id=f"{backend}-{window}-{dtype}",
+        )
+        for backend in backends_here(OPS["causal_attention"])
+        for i, window in enumerate(windows)
+        for j, dtype in enumerate(DTYPES)
+    ]
+
+
+@pytest.mark.parametrize(("backend", "window", "dtype"), by_turns(0, 13))
 def test_bits_are_those_of_the_engine(backend: str, window: int, dtype: torch.dtype, device: str) -> None:
     """Cut at no multiples of a tile or of a cut of the keys."""
     case = INTERPRETED if is_slow(backend) else {"lengths": (290, 77, 1)}

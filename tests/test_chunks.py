@@ -65,6 +65,7 @@ def test_fp32_rows_do_not_depend_on_who_adds_the_chunks(monkeypatch: pytest.Monk
     assert (whole - exact).abs().max() <= 2 * (reference - exact).abs().max()
 
 
+@pytest.mark.slow
 def test_packed_rows_do_not_depend_on_who_adds_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = launches(monkeypatch, packed_linear_triton)
     whole = packed(max(COUNTS))

@@ -62,7 +62,14 @@ def test_cuts_that_are_combined_ahead_have_the_bits_of_one_after_the_other(first
         assert not torch.equal(folded(_fold_ahead, stored, first, stop - 1, ahead), expected)
 
 
-@pytest.mark.parametrize(("queries", "contexts"), [((40,), (60,)), ((35, 20), (300, 20)), ((9,), (150,))])
+@pytest.mark.parametrize(
+    ("queries", "contexts"),
+    [
+        ((40,), (60,)),
+        pytest.param((35, 20), (300, 20), marks=pytest.mark.slow),
+        pytest.param((9,), (150,), marks=pytest.mark.slow),
+    ],
+)
 def test_padding_of_a_recorded_call_changes_no_bit(queries: tuple[int, ...], contexts: tuple[int, ...]) -> None:
     """Sequences without tokens, and tokens of no sequence behind the last, whose results are zero."""
     sizes = {"heads": 4, "kv_heads": 2, "dim": 32}

@@ -420,7 +420,8 @@ def transitions(k: int, num: int = 1000, length: int = 20, **params: Any) -> tup
 FILTERED = {"temperature": 0.8, "top_k": 3, "top_p": 0.9}
 
 
-@pytest.mark.parametrize("params", [{"temperature": 1.0}, pytest.param(FILTERED, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("params", [{"temperature": 1.0}, FILTERED], ids=str)
 def test_sequences_have_the_targets_distribution(params: dict[str, Any]) -> None:
     counts, right, llm = transitions(3, **params)
     assert counts.sum() >= 20_000
@@ -430,6 +431,7 @@ def test_sequences_have_the_targets_distribution(params: dict[str, Any]) -> None
         assert misfit(counts[before], right[before]) < 1, (counts, right)
 
 
+@pytest.mark.slow
 def test_a_planted_bias_shows_in_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "_residual", lambda p, q: p)
     counts, right, _ = transitions(3, num=500, temperature=1.0)

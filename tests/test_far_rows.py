@@ -48,7 +48,12 @@ def answer(op: Op, values: dict) -> list[Tensor]:
     return [t.clone() for t in outputs if t is not None]
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPS.items() if "triton" in op.impls])
+KERNELS = [name for name, op in OPS.items() if "triton" in op.impls]
+# Every second one in the quick tests.
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if i % 2 else []) for i, name in enumerate(KERNELS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_far_apart_are_found(name: str) -> None:
     op = OPS[name]
     values = case_of(op)

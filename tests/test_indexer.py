@@ -84,7 +84,7 @@ def test_every_order_of_magnitude(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("is_few", [True, False])
-@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("ties", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_long_rows_are_chosen_from_in_pieces(
     ties: bool, is_few: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

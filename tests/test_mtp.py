@@ -170,7 +170,8 @@ def run_checked(name: str, seed: int, **changes: Any) -> tuple[Checked, LLM]:
     return proposer, llm
 
 
-@pytest.mark.parametrize("name", ["v32", pytest.param("v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["v32", "v3"])
+@pytest.mark.slow
 def test_drafts_are_what_the_layer_says(name: str) -> None:
     seen: Counter[str] = Counter()
     for seed in range(4):
@@ -210,6 +211,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return replayed
 
 
+@pytest.mark.slow
 def test_recorded_drafts_are_the_same(graphs: list[int]) -> None:
     """Both runners replay, padded to the sizes that are recorded, and what one leaves the other has copied."""
     for seed in range(3):

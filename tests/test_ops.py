@@ -44,7 +44,7 @@ def walk(
 
     slow_triton: interpreted kernels in the slow tests alone; half: every second case of theirs.
     """
-    most = 0 if slow_triton else 40
+    most = 0 if slow_triton else 8
 
     def is_slow(backend: str, case: Values, i: int) -> bool:
         return backend == "triton" and is_interpreting() and (num_rows(case) > most or (half and i % 2 == 1))

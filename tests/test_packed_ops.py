@@ -29,8 +29,8 @@ KINDS: list[dict[str, Any]] = [
 ]
 COUNTS = (1, 3, 16, 64, 200)
 names = {"ids": lambda kind: "-".join(map(str, kind.values()))}
-# In the interpreter two of them, one of each width, and the others where all tests run.
-SOME = [kind if i in (1, 5) else pytest.param(kind, marks=pytest.mark.slow) for i, kind in enumerate(KINDS)]
+# In the interpreter one of them, and the others where all tests run.
+SOME = [kind if i == 1 else pytest.param(kind, marks=pytest.mark.slow) for i, kind in enumerate(KINDS)]
 
 
 def made(op: str, kind: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **case: Any) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def test_stop_ends_the_request_and_keeps_what_was_said(page: Any, served: Served
     wait_until(served.is_idle)  # its blocks are free
 
 
+@pytest.mark.slow
 def test_branches_and_a_reload(page: Any) -> None:
     say(page, "hello")
     page.click("article.user >> text=Edit")
@@ -325,6 +326,7 @@ def test_marks_of_direction_stay_inside_the_answer(page: Any) -> None:
     assert "\\u{202e}" in page.text_content("#token .shows")  # and can be seen
 
 
+@pytest.mark.slow
 def test_a_line_of_a_megabyte(page: Any) -> None:
     line = "<b>x" * (1 << 18)
     for coloured in (True, False):
@@ -433,6 +435,7 @@ def test_the_engine_is_drawn_as_it_fills(opened: Any) -> None:
         end(page)
 
 
+@pytest.mark.slow
 def test_phone_and_dark(opened: Any, served: Served) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
     with window(opened, color_scheme="dark") as page:
@@ -458,6 +461,7 @@ def test_phone_and_dark(opened: Any, served: Served) -> None:
         assert page.evaluate(paper) == "rgb(255, 255, 255)"
 
 
+@pytest.mark.slow
 def test_everything_that_can_be_used_has_a_name(page: Any) -> None:
     """As a screen reader is told by the browser."""
     say(page, "hello")

@@ -78,7 +78,7 @@ def test_every_array_of_a_call_begins_at_a_multiple_of_16_bytes(size: tuple[int,
     [
         ("paged_attention", 1),
         pytest.param("paged_attention", 3, marks=pytest.mark.slow),
-        ("paged_attention", 7),
+        pytest.param("paged_attention", 7, marks=pytest.mark.slow),
         ("experts", 5),
     ],
 )

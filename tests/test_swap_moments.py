@@ -71,9 +71,16 @@ def decoded(one: Piece) -> list[Tensor]:
 # ---- the kernel
 
 
+# In the quick tests every option with one dtype, by turns.
+UPDATES = [
+    pytest.param(name, dtype, marks=[pytest.mark.slow] if (i + j) % 3 else [], id=f"{name}-{dtype}")
+    for i, name in enumerate(OPTIONS)
+    for j, dtype in enumerate(DTYPES)
+]
+
+
 @needs_triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "dtype"), UPDATES)
 def test_the_kernel_updates_as_torch_does(name: str, dtype: torch.dtype, device: str) -> None:
     """As on the CPU: torch's kernel on CUDA rounds 1 - beta2 to fp32, which is 5e-5 off."""
     group, sizes = GROUP | OPTIONS[name], (1, 77, 256, 5 * BLOCK + 3, 9000)

@@ -337,11 +337,12 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        pytest.param(None, 0, marks=pytest.mark.slow, id="normal"),
+        pytest.param(None, 0, id="normal"),
         pytest.param(signal.SIGINT, -signal.SIGINT, id="ctrl-c"),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow, id="kill"),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="kill"),
     ],
 )
+@pytest.mark.slow
 def test_no_rank_outlives_the_program(end: signal.Signals | None, code: int, checkpoints: dict[str, Path]) -> None:
     """It has no guard of its main module either."""
     text = PROGRAM.format(tests=str(ROOT / "tests"), path=str(checkpoints["llama"]))

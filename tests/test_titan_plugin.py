@@ -270,6 +270,7 @@ def python_030(*command: str, **environment: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @needs_030
 def test_overrides_of_torchtitan_030() -> None:
     report = python_030(str(ROOT / "tests" / "titan_v030.py"))

@@ -122,7 +122,7 @@ def test_backward_with_others_between(reshard: str, order: str, ep: int, tmp_pat
     assert any(got["whole"]) == (reshard == "never"), "a stage is gathered, and its gradients are, while it computes"
 
 
-@pytest.mark.parametrize("reshard", ["always", "never"])
+@pytest.mark.parametrize("reshard", ["always", pytest.param("never", marks=pytest.mark.slow)])
 def test_parts_are_added_up_in_fp32(reshard: str, tmp_path: Path) -> None:
     """As whole backwards are, when parameters and so their gradients are bfloat16."""
     layout = Degrees(reshard=reshard, dtype="bfloat16")

@@ -370,7 +370,9 @@ def test_a_failed_warm_up_is_a_failed_engine() -> None:
 
 def test_ready_is_said_last(tmp_path: Path) -> None:
     arguments = "llm=told(warmup='short', warm=False, max_num_batched_tokens=64, max_num_seqs=2)"
-    tell = "import gc; gc.freeze = lambda freeze=gc.freeze: (freeze(), print('kept', gc.get_freeze_count(), flush=True))"
+    tell = (
+        "import gc; gc.freeze = lambda freeze=gc.freeze: (freeze(), print('kept', gc.get_freeze_count(), flush=True))"
+    )
     with (tmp_path / "log").open("wb") as out, own_process(arguments, first=tell, output=out):
         lines = (tmp_path / "log").read_text().splitlines()
     about = [line.split("INFO:")[-1].strip() for line in lines if "warming up" in line or "ready" in line]
@@ -379,7 +381,8 @@ def test_ready_is_said_last(tmp_path: Path) -> None:
     assert any("of" in line for line in about[1:-1]), "where there is no terminal, lines say how far it is"
     kept = [i for i, line in enumerate(lines) if line.startswith("kept ")]
     ready = [i for i, line in enumerate(lines) if "ready: serving" in line]
-    assert len(kept) == 1 and kept < ready, "no request may wait for a garbage collection over torch's objects"
+    assert len(kept) == 1
+    assert kept < ready, "no request may wait for a garbage collection over torch's objects"
     assert int(lines[kept[0]].split()[1]) > 50_000
 
 

@@ -17,6 +17,7 @@ import functools
 import inspect
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -56,8 +57,11 @@ KERNELS: dict[str, Callable[..., Any]] = (
     | sparse_kernels.KERNELS
     | training_kernels.KERNELS
 )
-# Of a small case: the error of its 64 numbers in one draw is up to 1.5 times that of many.
-DRAWS = 6
+# Of a small case: the error of its 64 numbers in one draw is up to 1.5 times that of many. So one draw tells enough if
+# it is this far below the 2 that test_torch_npu.py allows; where all tests run, every case has all draws.
+WAYS = ("forward", "backward")
+DRAWS, CLEAR = 6, 2 / 1.5
+IS_ALL = os.environ.get("WHORL_TEST_ALL") == "1"
 IN_PLACE: dict[str, Callable[..., Any]] = kernels.IN_PLACE | attention_kernels.IN_PLACE
 
 
@@ -141,11 +145,20 @@ def run_calls(recorded: list[Any]) -> Iterator[Values]:
                     called.clear()
                     row = {"op": op.name, "case": str(case), "dtype": str(dtype)[6:]}
                     try:
-                        row |= pooled([compare(op, drawn(op, case, dtype, seed)) for seed in range(DRAWS)])
+                        row |= pooled(list(compared(op, case, dtype)))
                     except Exception:
                         row["error"] = traceback.format_exc()
                     yield row | {"called": sorted(set(called))}
     library._destroy()
+
+
+def compared(op: Op, case: Values, dtype: torch.dtype) -> Iterator[Values]:
+    """A row for each draw: one draw if it is clear, else all."""
+    first = compare(op, drawn(op, case, dtype, 0))
+    yield first
+    is_clear = "refused" in first or all(first[way]["ratio"] <= CLEAR for way in WAYS if way in first)
+    for seed in range(1, DRAWS) if IS_ALL or not is_clear else ():
+        yield compare(op, drawn(op, case, dtype, seed))
 
 
 def run_int4pack() -> dict[str, list[Any]]:
@@ -170,7 +183,7 @@ def pooled(rows: list[Values]) -> Values:
     if "refused" in rows[0]:
         return rows[0]
     worst = {}
-    for way in [way for way in ("forward", "backward") if way in rows[0]]:
+    for way in [way for way in WAYS if way in rows[0]]:
         draws = [row[way] for row in rows]
         worst[way] = max(draws, key=lambda d: d["ratio"]) | {"ratio": rms(torch.tensor([d["ratio"] for d in draws]))}
     return worst
