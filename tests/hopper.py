@@ -85,7 +85,8 @@ def inspect(cubin: bytes) -> dict[str, Any]:
         "registers": int(numbers["REG"]),
         "stack": int(numbers["STACK"]),
         "spills": sass.count("LDL") + sass.count("STL"),
-        "wide_loads": len(re.findall(r"\bLDG(?:STS)?\.E(?:\.\w+)*\.128\b", sass)),  # .EF, .BYPASS: hints
+        # .EF, .BYPASS: hints; UTMALDG: the copy engine
+        "wide_loads": len(re.findall(r"\bLDG(?:STS)?\.E(?:\.\w+)*\.128\b|\bUTMALDG\b", sass)),
         "wide_stores": len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", sass)),
         "tensor_core_products": sass.count("HGMMA"),
     }

@@ -16,6 +16,8 @@ CASES: dict[str, Values] = {
     "window": {"queries": (900, 65), "contexts": (900, 1500), "window": 200},
     "large blocks": {"queries": (300, 40), "contexts": (400, 900), "block": 128},
     "few heads": {"queries": (300,), "contexts": (5000,), "heads": 5, "kv_heads": 5},
+    "small blocks": {"queries": (300, 17), "contexts": (700, 17), "block": 8},
+    "other blocks": {"queries": (300,), "contexts": (1001,), "block": 48},
 }
 
 
@@ -44,6 +46,42 @@ def test_the_kernel_for_hopper_gives_the_bits_of_the_plain_one(
     actual = attend(values)
     monkeypatch.setattr(prompt_triton, "hopper_reason", lambda *_: "to compare")
     assert torch.equal(actual, attend(values))
+
+
+@pytest.mark.parametrize("has_table", [True, False])
+def test_where_heads_and_blocks_lie_changes_no_bit(*, has_table: bool) -> None:
+    """Keys and values of a block side by side, and heads that lie far apart."""
+    if has_table:
+        values = made({"queries": (300, 77), "contexts": (900, 77)}, torch.bfloat16)
+        names, call = ("k_cache", "v_cache"), attend
+    else:
+        values = packed((300, 77), torch.bfloat16)
+        names, call = ("q", "k", "v"), lambda values: OPS["causal_attention"](**values, backend="triton")[0]
+    expected = call(values)
+    heads_first = {name: values[name].transpose(-3, -2).contiguous().transpose(-3, -2) for name in names}
+    assert torch.equal(call(values | heads_first), expected)
+    pairs = torch.stack([values[name] for name in names[-2:]], 1)
+    beside = {name: pairs[:, i] for i, name in enumerate(names[-2:])}
+    assert torch.equal(call(values | beside), expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_lies_past_the_end_changes_no_bit(value: float) -> None:
+    """The rest of a sequence's last block, blocks of no sequence, and in training the next sequence."""
+    values = made({"queries": (300, 77), "contexts": (901, 77)}, torch.bfloat16)
+    used = torch.zeros(values["k_cache"].shape[:2], dtype=torch.bool, device="cuda")
+    for table, length in zip(values["block_tables"].long(), values["context_lens"].tolist(), strict=True):
+        at = torch.arange(length, device="cuda")
+        used[table[at // 16], at % 16] = True
+    mask = ~used[..., None, None]
+    spoilt = {name: values[name].masked_fill(mask, value) for name in ("k_cache", "v_cache")}
+    assert torch.equal(attend(values | spoilt), attend(values))
+    values = packed((301, 100), torch.bfloat16)
+    spoilt = {name: values[name].clone() for name in ("k", "v")}
+    for x in spoilt.values():
+        x[301:] = value
+    out = [OPS["causal_attention"](**values | other, backend="triton")[0][:301] for other in ({}, spoilt)]
+    assert torch.equal(*out)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])

@@ -147,7 +147,6 @@ def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
 
 # What they read or write is a few numbers for each program: sums, chosen experts, a token.
 SMALL_READS = {"_route_kernel", "_route_backward_kernel", "_sort_kernel", "_fold_kernel"}
-SMALL_READS |= {"_warpgroup_kernel"}  # one row among 128 threads; weights come by the copy engine
 SMALL_READS |= {"_add_chunks_kernel"}  # the sums of one token
 SMALL_READS |= {"_sum_kernel"}  # without a GPU there are 4 shares, of which a program reads 32 columns each
 SMALL_WRITES = {

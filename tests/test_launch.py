@@ -14,6 +14,8 @@ import triton.language as tl
 from stub_driver import StubDriver, stub_driver
 from torch import Tensor
 from triton import knobs
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from whorl.bench.first_steps import compiled_kernels
@@ -115,6 +117,18 @@ def test_another_kind_is_another_kernel(changes: dict[str, Any], stub: StubDrive
     assert len(by_triton) == 4 + 2
 
 
+def test_matrices_of_the_copy_engine_are_told_apart_by_their_boxes() -> None:
+    def kind(x: Tensor, box: list[int], swizzle: int = 128) -> Any:
+        layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
+        args, options = arguments(x=TensorDescriptor.from_tensor(x, box, layout))
+        return Launched(scaled)._describe(*args, **options)[0]
+
+    x = torch.zeros(32, 64, dtype=torch.bfloat16)
+    assert kind(x, [8, 64]) == kind(torch.ones(48, 128, dtype=torch.bfloat16), [8, 64])
+    others = [kind(x, [16, 64]), kind(x.half(), [8, 64]), kind(x, [8, 32], 64), kind(x, [8, 64], 64)]
+    assert len({kind(x, [8, 64]), *others}) == 5
+
+
 LOOSE: list[tuple[dict[str, Any], int]] = [  # a launch, and the number of kernels so far
     ({}, 1),
     ({"n": 48}, 1),
@@ -189,6 +203,8 @@ def test_hooks_of_launches_are_called(stub: StubDriver, monkeypatch: pytest.Monk
 def test_a_global_that_has_changed_is_noticed(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Launched(doubled)
     ours[(1,)](ROW, BLOCK=32)
+    ours[(1,)](ROW, BLOCK=32)
+    monkeypatch.setitem(globals(), "SCALE", tl.constexpr(2))  # another object of the same value
     ours[(1,)](ROW, BLOCK=32)
     monkeypatch.setitem(globals(), "SCALE", tl.constexpr(3))
     with pytest.raises(RuntimeError, match="Global variable SCALE has changed"):

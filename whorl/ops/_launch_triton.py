@@ -6,7 +6,7 @@ kind distinguishes at least what Triton specialises on: every constant and optio
 address is a multiple of 16 bytes, whether an integer is 1, a multiple of 16 or wider than 32 bits, and the type of
 every number. An argument that the kernel names in `do_not_specialize` or `do_not_specialize_on_alignment` counts for
 as little as it does for Triton. Triton settings that change compilation are not part of the key: those of the first
-launch stay in effect.
+launch stay in effect. Of a matrix described to the copy engine the key holds the dtype, the box and its layout.
 
 Even that key takes 6 microseconds for a kernel of twenty arguments. Where everything but the tensors follows from the
 shapes, `prepare` fixes the rest once, and a launch then looks at nothing but the tensors.
@@ -64,6 +64,7 @@ class Launched:
         self.kernel = kernel
         self._describe = _describer(kernel)
         self._compiled: dict[Key, dict[int, Compiled]] = {}  # by kind and device
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []  # those that the kernel uses, as last compared
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return functools.partial(self._launch, grid)
@@ -100,10 +101,18 @@ class Launched:
         # A chain of hooks has a list of them, which may be empty; an older Triton has one hook or None.
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self.kernel.pre_run_hooks:
             return False
-        for (name, _), (value, where) in self.kernel.used_global_vals.items():
+        used = self.kernel.used_global_vals
+        if len(self._globals) == len(used):  # layouts take a microsecond each to compare: first by identity
+            for where, name, value in self._globals:
+                if _unwrapped(where.get(name)) is not value:
+                    break
+            else:
+                return True
+        for (name, _), (value, where) in used.items():
             # Constants are compared by their values: their own comparison makes a constant of each and of the result.
             if _unwrapped(where.get(name)) != _unwrapped(value):
                 return False
+        self._globals = [(where, name, _unwrapped(where.get(name))) for (name, _), (_, where) in used.items()]
         return True
 
     def _remember(self, key: Key, kernel: Any) -> Compiled | None:
@@ -212,4 +221,8 @@ def _kind(parameter: Any) -> str:
 
 
 def _unknown(value: Any) -> Any:
+    """Return the kind of a matrix that the copy engine fetches boxes of; anything else is left to Triton."""
+    if value.__class__.__name__ == "TensorDescriptor":
+        rounds = getattr(value, "round_f32_to_tf32", False)  # newer releases of Triton
+        return (value.base.dtype, *value.block_shape, value.layout, value.padding, rounds)
     raise TypeError(f"a {type(value).__name__} is launched by Triton itself")

@@ -11,9 +11,9 @@ from whorl.device import is_interpreting
 from .._hopper import gluon_reason
 from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2
+from .copied_rows import FEWEST_KEYS, box_of, rows_reason
 from .cuts_triton import LN_2, Scales, add_mass, attention_weights, cut_of, fold, load_cut, sum_values
 
-_HOPPER_QUERIES = 128
 FEW_SEQUENCES, MANY_SEQUENCES = 32, 256  # few are counted within one warp
 
 
@@ -141,19 +141,16 @@ def prompt(
     shapes = {
         "HQ": heads,
         "G": heads // k_cache.shape[2],
-        "BLOCK_SIZE": k_cache.shape[1],
+        "BLOCK_SIZE": k_cache.shape[1] if lse is None else 1,  # training has no blocks, but any number of tokens
         "BLOCK_B": sequence_block(count),
         "HAS_LSE": lse is not None,
         "enable_fp_fusion": False,
     }
     outputs = (y, y if lse is None else lse)
-    if hopper_reason(tensors, strides) is None:
-        from .prompt_gluon_triton import REGISTERS, STAGES, _prompt_gluon_kernel
+    if hopper_reason(tensors, strides, lse) is None:
+        from .prompt_gluon_triton import run
 
-        _prompt_gluon_kernel[(heads, ceil_div(tokens, _HOPPER_QUERIES) + count)](
-            *tensors, *outputs, *strides, scale, window, count, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4,
-            **shapes,
-        )  # fmt: skip
+        run(tensors, outputs, strides, scale, window, shapes)
         return y
     is_narrow, is_wide = q.element_size() == 2, dim > 128
     has_room = lse is None  # the sum for lse takes registers that 128 queries, or keys loaded ahead, would need
@@ -183,13 +180,18 @@ def sequence_block(count: int) -> int:
     return FEW_SEQUENCES if count <= FEW_SEQUENCES else max(MANY_SEQUENCES, power_of_2(count))
 
 
-def hopper_reason(tensors: list[Tensor], strides: tuple[int, ...]) -> str | None:
+def hopper_reason(tensors: list[Tensor], strides: tuple[int, ...], lse: Tensor | None = None) -> str | None:
     """Return None where the Hopper kernel takes these, else the reason that the plain one runs; the bits are equal."""
-    q = tensors[0]
+    q, k_cache, v_cache = tensors[:3]
     if q.shape[2] != 128 or q.element_size() != 2:
         return f"takes 128 channels of 16 bits, got {q.shape[2]} of {q.dtype}"
-    if tensors[1].dtype != q.dtype:
-        return f"copies keys unchanged to the tensor cores, but the cache holds codes, {tensors[1].dtype}"
+    if k_cache.dtype != q.dtype:
+        return f"copies keys unchanged to the tensor cores, but the cache holds codes, {k_cache.dtype}"
     if any(stride % 8 for stride in strides[:-1]) or any(not t.is_meta and t.data_ptr() % 16 for t in tensors[:3]):
         return "copies 16 bytes at a time, but rows are not aligned to 16 bytes"
+    if lse is None and box_of(k_cache.shape[1]) < FEWEST_KEYS:
+        return f"copies {FEWEST_KEYS} keys or more at a time, but blocks hold {k_cache.shape[1]}"
+    for x, apart in ((q[None], (0, *strides[:2])), (k_cache, strides[2:5]), (v_cache, strides[5:8])):
+        if (reason := rows_reason(x.shape, apart)) is not None:
+            return reason
     return gluon_reason(q.device)
