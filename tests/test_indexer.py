@@ -433,7 +433,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("module", "old", "new"), FAULTS.values(), ids=FAULTS)
+QUICK = {"one equal too many", "equals left out", "no ReLU", "a block of keys lost"}
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [pytest.param(*f, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, f in FAULTS.items()],
+)
 def test_a_planted_fault_is_found(
     module: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,8 +245,13 @@ def assert_same(actual: list[tuple[Any, Logits]], expected: list[tuple[Any, Logi
         assert all(torch.equal(mine[place], theirs[place]) for place in theirs)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        pytest.param(name, format, marks=[] if (format == "fp8") == (name == "qwen3_window") else [pytest.mark.slow])
+        for name, format in product(MODELS, FORMATS)
+    ],
+)
 def test_logits_do_not_depend_on_the_schedule(name: str, format: str) -> None:
     model = MODELS[name]()
     one: dict[str, Any] = {"kv_cache_dtype": format, "use_prefix_cache": False, "max_prompt_tokens": 2048}

@@ -184,7 +184,7 @@ def test_equal_scores_go_to_the_earliest_and_planted_keys_are_found() -> None:
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
-        pytest.param(coded, {"num_hidden_layers": 1}, id="sparse-codes"),
+        pytest.param(coded, {"num_hidden_layers": 1}, id="sparse-codes", marks=pytest.mark.slow),
         pytest.param(tiny, {"num_hidden_layers": 2}, id="sparse-numbers", marks=pytest.mark.slow),
         pytest.param(coded, V3, id="v3-codes", marks=pytest.mark.slow),
         pytest.param(tiny, V3, id="v3-numbers", marks=pytest.mark.slow),

@@ -198,6 +198,7 @@ print(json.dumps([torch.get_num_threads(), [bool(torch.equal(a[0], b)) for a, b 
 """
 
 
+@pytest.mark.slow
 def test_threads_of_the_host_do_not_share_a_row() -> None:
     """In a process of its own: what a test forks would wait for these threads for ever."""
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False)

@@ -123,7 +123,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+QUICK = {"llama-tied", "llama-bias", "llama-longrope", "gemma3", "qwen2", "mistral", "qwen3", "qwen3-yarn", "moe"}
+QUICK |= {"llama-default", "llama-llama3", "llama-linear", "llama-yarn", "llama-dynamic", "qwen3-layer-types"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+)
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     """64 greedy steps: the tokens are equal, and the logits of every step to 1e-5."""
     hf = save(tmp_path, VARIANTS[name])

@@ -417,6 +417,7 @@ OTHERS = """() => {
 }"""
 
 
+@pytest.mark.slow
 def test_the_engine_is_drawn_as_it_fills(opened: Any) -> None:
     with serving(told(ANSWERS, delay=0.02, max_num_seqs=2)) as served, window(opened) as page:
         visit(page, served)

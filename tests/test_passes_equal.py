@@ -80,6 +80,7 @@ def test_real_widths(kind: str, dtype: torch.dtype) -> None:
     equal(2, shape, (33,))
 
 
+@pytest.mark.slow
 def test_any_number_of_tokens() -> None:
     """One graph with symbolic tokens: none, one, fewer than ranks, odd, even."""
     equal(2, Shape(kind="qwen3", vl=True, int8=True, layers=1), (8, 7, 33, 3, 2, 1, 0), dynamic=True)

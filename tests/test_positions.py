@@ -110,7 +110,12 @@ def test_every_model_type_has_a_transformers_class():
     assert set(MODEL_CLASSES) == set(MODEL_TYPES)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+QUICK = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"}
+
+
+@pytest.mark.parametrize(
+    "model_type", [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in MODEL_TYPES]
+)
 @PROPERTY
 @given(rows=ROWS, merge=st.integers(1, 3), pad=st.sampled_from(["left", "right"]), data=st.data())
 def test_equals_transformers(model_type, rows, merge, pad, data):

@@ -114,6 +114,7 @@ def test_the_swap_optimizer_is_adamw_on_two_ranks(degree: str, tmp_path: Path) -
         assert mine.answer == whole.answer
 
 
+@pytest.mark.slow
 def test_one_rank_to_two_and_back(swapped: Any, tmp_path: Path) -> None:
     """Same weights, moments and place in the data, to the bit; one step on two ranks, and one rank takes it over."""
     copy_checkpoint(swapped[0] / "checkpoint", tmp_path / "checkpoint", 4)

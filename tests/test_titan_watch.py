@@ -82,7 +82,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "swap"),
     [
-        ("weights", ()),
+        pytest.param("weights", (), marks=pytest.mark.slow),
         pytest.param("moments", ("--optimizer.swap",), marks=pytest.mark.slow),
         pytest.param("moments", (), marks=pytest.mark.slow),
     ],

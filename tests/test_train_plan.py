@@ -385,6 +385,7 @@ def test_the_command_prints_the_table() -> None:
     assert "25% of its mean" in done.output
 
 
+@pytest.mark.slow
 def test_the_command_as_json() -> None:
     done = run(*ASKED, "--cards", "32", "--json")
     assert done.exit_code == 1
