@@ -35,7 +35,7 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-WIDE = ("linear",)  # operators that models call in fp32, too
+IN_FP32 = ("linear",)  # operators that models call in fp32, too
 DESCRIBED = "tensordesc<{}{},{!r}>"  # how the JIT names the type of a block that the copy engine fetches
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 
@@ -48,7 +48,9 @@ def record(launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]) 
     _overlap_triton.overlaps_kernels = lambda device: True  # as a Hopper GPU does
 
 
-def build(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def build(
+    kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_quick: bool = False
+) -> dict[str, Any]:
     values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in OPTIONS}
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -69,27 +71,43 @@ def build(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     make = GluonASTSource if kernel.is_gluon() else ASTSource
     source = make(kernel, signature, constants, attributes)
     options = {k: kwargs[k] for k in OPTIONS if k in kwargs}
-    return inspect(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"])
+    return inspect(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options), is_quick=is_quick)
 
 
-def inspect(cubin: bytes) -> dict[str, Any]:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+WIDE = r"(?:\.\w+)*\.(?:v2\.\w64|v4\.\w32|v8\.\w16)\b"  # 16 bytes in PTX
+WIDE_LOADS = rf"\bld\.global{WIDE}|\bcp\.async\.c[ag]\.shared\.global .*0x10\b|\bcp\.async\.bulk\.tensor\b"
+
+
+def inspect(compiled: Any, *, is_quick: bool = False) -> dict[str, Any]:
+    """What a kernel uses. Its machine code takes a second to read: where PTX says it all, quick tests do not ask."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
-        command = [tool, "--dump-resource-usage", "--dump-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    usage, _, sass = text.partition("code for")
-    numbers = dict(part.split(":", 1) for part in usage.split() if part.count(":") == 1)
-    return {
-        "registers": int(numbers["REG"]),
-        "stack": int(numbers["STACK"]),
+        usage, ptx = _dump("--dump-resource-usage", file.name), compiled.asm["ptx"]
+        numbers = dict(part.split(":", 1) for part in usage.split() if part.count(":") == 1)
+        row = {
+            "registers": int(numbers["REG"]),
+            "stack": int(numbers["STACK"]),
+            "spills": 0,  # without a stack there is none
+            "wide_loads": len(re.findall(WIDE_LOADS, ptx)),
+            "wide_stores": len(re.findall(rf"\bst\.global{WIDE}", ptx)),
+            "tensor_core_products": ptx.count("wgmma.mma_async"),
+        }
+        if is_quick and not row["stack"] and row["wide_loads"] and row["wide_stores"]:
+            return row
+        sass = _dump("--dump-sass", file.name)
+    return row | {
         "spills": sass.count("LDL") + sass.count("STL"),
         # .EF, .BYPASS: hints; UTMALDG: the copy engine
         "wide_loads": len(re.findall(r"\bLDG(?:STS)?\.E(?:\.\w+)*\.128\b|\bUTMALDG\b", sass)),
         "wide_stores": len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", sass)),
-        "tensor_core_products": sass.count("HGMMA"),
+        "tensor_core_products": len(re.findall(r"\b[HIQ]GMMA\b", sass)),
     }
+
+
+def _dump(what: str, name: str) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([tool, what, name], capture_output=True, text=True, check=True).stdout
 
 
 def update_moments() -> None:
@@ -116,7 +134,7 @@ def main() -> None:
     operators = [OPS[name] for name in sys.argv[1:] if name != "--once"] or list(OPS.values())
     for op, chip in itertools.product(operators, ((0, 0), _hopper.HOPPER)):  # plain kernels, and those of one chip
         _hopper.compute_capability = lambda device, chip=chip: chip
-        dtypes = (torch.bfloat16, torch.float32) if op.name in WIDE else (torch.bfloat16,)
+        dtypes = (torch.bfloat16, torch.float32) if op.name in IN_FP32 else (torch.bfloat16,)
         for case, dtype in itertools.product(op.bench_cases if "triton" in op.impls else (), dtypes):
             values = op._bind((), op.make(**case, dtype=dtype, device="meta"))
             launches.clear()
@@ -129,7 +147,8 @@ def main() -> None:
                 key = once if is_once else (kernel.__name__, str(kwargs), str(ones), str(codes))
                 if key not in seen:  # operators and sizes share kernels
                     seen.add(key)
-                    rows.append({"op": op.name, "case": str(case), "kernel": key[0], **build(kernel, args, kwargs)})
+                    built = build(kernel, args, kwargs, is_quick=is_once)
+                    rows.append({"op": op.name, "case": str(case), "kernel": key[0], **built})
     if len(operators) == len(OPS):
         launches.clear()
         update_moments()

@@ -200,8 +200,8 @@ class Prompt:
     [
         pytest.param("llama", torch.float32, marks=pytest.mark.slow),
         pytest.param("gemma3", torch.bfloat16, marks=pytest.mark.slow),
-        ("qwen3_moe", torch.bfloat16),
-        pytest.param("llama", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", torch.bfloat16, marks=pytest.mark.slow),
+        ("llama", torch.bfloat16),
         pytest.param("qwen3_moe", torch.float32, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -134,6 +134,7 @@ def test_sampled_outputs_have_the_targets_distribution(engine: Callable[..., LLM
     assert llm.num_drafted - llm.num_accepted > 100
 
 
+@pytest.mark.slow
 def test_its_cache_takes_its_part_of_the_memory(engine: Callable[..., LLM]) -> None:
     """Of every rank's: latents are not sharded. The default draft length is measured on all ranks together."""
     target, layer = make_pair(num_attention_heads=HEADS)

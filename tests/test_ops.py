@@ -274,7 +274,13 @@ def check_registration(op: Op, case: Values) -> None:
     opcheck(op.node, *op._split(values), test_utils=checks[is_fp8:])
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+SLOW_TO_TRACE = ("mrope_backward", "qk_norm_rope", "qk_norm_rope_backward")
+
+
+@pytest.mark.parametrize(
+    "op",
+    [pytest.param(op, id=name, marks=[pytest.mark.slow] * (name in SLOW_TO_TRACE)) for name, op in OPS.items()],
+)
 def test_opcheck(op: Op) -> None:
     check_registration(op, op.cases[1])
 

@@ -28,8 +28,9 @@ def graph(sources: dict[Path, str]) -> Graph:
     edges: Graph = {}
     for name, path in modules.items():
         names: list[str] = []
+        package = module_name(path.parent / "__init__.py")
         for node in ast.walk(ast.parse(sources[path])):
-            names += [*imported(node, path), *named(node, module_name(path.parent / "__init__.py"))]
+            names += [*imported(node, path), *named(node, package)]
         edges[name] = {owner for full in names if (owner := owner_of(full, modules)) not in (None, name)}
     return edges
 

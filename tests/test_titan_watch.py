@@ -35,6 +35,7 @@ def test_a_gradient(tmp_path: Path) -> None:
     assert said.endswith("weights as before")
 
 
+@pytest.mark.slow
 def test_one_of_two_ranks(tmp_path: Path) -> None:
     answers = poisoned(tmp_path, "layers.1.attention.wo forward 1 2", "--training.local_batch_size", "1", size=2)
     for said in answers:
