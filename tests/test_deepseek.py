@@ -120,7 +120,7 @@ def test_configurations_that_are_refused(change: dict[str, Any], message: str) -
 # ---- one arithmetic
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "sparse")) for name in MODELS])
 def test_decoded_equals_prefilled(name: str) -> None:
     llm = engine(MODELS[name]())
     outputs = llm.generate([PROMPT[:n] for n in (1, 12, 21)], SAMPLED, progress=False)

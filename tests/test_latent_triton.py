@@ -134,7 +134,8 @@ def test_codes_are_widened_to_what_they_stand_for() -> None:
 # ---- the choice
 
 
-@pytest.mark.parametrize("coded_keys", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("coded_keys", [False, True])
 def test_a_choice_does_not_depend_on_what_is_scored_beside_it(
     coded_keys: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,8 @@ NODES = {
 }
 
 
-@pytest.mark.parametrize("path", ["masked", pytest.param("absorbed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["masked", "absorbed"])
 def test_whole_graphs_with_our_operators_as_nodes(path: str) -> None:
     answer = shared(1).run(_capture, path, timeout=TIMEOUT)[0]
     assert answer["breaks"] == 0

@@ -282,8 +282,8 @@ def _sharded(name: str, layout: dict[str, int], names: tuple[str, ...]) -> list[
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("deepseek_v3", {"ep": 2}),
-        ("deepseek_v3", {"tp": 2}),
+        pytest.param("deepseek_v3", {"ep": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"tp": 2}, marks=pytest.mark.slow),
         ("llama3", {"tp": 2}),
         ("deepseek_v32", {"ep": 2}),
         ("deepseek_v32", {"tp": 2}),

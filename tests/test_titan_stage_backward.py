@@ -114,7 +114,7 @@ def _worst(got: Result, want: Result) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize(("order", "ep"), [(ORDER, 1), (ORDER, 2), (WHOLE, 2)], ids=["parts", "parts, ep", "whole, ep"])
-@pytest.mark.parametrize("reshard", ["always", "never"])
+@pytest.mark.parametrize("reshard", ["always", pytest.param("never", marks=pytest.mark.slow)])
 def test_backward_with_others_between(reshard: str, order: str, ep: int, tmp_path: Path) -> None:
     got = _run(tmp_path, order, Degrees(reshard=reshard, ep=ep))
     worst, name = _worst(got, expected_result(2))
