@@ -65,15 +65,34 @@ def test_boxes_divide_blocks() -> None:
     assert [box_of(size) for size in (1, 8, 12, 16, 48, 128, 256, 384)] == [1, 8, 4, 16, 16, 128, 128, 128]
 
 
-def reason_for(block: int, *, lse: Tensor | None = None) -> str | None:
-    q, cache = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((32, 4, 128), (9, block, 2, 128)))
-    strides = (*q.stride()[:2], *cache.stride()[:3], *cache.stride()[:3], 9)
+def reason_for(cache: Tensor, *, lse: Tensor | None = None) -> str | None:
+    q = meta(32, 4, 128)
+    strides = (*q.stride()[:2], *strides_of(cache), *strides_of(cache), 9)
     return prompt_triton.hopper_reason([q, cache, cache], strides, lse)
 
 
-def test_the_kernel_of_prompts_says_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def meta(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_hopper, "compute_capability", lambda device: _hopper.HOPPER)
     monkeypatch.setattr(_hopper, "is_interpreting", lambda: False)
-    assert reason_for(16) is None
-    assert reason_for(12) == f"copies {FEWEST_KEYS} keys or more at a time, but blocks hold 12"
-    assert reason_for(12, lse=torch.empty(32, 4, device="meta")) is None  # in training there are no blocks
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("block", [8, 16, 48, 128])
+def test_the_kernel_of_prompts_takes_the_layouts_whose_bits_are_compared(block: int) -> None:
+    """So that tests/test_attention_bits.py compares it, and not the plain kernel with itself."""
+    assert reason_for(meta(9, block, 2, 128)) is None
+    assert reason_for(meta(9, 2, block, 128).transpose(1, 2)) is None
+    assert reason_for(meta(9, 2, block, 2, 128)[:, 1]) is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_kernel_of_prompts_says_what_it_does_not_take() -> None:
+    assert reason_for(meta(9, 12, 2, 128)) == f"copies {FEWEST_KEYS} keys or more at a time, but blocks hold 12"
+    assert reason_for(meta(1, 12, 2, 128), lse=torch.empty(32, 4, device="meta")) is None  # training has no blocks
+    reason = reason_for(torch.empty_strided((9, 16, 2, 128), (4104, 256, 128, 1), dtype=torch.bfloat16, device="meta"))
+    assert reason == "copies whole rows, but blocks lie 4104 elements apart, and tokens 256"
