@@ -70,6 +70,14 @@ def add(a, b):
 
 
 @gluon.jit
+def rescale_factors(top, cut_top):
+    """Return what `rescale_factors` of attention/cuts_triton.py does: the highest score, and two factors of sums."""
+    new = gl.maximum(top, cut_top)
+    shift = gl.where(new == float("-inf"), 0.0, new)
+    return new, gl.exp2(top - shift), gl.exp2(cut_top - shift)
+
+
+@gluon.jit
 def row_sum(x, ROWS: gl.constexpr, LENGTH: gl.constexpr):
     """Return the sums of the rows of x, as `row_sum` of _sums_triton.py, with equal bits; LENGTH: 256 or more."""
     x = _add_neighbours(x, ROWS, LENGTH, LENGTH // 8)

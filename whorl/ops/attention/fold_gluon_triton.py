@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from .._gluon_triton import async_load, begin, follow, reinterpret, sync
+from .._gluon_triton import async_load, begin, follow, reinterpret, rescale_factors, sync
 from .._overlap_triton import overlap
 from .cuts_triton import cut_of
 
@@ -70,11 +70,9 @@ def _higher(a, b):
 
 @gluon.jit
 def _store_factors(factors, before, tops, totals, highest):
-    """Store what `rescale_factors` gives for each cut, and its sum of weights; return the highest score up to each."""
+    """Store the two factors of each cut, and its sum of weights; return the highest score up to each."""
     top = gl.maximum(gl.associative_scan(before, 0, _higher), highest)
-    new = gl.maximum(top, tops)
-    shift = gl.where(new == float("-inf"), 0.0, new)
-    keep, add = gl.exp2(top - shift), gl.exp2(tops - shift)
+    new, keep, add = rescale_factors(top, tops)
     rows = gl.join(gl.join(keep, totals), gl.join(add, totals)).reshape([MANY, 4])
     reinterpret(factors, gl.float32, [MANY, 4], _PLAIN).store(rows)
     return new

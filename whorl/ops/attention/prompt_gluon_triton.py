@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .._gluon_triton import add, barriers, load_block, reinterpret, sync
+from .._gluon_triton import add, barriers, load_block, reinterpret, rescale_factors, sync
 from .._launch_triton import launched
 from .._rows import Strides, ceil_div
 from .copied_cuts_gluon_triton import CUT, HALF, TILE, D, blocks_of, clear, described, load_cut
@@ -111,14 +111,6 @@ def _weigh(scores, i, num_full, position, window, scale, dtype: gl.constexpr, HA
 
 
 @gluon.jit
-def _factors(top, cut_top):
-    """The highest score up to a cut, and the factors of the sums before it and of its own."""
-    new = gl.maximum(top, cut_top)
-    shift = gl.where(new == float("-inf"), 0.0, new)
-    return new, gl.exp2(top - shift), gl.exp2(cut_top - shift)
-
-
-@gluon.jit
 def _start_cut(
     scores, vs, ones, v_ready, stage, phase, i, num_full, position, window, scale, top, mass, dtype: gl.constexpr,
     HAS_LSE: gl.constexpr,
@@ -127,7 +119,7 @@ def _start_cut(
     cut_top, weights, cut_mass = _weigh(scores, i, num_full, position, window, scale, dtype, HAS_LSE)
     mbarrier.wait(v_ready.index(stage), phase)
     cut_out, sums = _start_values(weights, vs, ones, stage)
-    top, keep, more = _factors(top, cut_top)
+    top, keep, more = rescale_factors(top, cut_top)
     if HAS_LSE:
         mass = gl.fma(cut_mass, more, mass * keep)
     return cut_out, sums, top, keep, more, mass
