@@ -46,6 +46,7 @@ WRONG = {
     "max_num_seqs is 0, expected at least 1": {"max_num_seqs": 0},
     "max_num_seqs is None, expected a whole number": {"max_num_seqs": None},
     "max_model_len is 1, expected at least 2": {"max_model_len": 1},
+    "prompt_graphs is 2049, expected at most 2048": {"prompt_graphs": 2049},
     "tp is 1.5, expected a whole number": {"tp": 1.5},
     "block_size is True, expected a whole number": {"block_size": True},
     "gpu_memory_utilization is 0, expected more than 0": {"gpu_memory_utilization": 0},

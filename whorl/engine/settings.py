@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from whorl.engine.graph_sizes import PROMPTS
 from whorl.fields import check, option
 
 # The sections of --help.
@@ -151,11 +152,12 @@ class EngineSettings:
         panel=SWITCHES,
     )
     prompt_graphs: int = option(
-        2048,
+        PROMPTS[-1],
         "Record steps with prompts of up to so many tokens as well, if decode steps are recorded: else a short prompt "
         "waits for the host. 0: none.",
         panel=SWITCHES,
         least=0,
+        most=PROMPTS[-1],
     )
     run_ahead: bool | None = option(
         None,
