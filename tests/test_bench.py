@@ -167,6 +167,7 @@ class TestSelftest:
         assert failed
         assert all(f.what.startswith("gradient of") for f in failed)
 
+    @pytest.mark.slow
     def test_writing_to_an_argument_is_found(self, planted):
         def careless(x, weight, eps, plus_one):
             y = rms_norm.reference(x, weight, eps, plus_one=plus_one)

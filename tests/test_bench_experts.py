@@ -183,6 +183,7 @@ def test_no_sequence_ends_while_steps_are_timed(ahead: bool, monkeypatch: pytest
 # ---- a crowd of strangers
 
 
+@pytest.mark.slow
 def test_sequences_over_a_cache_of_bytes_choose_different_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With bytes of one sign attention gives all sequences the same output, and they choose the same experts."""
 

@@ -226,6 +226,7 @@ def test_rate_rises_and_falls() -> None:
     assert settings.rate(300) == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_curve_learns_and_is_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     settings = train_curve.CurveSettings(

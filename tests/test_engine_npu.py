@@ -19,10 +19,10 @@ from whorl.engine.llm import LLM
 from whorl.engine.speculate.draft_model import DraftModel
 
 ENGINE = HERE / "npu" / "engine.py"
-RUNS = ("llama:crowded", "qwen3:lookup", "experts:w4a16", "vision:plain", "deepseek:plain")
+RUNS = ("qwen3:lookup", "experts:w4a16", "vision:plain", "deepseek:plain")
 MORE = ("llama:plain", "window:lookup", "experts:plain", "qwen3:draft_model", "qwen3:plain", "qwen3:crowded")
 MORE += ("experts:draft_model", "window:plain", "window:crowded", "experts:w8a8", "qwen3:w4a16", "deepseek:crowded")
-MORE += ("deepseek:mtp", "deepseek_v3:plain", "deepseek_v3:lookup")
+MORE += ("llama:crowded", "deepseek:mtp", "deepseek_v3:plain", "deepseek_v3:lookup")
 DENSE = {"npu_linear", "npu_rms_norm", "npu_add_rms_norm", "npu_swiglu", "npu_top_k_top_p"}
 CACHE = {"npu_scatter_pa_kv_cache", "npu_fused_infer_attention_score"}
 ROUTED = {"npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_finalize_routing"}

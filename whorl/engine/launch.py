@@ -186,19 +186,19 @@ class RankGroup(Rank):
         self._raise_failure()
         if self._is_closed:
             raise RankError("tensor parallel: the ranks have been closed; create a new LLM")
-        self._is_busy = True
-        try:
-            with _interrupts_wait() as interrupted:
+        with _interrupts_wait() as interrupted:  # around the try: Ctrl-C just before or after the block breaks nothing
+            self._is_busy = True
+            try:
                 yield
-        except BaseException as error:
-            reason = self._reason(_GRACE) if _is_echo(error) else None
-            self.close(is_broken=True)
-            if reason is not None:
-                self._failure = reason
-                raise RankError(reason) from error
-            raise
-        finally:
-            self._is_busy = False
+            except BaseException as error:
+                reason = self._reason(_GRACE) if _is_echo(error) else None
+                self.close(is_broken=True)
+                if reason is not None:
+                    self._failure = reason
+                    raise RankError(reason) from error
+                raise
+            finally:
+                self._is_busy = False
         if interrupted.is_set():
             raise KeyboardInterrupt
 
