@@ -36,7 +36,14 @@ def packed(count: int, columns: int = 128) -> torch.Tensor:
     x = torch.randn(max(COUNTS), length, generator=generator).to(DEVICE, torch.float16)
     bias = torch.randn(COLUMNS, generator=generator).to(DEVICE, torch.float16)
     return ops.packed_linear(
-        x[:count], packed_int4(codes).to(DEVICE), scales, None, bias, rows=1, columns=columns, backend="triton"
+        x[:count],
+        packed_int4(codes).to(DEVICE),
+        scales,
+        None,
+        bias,
+        columns=columns,
+        layout="int4_tiled",
+        backend="triton",
     )
 
 

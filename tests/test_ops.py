@@ -233,7 +233,7 @@ def test_a_program_may_take_many_blocks(op: Op, monkeypatch: pytest.MonkeyPatch)
     check(op, "triton", arguments(op, max(op.cases, key=num_rows), torch.float32))
 
 
-NPU_ORDER = "takes 4-bit codes as int32, got torch.uint8, which is torch_npu's order"
+NPU_ORDER = "reads the layouts bytes, bytes_tiled, int4_tiled, got int4_paired"
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -243,7 +243,7 @@ def test_accelerated_backends_take_the_cases(op: Op) -> None:
         refused = []
         for case in op.cases:
             reason = reason_against(op, backend, arguments(op, case, torch.bfloat16))
-            # Two caches and torch_npu's order of codes are Ascend's, and no model has them elsewhere.
+            # Two caches and torch_npu's layout of codes are Ascend's, and no model has them elsewhere.
             refused += [] if reason in (None, ONE_CACHE, NPU_ORDER) else [reason]
         assert len(refused) <= (1 if op.mutates else 0), refused
 

@@ -23,8 +23,8 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "int4", "columns": 32, "zeros": True},
     {"kind": "int4", "columns": 8},
     {"kind": "int8"},
-    {"kind": "int8", "columns": 64, "zeros": True, "tiled": True},
-    {"kind": "fp8", "rows": 128, "columns": 128, "tiled": True},
+    {"kind": "int8", "columns": 64, "zeros": True, "layout": "bytes_tiled"},
+    {"kind": "fp8", "rows": 128, "columns": 128, "layout": "bytes_tiled"},
     {"kind": "fp8"},
 ]
 COUNTS = (1, 3, 16, 64, 200)
@@ -57,7 +57,7 @@ def rounded_to_powers(values: dict[str, Any]) -> dict[str, Any]:
 def test_where_four_bits_stand(columns: int) -> None:
     numbers = torch.randint(0, 16, (2, 3, columns))
     codes = layout.packed_int4(numbers)
-    assert codes.shape == (2, 3, layout.width(torch.int32, columns, True))
+    assert codes.shape == (2, 3, layout.LAYOUTS["int4_tiled"].width(columns))
     for k in range(columns):
         w, p, i, e = k % 128 // 32, k % 32 // 8, k % 8 // 2, k % 2
         word = codes[..., k // 128 * 16 + 4 * i + w].long() & 0xFFFFFFFF
@@ -69,7 +69,7 @@ def test_where_four_bits_stand(columns: int) -> None:
 def test_where_bytes_stand(dtype: torch.dtype) -> None:
     numbers = torch.randint(-100, 100, (3, 150)).float().to(dtype)
     codes = layout.tiled_bytes(numbers)
-    assert codes.shape == (3, layout.width(dtype, 150, True))
+    assert codes.shape == (3, layout.LAYOUTS["bytes_tiled"].width(150))
     for k in range(150):
         p, i, e = k % 64 // 8, k % 8 // 2, k % 2
         assert torch.equal(codes[:, k // 64 * 64 + 16 * i + 2 * p + e].float(), numbers[:, k].float())
@@ -97,9 +97,8 @@ def test_values_are_rounded_once(backend: str, kind: dict[str, Any]) -> None:
     """Products with the unit vectors are the weight's values, computed here one group at a time."""
     values = made("packed_linear", kind, tokens=(1,), size=(20, 136))
     codes, scales, zeros = values["codes"].cpu(), values["scales"].double().cpu(), values["zeros"]
-    numbers = layout.unpacked_int4(codes, 136) if codes.dtype == torch.int32 else codes
-    numbers = layout.plain_bytes(codes, 136) if kind.get("tiled") else numbers
-    numbers, expected = numbers.float().double(), torch.empty(20, 136)
+    numbers = layout.find(values["layout"]).unpack(codes, 136).float().double()
+    expected = torch.empty(20, 136)
     for n, k in [(n, k) for n in range(20) for k in range(136)]:
         at = n // kind.get("rows", 1), k // (kind.get("columns") or 136)
         zero = (8 if kind["kind"] == "int4" else 0) if zeros is None else zeros[at]
@@ -111,11 +110,35 @@ def test_values_are_rounded_once(backend: str, kind: dict[str, Any]) -> None:
 def test_both_orders_of_four_bits_give_one_result() -> None:
     numbers, scales = torch.randint(0, 16, (16, 96)), torch.rand(16, 3)
     zeros, x = torch.randint(0, 17, (16, 3)), torch.randn(3, 96).bfloat16()
-    expected = ops.packed_linear(x, layout.packed_int4(numbers), scales, zeros, columns=32, backend="torch")
+    tiled = x, layout.packed_int4(numbers), scales, zeros
+    expected = ops.packed_linear(*tiled, columns=32, layout="int4_tiled", backend="torch")
     paired = x, layout.paired_int4(numbers), scales, zeros - 8
-    assert torch.equal(ops.packed_linear(*paired, columns=32, backend="torch"), expected)
-    with pytest.raises(RuntimeError, match=r"takes 4-bit codes as int32, got torch\.uint8"):
-        ops.packed_linear(*paired, columns=32, backend="triton")
+    assert torch.equal(ops.packed_linear(*paired, columns=32, layout="int4_paired", backend="torch"), expected)
+    with pytest.raises(RuntimeError, match="reads the layouts bytes, bytes_tiled, int4_tiled, got int4_paired"):
+        ops.packed_linear(*paired, columns=32, layout="int4_paired", backend="triton")
+    refusal = packed_torch_npu.reason(*tiled, rows=1, columns=32, layout="int4_tiled")
+    assert refusal == "reads the layouts bytes and int4_paired, got int4_tiled"
+
+
+def test_a_layout_is_one_row_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4-bit codes in bytes of their own: the dtype is that of int4_paired, and says nothing of the order."""
+    own = layout.Layout(
+        dtypes=(torch.uint8,),
+        width=lambda columns: columns,
+        unpack=lambda codes, columns: codes.flip(-1),
+        middle=layout.MIDDLE,
+    )
+    numbers, scales = torch.randint(0, 16, (3, 16, 96)), torch.rand(3, 16, 3)
+    x, options = torch.randn(5, 96).bfloat16(), {"columns": 32, "backend": "torch"}
+    with pytest.raises(ValueError, match="layout is 'reversed', expected one of bytes, bytes_tiled, int4_tiled"):
+        ops.packed_linear(x, numbers[0].byte(), scales[0], layout="reversed")
+    monkeypatch.setitem(layout.LAYOUTS, "reversed", own)
+    codes, tiled = numbers.byte().flip(-1), layout.packed_int4(numbers)
+    expected = ops.packed_linear(x, tiled[0], scales[0], layout="int4_tiled", **options)
+    assert torch.equal(ops.packed_linear(x, codes[0], scales[0], layout="reversed", **options), expected)
+    assert torch.equal(own.picked(codes, slice(1, 3), 96), numbers[1:3])
+    with pytest.raises(RuntimeError, match="got reversed"):
+        ops.packed_linear(x, codes[0], scales[0], columns=32, layout="reversed", backend="triton")
 
 
 @pytest.mark.parametrize("backend", backends("packed_linear"))
@@ -128,7 +151,7 @@ def test_chunks_begin_at_zero_and_are_added_in_order(backend: str) -> None:
     x[1, 5], x[1, 1024:1424], x[1, 2999] = large, 1, -large  # lost, since 400 are added before what is large goes
     x[2, 1024:1424], x[2, 5], x[2, 9] = 1, large, -large  # kept: in one chunk nothing is left of the large ones
     arguments = (t.to(DEVICE) for t in (x, codes, ones.expand(2, 1)))
-    y = ops.packed_linear(*arguments, backend=backend)
+    y = ops.packed_linear(*arguments, layout="int4_tiled", backend=backend)
     assert y.tolist() == [[large + 1024] * 2, [0.0] * 2, [400.0] * 2]
 
 
@@ -138,7 +161,7 @@ def test_chains_in_fp32_begin_at_zero_inside_of_a_chunk() -> None:
     x, large = torch.zeros(1, 512), 2.0**31
     x[0, 5], x[0, 256:] = large, 1
     arguments = (t.to(DEVICE) for t in (x, codes, torch.ones(2, 1)))
-    assert ops.packed_linear(*arguments, backend="triton").tolist() == [[large + 256] * 2]
+    assert ops.packed_linear(*arguments, layout="int4_tiled", backend="triton").tolist() == [[large + 256] * 2]
 
 
 @pytest.mark.parametrize("kind", SOME, **names)
@@ -196,7 +219,7 @@ def test_int8_is_the_exact_integer(backend: str) -> None:
     ("changes", "message"),
     [
         ({"codes": lambda t: t[:, :8]}, r"codes is \[40, 8\] torch.int32, expected \[N, 16\] for 128 columns"),
-        ({"codes": lambda t: t.long()}, "codes is torch.int64, expected int32"),
+        ({"codes": lambda t: t.long()}, "codes is torch.int64, expected torch.int32 in layout int4_tiled"),
         ({"scales": lambda t: t[:, :1]}, r"scales of codes are \[40, 1\] .*, expected \[40, 4\]"),
         ({"zeros": lambda t: t.float()}, "zeros of codes are .*, expected .* integers"),
         ({"rows": 0}, "rows is 0"),
@@ -239,10 +262,10 @@ def test_the_engine_reads_packed_weights(name: str, tmp_path: Path, monkeypatch:
         own = OPS[op].reference
         monkeypatch.setattr(OPS[op], "reference", lambda *a, own=own, op=op, **k: calls.append(op) or own(*a, **k))
     tokens = torch.tensor([1, 5, 3, 8])
-    matrices = [m for m in model.modules() if getattr(m, "layout", None) is not None]
+    matrices = [m for m in model.modules() if laid_out.packing_of(m) is not None]
     assert matrices, "nothing was laid out"
     for mine, other in zip(model.modules(), plain.modules(), strict=True):
-        if getattr(mine, "layout", None) is not None:
+        if laid_out.packing_of(mine) is not None:
             rows = tokens[:2] if len(mine.shape) == 2 else slice(1, 3)
             assert_same(mine.format.values(mine), other.format.values(other))
             assert_same(mine.format.values_of(mine, rows), other.format.values_of(other, rows))
@@ -289,14 +312,14 @@ def test_ascend_reads_packed_weights(name: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.undo()
     plain = weights.load_model(path, device="cpu", dtype=dtype, unpack=False)
     pairs = zip(model.modules(), plain.modules(), strict=True)
-    pairs = [(mine, other) for mine, other in pairs if laid_out.layout_of(mine) is not None]
+    pairs = [(mine, other) for mine, other in pairs if laid_out.packing_of(mine) is not None]
     assert len(pairs) == count
     assert any(reason in why for why in reasons) if reason else not reasons
     for mine, other in pairs:
         rows = torch.tensor([5, 0, 3]) if len(mine.shape) == 2 else slice(1, 3)
         assert_same(mine.format.values(mine), other.format.values(other))
         assert_same(mine.format.values_of(mine, rows), other.format.values_of(other, rows))
-        assert packed_torch_npu._weight(mine.codes).data_ptr() == mine.codes.data_ptr()
+        assert packed_torch_npu._weight(mine.codes, mine.packing.layout).data_ptr() == mine.codes.data_ptr()
         assert mine.scales.mT.is_contiguous()
         assert mine.scales.dtype == dtype
     from test_quant_formats import logits
@@ -329,12 +352,12 @@ def test_what_no_kernel_reads_is_said() -> None:
 def test_on_a_gpu_kernels_read_packed_weights(name: str, tmp_path: Path) -> None:
     path, _ = write(tmp_path, CASES[name], "moe")
     model = weights.load_model(path, device="cuda", dtype=torch.bfloat16)
-    packed = [m for m in model.modules() if getattr(m, "layout", None) is not None]
+    packed = [m for m in model.modules() if laid_out.packing_of(m) is not None]
     assert packed, json.dumps([type(m).__name__ for m in model.modules()])
     for matrix in (m for m in packed if len(m.shape) == 2):
         x = torch.randn(70, matrix.shape[1], device="cuda").bfloat16()
         held = matrix.codes, matrix.scales, getattr(matrix, "zeros", None)
-        assert ops.packed_linear.choose(x, *held, **matrix.layout._asdict()).backend == "triton"
+        assert ops.packed_linear.choose(x, *held, **matrix.packing._asdict()).backend == "triton"
         whole = matrix.format.linear(matrix, x, None)
         assert torch.equal(matrix.format.linear(matrix, x[:1], None), whole[:1])
         gold = x.double() @ matrix.format.values(matrix).double().T

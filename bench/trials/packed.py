@@ -27,7 +27,7 @@ from whorl.ops.moe.experts_triton import combine
 from whorl.ops.quantised import few_gluon_triton as few
 from whorl.ops.quantised import packed_experts_triton as tiles_of_experts
 from whorl.ops.quantised import packed_linear_triton as tiles
-from whorl.ops.quantised.layout import CHUNK, packed_int4, tiled_bytes, values
+from whorl.ops.quantised.layout import CHUNK, LAYOUTS, packed_int4, tiled_bytes, values
 from whorl.ops.quantised.product_triton import Weight
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -86,18 +86,19 @@ def make(kind: str, *shape: int) -> Weight:
             codes = torch.randint(-(2**31), 2**31, (*lead, high, wide_words), device=DEVICE, dtype=torch.int32)
         else:
             codes = packed_int4(torch.randint(0, 16, shape, device=DEVICE))
-        return Weight(codes, scales.to(DTYPE), zeros, rows, columns, False)
+        return Weight(codes, scales.to(DTYPE), zeros, rows, columns, "int4_tiled")
     if kind == "int8":
         codes = tiled_bytes(torch.randint(-127, 128, shape, device=DEVICE, dtype=torch.int8))
-        return Weight(codes, scales, zeros, rows, columns, True)
+        return Weight(codes, scales, zeros, rows, columns, "bytes_tiled")
     numbers = torch.empty(shape, device=DEVICE, dtype=DTYPE).normal_(std=8)
-    return Weight(tiled_bytes(numbers.to(torch.float8_e4m3fn)), scales, zeros, rows, columns, True)
+    return Weight(tiled_bytes(numbers.to(torch.float8_e4m3fn)), scales, zeros, rows, columns, "bytes_tiled")
 
 
 def unpacked(weight: Weight, columns: int) -> Tensor:
     """Return the values of a weight in bf16."""
-    block = weight.rows, weight.columns
-    return values(weight.codes, weight.scales, weight.zeros, columns, DTYPE, block=block, tiled=weight.tiled)
+    block, layout = (weight.rows, weight.columns), LAYOUTS[weight.layout]
+    numbers = layout.unpack(weight.codes, columns)
+    return values(numbers, weight.scales, weight.zeros, DTYPE, block=block, middle=layout.middle)
 
 
 def take_experts(weight: Weight, *entries: int) -> Weight:
@@ -109,7 +110,7 @@ def take_experts(weight: Weight, *entries: int) -> Weight:
 
 def keywords(weight: Weight) -> dict[str, Any]:
     """Return the keyword arguments of the packed operators for a weight."""
-    return {"rows": weight.rows, "columns": weight.columns, "tiled": weight.tiled}
+    return {"rows": weight.rows, "columns": weight.columns, "layout": weight.layout}
 
 
 # ---- bits
@@ -296,7 +297,7 @@ def experts_job(kind: str, name: str, count: int, is_up: bool) -> tuple[Job, lis
     def run(sizes: dict[str, Any] | None, is_short: bool) -> float:
         chosen = sets[:1] if is_short else sets
         if sizes is None:
-            sizes = few.experts_plan(count * CHOICES, high, wide, weight.codes.dtype) if count <= 8 else None
+            sizes = few.experts_plan(count * CHOICES, high, wide, is_int4=weight.is_int4) if count <= 8 else None
             sizes = sizes or tiles_of_experts.plan(count)[0 if is_up else 1]
         if "CHUNKS" in sizes:
             return microseconds([lambda i=i: few.experts(x, weight, i, y, sizes, **options) for i in chosen])

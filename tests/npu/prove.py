@@ -167,7 +167,10 @@ def run_int4pack() -> dict[str, list[Any]]:
     numbers = torch.randint(0, 16, (3, 40, 24), dtype=torch.int32)
     theirs = torch.ops.npu.npu_convert_weight_to_int4pack((numbers - 8).mT.contiguous())
     library._destroy()
-    return {"ours": packed_torch_npu._weight(layout.paired_int4(numbers)).tolist(), "theirs": theirs.tolist()}
+    return {
+        "ours": packed_torch_npu._weight(layout.paired_int4(numbers), "int4_paired").tolist(),
+        "theirs": theirs.tolist(),
+    }
 
 
 def drawn(op: Op, case: Values, dtype: torch.dtype, seed: int) -> Values:

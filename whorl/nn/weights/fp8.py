@@ -14,7 +14,7 @@ from whorl.nn.ranks import Unit
 from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
 
 from .dense import DENSE
-from .laid_out import lay_out_bytes, layout_of, values_of, warn_unpacked
+from .laid_out import lay_out_bytes, packing_of, values_of, warn_unpacked
 from .quantised import (
     ONE_EACH,
     Pick,
@@ -126,7 +126,7 @@ class Fp8(Quantised):
         return scale_rows.to(matrix.weight.device)
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
-        if layout_of(matrix) is not None:
+        if packing_of(matrix) is not None:
             return values_of(matrix, pick)
         codes = (
             matrix.weight.view(torch.uint8)[pick].view(CODES).float()

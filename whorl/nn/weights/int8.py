@@ -14,7 +14,7 @@ from torch import Tensor
 from whorl import ops
 from whorl.nn.weight import Destination, Matrix, Part
 
-from .laid_out import lay_out_bytes, layout_of, narrow_for_npu, values_of, warn_unpacked
+from .laid_out import lay_out_bytes, narrow_for_npu, packing_of, values_of, warn_unpacked
 from .quantised import ONE_EACH, Pick, Quantised, entry_index, entry_parts, part_starts, stack_dims
 
 SPREAD = 127 / 3**0.5  # standard deviation of random codes
@@ -63,7 +63,7 @@ class Int8(Quantised):
         matrix.replace(weight=matrix.weight.data, scales=narrow_for_npu(matrix, scales))
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
-        if layout_of(matrix) is not None:
+        if packing_of(matrix) is not None:
             return values_of(matrix, pick)
         return (matrix.weight[pick].float() * matrix.scales[pick].unsqueeze(-1)).to(matrix.dtype)
 

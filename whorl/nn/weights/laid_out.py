@@ -1,7 +1,7 @@
 """Matrices rearranged for the operators that read packed weights, `ops.packed_linear` and `ops.packed_experts`.
 
 A matrix that is laid out has the parameters codes, scales and, unless all zero points have the default value, zeros.
-Its attribute `layout` describes their order. This is done once, when a matrix is loaded; products copy nothing. A
+Its attribute `packing` says how. This is done once, when a matrix is loaded; products copy nothing. A
 CPU has no kernels for it; there a matrix keeps its format's parameters.
 """
 
@@ -15,29 +15,18 @@ from torch import Tensor
 from whorl import ops
 from whorl.device import HOST, unavailable
 from whorl.nn.weight import Matrix
-from whorl.ops.quantised.layout import (
-    MIDDLE,
-    PAIRED,
-    num_rows,
-    packed_int4,
-    paired_int4,
-    tiled_bytes,
-    unpaired_rows,
-    values,
-    width,
-)
+from whorl.ops.quantised.layout import LAYOUTS, MIDDLE, Pick, find, packed_int4, paired_int4, tiled_bytes, values
 from whorl.ops.quantised.packed_torch_npu import weight_reason
 
-Pick = slice | Tensor
 NO_KERNELS = "there are no kernels for packed weights"
 
 
-class PackedLayout(NamedTuple):
-    """Keywords of `ops.packed_linear`: rows and columns per scale (columns 0: all), and whether codes are tiled."""
+class Packing(NamedTuple):
+    """Keywords of `ops.packed_linear`: rows and columns per scale (columns 0: all), and the layout of the codes."""
 
     rows: int
     columns: int
-    tiled: bool
+    layout: str
 
 
 def is_tiled_on(device: torch.device) -> bool | None:
@@ -50,9 +39,9 @@ def is_tiled_on(device: torch.device) -> bool | None:
     return False if unavailable("torch_npu", device.type) is None else None
 
 
-def layout_of(matrix: Matrix) -> PackedLayout | None:
-    """Return the layout of a matrix; None if it is not laid out for kernels."""
-    return getattr(matrix, "layout", None)
+def packing_of(matrix: Matrix) -> Packing | None:
+    """Return how a matrix is packed for kernels; None if it is not laid out for them."""
+    return getattr(matrix, "packing", None)
 
 
 def lay_out_bytes(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, **block: int) -> str | None:
@@ -64,16 +53,16 @@ def lay_out_bytes(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | No
     tiled = is_tiled_on(codes.device)
     if tiled is None:
         return NO_KERNELS
-    layout = PackedLayout(block.get("rows", 1), block.get("columns", 0), tiled)
+    packing = Packing(block.get("rows", 1), block.get("columns", 0), "bytes_tiled" if tiled else "bytes")
     if tiled:
-        codes = _by_entry(codes, tiled_bytes, width(codes.dtype, codes.shape[-1], tiled))
-        _set_parameters(matrix, codes, scales, zeros, layout)
+        codes = _by_entry(codes, tiled_bytes, LAYOUTS["bytes_tiled"].width(codes.shape[-1]))
+        _set_parameters(matrix, codes, scales, zeros, packing)
         return None
     if codes.dtype != torch.int8:
         return "torch_npu multiplies bf16 by int8 and int4, not by fp8"
-    scales, reason = _scales_for_npu(matrix, torch.int8, scales, zeros, layout.columns)
+    scales, reason = _scales_for_npu(matrix, scales, zeros, packing)
     if reason is None:
-        _set_parameters(matrix, codes, scales, zeros, layout)
+        _set_parameters(matrix, codes, scales, zeros, packing)
     return reason
 
 
@@ -94,15 +83,13 @@ def narrow_for_npu(matrix: Any, scales: Tensor) -> Tensor:
     return narrow if is_tiled_on(scales.device) is False and torch.equal(narrow.float(), scales.float()) else scales
 
 
-def _scales_for_npu(
-    matrix: Any, codes_dtype: torch.dtype, scales: Tensor, zeros: Tensor | None, columns: int
-) -> tuple[Tensor, str | None]:
+def _scales_for_npu(matrix: Any, scales: Tensor, zeros: Tensor | None, packing: Packing) -> tuple[Tensor, str | None]:
     """Return scales as torch_npu's kernels read them without a copy, and the reason that they cannot read the matrix.
 
     The scales are in the model's dtype, [.., N, groups] as a view of memory in the order [.., groups, N].
     """
     scales = narrow_for_npu(matrix, scales)
-    reason = weight_reason(matrix.shape, codes_dtype, matrix.dtype, scales, zeros, columns)
+    reason = weight_reason(matrix.shape, packing.layout, matrix.dtype, scales, zeros, packing.columns)
     if reason is not None and scales.dtype != matrix.dtype == torch.bfloat16:
         reason = f"its scales are {scales.dtype} and not exact in bfloat16; with dtype float16 they may be"
     return scales.mT.contiguous().mT, reason
@@ -119,16 +106,16 @@ def lay_out_int4(
     tiled = is_tiled_on(words.device)
     if tiled is None:
         return NO_KERNELS
-    layout = PackedLayout(1, columns, False)
+    packing = Packing(1, columns, "int4_tiled" if tiled else "int4_paired")
     if tiled:
-        packed_width = width(torch.int32, matrix.shape[-1], True)
+        packed_width = LAYOUTS["int4_tiled"].width(matrix.shape[-1])
         codes = _by_entry(words, lambda entry: packed_int4(unpack(entry)), packed_width)
-        _set_parameters(matrix, codes, scales, zeros, layout)
+        _set_parameters(matrix, codes, scales, zeros, packing)
         return None
-    scales, reason = _scales_for_npu(matrix, PAIRED, scales, zeros, columns)
+    scales, reason = _scales_for_npu(matrix, scales, zeros, packing)
     if reason is None:
         codes = _paired(words, unpack, matrix.shape)
-        _set_parameters(matrix, codes, scales, None if zeros is None else zeros.to(torch.int8) - MIDDLE, layout)
+        _set_parameters(matrix, codes, scales, None if zeros is None else zeros.to(torch.int8) - MIDDLE, packing)
     return reason
 
 
@@ -137,7 +124,7 @@ def _paired(words: Tensor, unpack: Callable[[Tensor], Tensor], shape: tuple[int,
     if words.dim() == 2:
         return paired_int4(unpack(words))
     count, rows, columns = shape
-    codes = torch.empty(count, columns, rows // 2, dtype=PAIRED, device=words.device).mT
+    codes = torch.empty(count, columns, rows // 2, dtype=torch.uint8, device=words.device).mT
     for entry, target in zip(words, codes, strict=True):
         target.copy_(paired_int4(unpack(entry)))
     return codes
@@ -156,59 +143,43 @@ def _by_entry(x: Tensor, change: Callable[[Tensor], Tensor], packed_width: int) 
     return changed
 
 
-def _set_parameters(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None, layout: PackedLayout) -> None:
+def _set_parameters(matrix: Any, codes: Tensor, scales: Tensor, zeros: Tensor | None, packing: Packing) -> None:
     matrix.replace(codes=codes, scales=scales, **({} if zeros is None else {"zeros": zeros}))
-    matrix.layout = layout
+    matrix.packing = packing
 
 
 def _spread_rows(matrix: Any) -> None:
     """Repeat scales that several rows share, so that every row has its own; the values do not change."""
-    rows = matrix.layout.rows
+    rows = matrix.packing.rows
     if rows > 1:
         scales = matrix.scales.repeat_interleave(rows, -2)[..., : matrix.shape[-2], :].contiguous()
         matrix.replace(codes=matrix.codes.data, scales=scales)
-        matrix.layout = matrix.layout._replace(rows=1)
+        matrix.packing = matrix.packing._replace(rows=1)
 
 
 def values_of(matrix: Any, pick: Pick) -> Tensor:
     """Do what `Quantised.values_of` does, for a matrix that is laid out."""
-    rows, columns, tiled = matrix.layout
-    scales, zeros, codes = matrix.scales, getattr(matrix, "zeros", None), matrix.codes
+    rows, columns, name = matrix.packing
+    scales, zeros, codes, layout = matrix.scales, getattr(matrix, "zeros", None), matrix.codes, find(name)
     scale_index: Any = pick
     if len(matrix.shape) == 2 and rows > 1:
         scale_index, rows = (torch.arange(matrix.shape[0], device=codes.device) // rows)[pick], 1
     zeros = None if zeros is None else zeros[scale_index]
-    return values(
-        _select(codes, pick),
-        scales[scale_index],
-        zeros,
-        matrix.shape[-1],
-        matrix.dtype,
-        block=(rows, columns),
-        tiled=tiled,
-    )
-
-
-def _select(codes: Tensor, pick: Pick) -> Tensor:
-    """Return the codes of some rows of a matrix, or of some matrices of a stack; rows that were in pairs as int8."""
-    if codes.dtype == PAIRED and codes.dim() == 2:
-        return unpaired_rows(codes, torch.arange(num_rows(codes), device=codes.device)[pick])
-    # Codes are indexed as bytes, because not every device can index fp8.
-    index_dtype = torch.int32 if codes.dtype == torch.int32 else torch.uint8
-    return codes.view(index_dtype)[pick].view(codes.dtype)
+    numbers = layout.picked(codes, pick, matrix.shape[-1])
+    return values(numbers, scales[scale_index], zeros, matrix.dtype, block=(rows, columns), middle=layout.middle)
 
 
 def linear(matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + bias for a matrix that is laid out."""
     parameters = matrix.codes, matrix.scales, getattr(matrix, "zeros", None)
-    return ops.packed_linear(x, *parameters, bias, **matrix.layout._asdict())  # type: ignore[no-any-return]
+    return ops.packed_linear(x, *parameters, bias, **matrix.packing._asdict())  # type: ignore[no-any-return]
 
 
 def experts(gate_up: Any, down: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """Return the output of experts whose matrices are laid out, as `ops.experts` does."""
-    # The operator takes one layout for both. gate_up has scales per row where a block would span gate and up.
-    if gate_up.layout != down.layout:
+    # The operator takes one packing for both. gate_up has scales per row where a block would span gate and up.
+    if gate_up.packing != down.packing:
         for matrix in (gate_up, down):
             _spread_rows(matrix)
     parameters = [getattr(matrix, name, None) for matrix in (gate_up, down) for name in ("codes", "scales", "zeros")]
-    return ops.packed_experts(x, *parameters, weights, ids, **gate_up.layout._asdict())  # type: ignore[no-any-return]
+    return ops.packed_experts(x, *parameters, weights, ids, **gate_up.packing._asdict())  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from torch import Tensor
 from whorl.nn.ranks import Unit
 from whorl.nn.weight import Matrix, Part
 
-from .laid_out import NO_KERNELS, is_tiled_on, lay_out_bytes, lay_out_int4, layout_of, values_of, warn_unpacked
+from .laid_out import NO_KERNELS, is_tiled_on, lay_out_bytes, lay_out_int4, packing_of, values_of, warn_unpacked
 from .quantised import Pick, Quantised, entry_parts
 
 WORD = 32
@@ -122,7 +122,7 @@ class Packed(Quantised):
         return groups.contiguous()
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
-        if layout_of(matrix) is not None:
+        if packing_of(matrix) is not None:
             return values_of(matrix, pick)
         columns = matrix.shape[-1]
         codes, scales = unpacked(matrix.words[pick], self.bits, columns), matrix.scales[pick].float()

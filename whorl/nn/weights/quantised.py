@@ -11,14 +11,13 @@ from torch import Tensor
 from whorl import ops
 from whorl.device import HOST
 from whorl.nn.weight import Format, Matrix, Part
+from whorl.ops.quantised.layout import Pick
 
 from . import laid_out
 
 TILE_VALUES = 1 << 23  # values unpacked at a time on a CPU: 32 MiB in fp32
 ONE_EACH = 1 << 62  # `size` of `part_starts` for parameters with one row per part: more rows than any part has
 SCALES = (torch.bfloat16, torch.float16)  # dtypes that fp32 scales are narrowed to where that loses nothing
-
-Pick = slice | Tensor  # which rows of a matrix, or which matrices of a stack
 
 
 class Quantised(Format):
@@ -37,7 +36,7 @@ class Quantised(Format):
         return self.values_of(matrix, slice(None))
 
     def linear(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        if laid_out.layout_of(matrix) is not None:
+        if laid_out.packing_of(matrix) is not None:
             return laid_out.linear(matrix, x, bias)
         rows = TILE_VALUES // matrix.shape[-1]
         if x.device.type != HOST or matrix.shape[0] <= rows:
@@ -50,7 +49,7 @@ class Quantised(Format):
 
     def experts(self, gate_up: Matrix, down: Matrix, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         # A device's kernels may read one of the two and refuse the other, by its zero points or scales.
-        if laid_out.layout_of(gate_up) is not None and laid_out.layout_of(down) is not None:
+        if laid_out.packing_of(gate_up) is not None and laid_out.packing_of(down) is not None:
             return laid_out.experts(gate_up, down, x, weights, ids)
         if x.device.type != HOST:
             return super().experts(gate_up, down, x, weights, ids)

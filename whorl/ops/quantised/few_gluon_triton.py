@@ -9,7 +9,6 @@ warps take different chunks of K; the sums of the chunks are added in order, as 
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -200,6 +199,7 @@ def _few_packed_kernel(
     ROUNDS: gl.constexpr,
     IS_WHOLE: gl.constexpr,
     OF_CODES: gl.constexpr,
+    IS_INT4: gl.constexpr,
     AHEAD: gl.constexpr,
     OVERLAP: gl.constexpr,
     WARPS: gl.constexpr,
@@ -212,7 +212,6 @@ def _few_packed_kernel(
     """
     ROWS: gl.constexpr = 16 * HIGH
     OUT: gl.constexpr = ROWS // 2 if ACTIVATE else ROWS
-    IS_INT4: gl.constexpr = codes_ptr.dtype.element_ty == gl.int32
     PER: gl.constexpr = 1 if GROUP == 0 or GROUP >= 128 else 128 // GROUP
     NUM: gl.constexpr = BLOCK_K // 128 * PER if IS_INT4 else BLOCK_K // 64
     STEP: gl.constexpr = BLOCK_K // NUM
@@ -332,17 +331,17 @@ def reason(x: Tensor, weight: Weight) -> str | None:
     group = weight.group(x.shape[-1])
     if x.element_size() != 2:
         return f"multiplies in 16 bits, got {x.dtype}"
-    if weight.codes.dtype == torch.int32:
+    if weight.is_int4:
         return None if group in (32, 64) or group % 128 == 0 else f"groups of {group} columns"
-    if not weight.tiled:
-        return "codes are not tiled"
+    if weight.layout != "bytes_tiled":
+        return f"reads tiled codes, got layout {weight.layout}"
     return None if group % 64 == 0 else f"groups of {group} columns"
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dict[str, Any] | None = None) -> None:
     """Compute y = x @ weight.T + bias for up to 8 tokens. sizes: replaces `plan` in benchmarks."""
     count, rows = y.shape
-    sizes = sizes or plan(count, rows, x.shape[1], weight.codes.dtype)
+    sizes = sizes or plan(count, rows, x.shape[1], is_int4=weight.is_int4)
     columns = 1 if count == 1 else TOKENS
     _launch(x, weight, bias, y, y, (ceil_div(rows, 16 * sizes["HIGH"]), 1), sizes, COLUMNS=columns)
 
@@ -358,7 +357,7 @@ def experts(
     is_activated: bool,
 ) -> None:
     """Compute y[pair] from x[pair // pairs_per_row] and expert ids[pair]; is_activated: then silu(gate) * up."""
-    sizes = sizes or experts_plan(ids.numel(), weight.codes.shape[-2], x.shape[1], weight.codes.dtype)
+    sizes = sizes or experts_plan(ids.numel(), weight.codes.shape[-2], x.shape[1], is_int4=weight.is_int4)
     out = 16 * sizes["HIGH"] // (2 if is_activated else 1)
     grid = ceil_div(y.shape[1], out), ids.numel()
     _launch(
@@ -391,7 +390,6 @@ def _launch(
     PAIRS_PER_ROW: int = 1,
 ) -> None:
     codes, length = weight.codes, x.shape[1]
-    is_int4 = codes.dtype == torch.int32
     chunks, high, block = sizes["CHUNKS"], sizes["HIGH"], sizes["BLOCK_K"]
     _few_packed_kernel[grid](
         x,
@@ -421,7 +419,8 @@ def _launch(
         CHUNK=CHUNK,
         ROUNDS=ceil_div(length, chunks * CHUNK),
         IS_WHOLE=length % (chunks * CHUNK) == 0,
-        OF_CODES=_layout(is_int4, chunks, high, block),
+        OF_CODES=_layout(weight.is_int4, chunks, high, block),
+        IS_INT4=weight.is_int4,
         AHEAD=sizes.get("AHEAD", True),
         WARPS=chunks * high,
         num_warps=chunks * high,
@@ -430,20 +429,20 @@ def _launch(
     )
 
 
-def plan(count: int, rows: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
+def plan(count: int, rows: int, length: int, *, is_int4: bool) -> dict[str, Any]:
     """Return sizes for `linear`: more chunks in parallel until there are enough warps to saturate memory bandwidth."""
     needed_chunks = power_of_2(ceil_div(ENOUGH_WARPS, ceil_div(rows, 16)))
-    most = 8 if count == 1 and dtype != torch.int32 else 4
+    most = 8 if count == 1 and not is_int4 else 4
     chunks = min(most, needed_chunks, power_of_2(ceil_div(length, CHUNK)))
-    return {"CHUNKS": chunks, "HIGH": 1, "BLOCK_K": 512 if dtype == torch.int32 and count == 1 else 256}
+    return {"CHUNKS": chunks, "HIGH": 1, "BLOCK_K": 512 if is_int4 and count == 1 else 256}
 
 
-def experts_plan(pairs: int, rows: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
+def experts_plan(pairs: int, rows: int, length: int, *, is_int4: bool) -> dict[str, Any]:
     """Return sizes for `experts`. pairs: of a token and an expert; rows: of one expert's weight.
 
     Codes of 8 bits take all chunks of K in parallel, codes of 4 bits only while there would be too few warps.
     """
     chunks = min(4, power_of_2(ceil_div(length, CHUNK)))
-    if dtype == torch.int32:
+    if is_int4:
         chunks = min(chunks, power_of_2(max(1, ENOUGH_WARPS * 3 // 4 // (pairs * ceil_div(rows, 16)))))
-    return {"CHUNKS": chunks, "HIGH": 2, "BLOCK_K": 512 if dtype == torch.int32 else 256}
+    return {"CHUNKS": chunks, "HIGH": 2, "BLOCK_K": 512 if is_int4 else 256}

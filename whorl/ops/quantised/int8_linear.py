@@ -17,8 +17,8 @@ def check_int8(op: str, argument: str, codes: Tensor, scales: Tensor, columns: i
         raise ValueError(f"{op}: {argument} is {codes.dtype}, expected int8")
     if scales.shape != codes.shape[:-1]:
         raise ValueError(f"{op}: scales of {argument} are {list(scales.shape)}, expected {list(codes.shape[:-1])}")
-    block = {"rows": 1, "group": 0, "tiled": False}
-    check_weight(op, argument, codes, scales.unsqueeze(-1), None, dims=codes.dim(), columns=columns, **block)
+    size = {"dims": codes.dim(), "columns": columns, "rows": 1, "group": 0}
+    check_weight(op, argument, codes, scales.unsqueeze(-1), None, "bytes", **size)
 
 
 def _check(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:

@@ -1,22 +1,27 @@
-"""The memory order of packed weights, and how their values are computed.
+"""The layouts of packed weights, and how their values are computed.
 
 A weight [N, K] is stored as codes, scales and, for asymmetric quantisation, zeros (zero points):
-value[n, k] = (code[n, k] - zero[n // rows, k // columns]) * scale[n // rows, k // columns], in fp32, rounded once to
-the dtype of the activations it is multiplied with.
+value[n, k] = (number[n, k] - zero[n // rows, k // columns]) * scale[n // rows, k // columns], in fp32, rounded once to
+the dtype of the activations it is multiplied with. A layout says which numbers the codes hold, and where. It has a
+name in `LAYOUTS`, which travels with the codes: their dtype says nothing of it.
 
-8-bit codes: int8 or float8_e4m3fn, one per byte; without zeros the zero point is 0. Stored plainly, [.., N, K], or
-tiled, [.., N, 64 * ceil(K / 64)]: byte 16 i + 2 p + e of a block of 64 columns is its column 8 p + 2 i + e.
-4-bit codes for Nvidia: int32 [.., N, 16 * ceil(K / 128)], values 0 to 15; without zeros the zero point is 8. Always
-tiled: a block of 128 columns is 16 words, and a word holds four pairs of neighbouring columns. Pair p of word 4 i + w
-is columns 32 w + 8 p + 2 i and the next one; the first is in bits 4 p to 4 p + 3, the second 16 bits above it.
-4-bit codes for Ascend: uint8 [.., N / 2, K], values -8 to 7 in two's complement; without zeros the zero point is 0.
-Byte [n, k] holds column k of rows 2 n, in its low bits, and 2 n + 1. torch_npu reads them without a copy where memory
-has the order [.., K, N / 2]: four bytes are then one of its int32 words of eight rows.
+bytes: int8 or float8_e4m3fn [.., N, K], one number per byte; without zeros the zero point is 0.
+bytes_tiled: the same numbers, [.., N, 64 * ceil(K / 64)]: byte 16 i + 2 p + e of a block of 64 columns is its column
+8 p + 2 i + e.
+int4_tiled: int32 [.., N, 16 * ceil(K / 128)], numbers from 0 to 15; without zeros the zero point is 8. A block of 128
+columns is 16 words, and a word holds four pairs of neighbouring columns. Pair p of word 4 i + w is columns
+32 w + 8 p + 2 i and the next one; the first is in bits 4 p to 4 p + 3, the second 16 bits above it.
+int4_paired: uint8 [.., N / 2, K], numbers from -8 to 7 in two's complement; without zeros the zero point is 0. Byte
+[n, k] holds column k of rows 2 n, in its low bits, and 2 n + 1. torch_npu reads them without a copy where memory has
+the order [.., K, N / 2]: four bytes are then one of its int32 words of eight rows.
 
-The tiled order suits tensor cores. In their matmul, threads i = 0 to 3 of a row hold columns 2 i, 2 i + 1, 2 i + 8 and
+The tiled layouts suit tensor cores. In their matmul, threads i = 0 to 3 of a row hold columns 2 i, 2 i + 1, 2 i + 8 and
 2 i + 9 of every 16 columns. In this order 16 consecutive bytes of a row are what one thread needs of a block, and one
 shift and one mask extract a pair of 4-bit codes in order.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,9 +30,8 @@ BLOCK = 128  # columns per block of 4-bit codes
 WORDS = 16  # int32 words per block of 4-bit codes
 BYTES = 64  # columns, and bytes, per tiled block of 8-bit codes
 CHUNK = 1024  # columns that are accumulated from zero; the sums of the chunks are then added in order
-MIDDLE = 8  # zero point of 4-bit codes without zeros
-CODES = (torch.int32, torch.uint8, torch.int8, torch.float8_e4m3fn)
-PAIRED = torch.uint8  # dtype of 4-bit codes in pairs of rows
+MIDDLE = 8  # zero point of numbers from 0 to 15 without zeros
+Pick = slice | Tensor  # which rows of a matrix, or which matrices of a stack
 
 
 def packed_int4(numbers: Tensor) -> Tensor:
@@ -77,11 +81,6 @@ def unpaired_rows(codes: Tensor, rows: Tensor) -> Tensor:
     return (nibbles ^ MIDDLE).view(torch.int8) - MIDDLE
 
 
-def num_rows(codes: Tensor) -> int:
-    """Return the rows N of the matrix, or of each matrix of a stack, that these codes store."""
-    return codes.shape[-2] * (2 if codes.dtype == PAIRED else 1)
-
-
 def tiled_bytes(codes: Tensor) -> Tensor:
     """Tile plain 8-bit codes [.., K] into [.., 64 * ceil(K / 64)] of the same dtype; columns past K are zeros."""
     plain = codes.view(torch.uint8)  # not every device can pad or transpose fp8
@@ -94,37 +93,81 @@ def plain_bytes(codes: Tensor, columns: int) -> Tensor:
     return codes.unflatten(-1, (-1, 4, 8, 2)).transpose(-3, -2).flatten(-4)[..., :columns]
 
 
-def width(dtype: torch.dtype, columns: int, tiled: bool) -> int:
-    """Return the last dim of codes of this dtype for `columns` columns; tiled: whether 8-bit codes are tiled."""
-    if dtype == torch.int32:
-        return -(-columns // BLOCK) * WORDS
-    if dtype == PAIRED:
-        return columns
-    return -(-columns // BYTES) * BYTES if tiled else columns
+def _pick_entries(codes: Tensor, pick: Pick) -> Tensor:
+    """Return codes[pick]. They are indexed as bytes, because not every device can index fp8."""
+    return codes.view(torch.uint8)[pick].view(codes.dtype)
+
+
+def _pick_paired(codes: Tensor, pick: Pick) -> Tensor:
+    """Unpack some rows of a matrix [N / 2, K], or some matrices of a stack."""
+    if codes.dim() > 2:
+        return unpaired_int4(codes[pick])
+    return unpaired_rows(codes, torch.arange(2 * codes.shape[-2], device=codes.device)[pick])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How codes hold the numbers of a weight [.., N, K].
+
+    dtypes: of the codes. width: from K to the last dim of the codes. unpack: from codes and K to the numbers
+    [.., N, K]. rows: how many rows of the weight one row of codes holds. middle: the zero point of weights without
+    zeros. pick: from codes, an index of rows of a matrix, or of matrices of a stack, and K to their numbers; by default
+    the codes with this index are unpacked.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    width: Callable[[int], int]
+    unpack: Callable[[Tensor, int], Tensor]
+    rows: int = 1
+    middle: int = 0
+    pick: Callable[[Tensor, Pick], Tensor] | None = None
+
+    def num_rows(self, codes: Tensor) -> int:
+        """Return the rows N of the matrix, or of each matrix of a stack, that these codes store."""
+        return self.rows * codes.shape[-2]
+
+    def picked(self, codes: Tensor, pick: Pick, columns: int) -> Tensor:
+        """Return the numbers of some rows of a matrix, or of some matrices of a stack."""
+        return self.unpack(_pick_entries(codes, pick), columns) if self.pick is None else self.pick(codes, pick)
+
+
+_BYTES = (torch.int8, torch.float8_e4m3fn)
+# By name. Kernels state which of them they read; the reference reads all.
+LAYOUTS = {
+    "bytes": Layout(dtypes=_BYTES, width=lambda columns: columns, unpack=lambda codes, columns: codes),
+    "bytes_tiled": Layout(dtypes=_BYTES, width=lambda columns: -(-columns // BYTES) * BYTES, unpack=plain_bytes),
+    "int4_tiled": Layout(
+        dtypes=(torch.int32,),
+        width=lambda columns: -(-columns // BLOCK) * WORDS,
+        unpack=unpacked_int4,
+        middle=MIDDLE,
+    ),
+    "int4_paired": Layout(
+        dtypes=(torch.uint8,),
+        width=lambda columns: columns,
+        unpack=lambda codes, columns: unpaired_int4(codes),
+        rows=2,
+        pick=_pick_paired,
+    ),
+}
+
+
+def find(name: str) -> Layout:
+    """Return the layout of this name. Raises ValueError if there is none."""
+    if name not in LAYOUTS:
+        raise ValueError(f"layout is {name!r}, expected one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
 
 
 def values(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    columns: int,
-    dtype: torch.dtype,
-    *,
-    block: tuple[int, int],
-    tiled: bool,
+    numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, *, block: tuple[int, int], middle: int
 ) -> Tensor:
-    """Return the values of a packed weight, [.., N, columns] in `dtype`.
+    """Return the values [.., N, K] of a weight in `dtype`.
 
-    block: the rows and columns that share one scale; 0 columns mean a whole row.
+    numbers: [.., N, K], as its layout unpacks them. block: the rows and columns that share one scale; 0 columns mean a
+    whole row. middle: the zero point without zeros.
     """
-    if codes.dtype == torch.int32:
-        numbers = unpacked_int4(codes, columns)
-    elif codes.dtype == PAIRED:
-        numbers = unpaired_int4(codes)
-    else:
-        numbers = plain_bytes(codes, columns) if tiled else codes
     wide = torch.float64 if torch.float64 in (scales.dtype, dtype) else torch.float32
-    middle = MIDDLE if codes.dtype == torch.int32 else 0
     numbers = numbers.to(wide) - (middle if zeros is None else expand_blocks(zeros, numbers.shape, block).to(wide))
     return (numbers * expand_blocks(scales, numbers.shape, block).to(wide)).to(dtype)
 

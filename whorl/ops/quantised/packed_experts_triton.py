@@ -66,7 +66,7 @@ def _packed_experts_kernel(
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
-    TILED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -106,7 +106,7 @@ def _packed_experts_kernel(
             GROUP,
             GROUP_ROWS,
             HAS_ZEROS,
-            TILED,
+            LAYOUT,
             ROWS,
             TOKENS,
             BLOCK_K,
@@ -135,14 +135,14 @@ def forward(
     ids: Tensor,
     rows: int,
     columns: int,
-    tiled: bool,
+    layout: str,
 ) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not y.numel() or not ids.numel():
         return y.zero_()
     x, ids = unit_stride(x), ids.contiguous()
-    gate_up_weight = Weight(gate_up, gate_up_scales, gate_up_zeros, rows, columns, tiled)
-    down_weight = Weight(down, down_scales, down_zeros, rows, columns, tiled)
+    gate_up_weight = Weight(gate_up, gate_up_scales, gate_up_zeros, rows, columns, layout)
+    down_weight = Weight(down, down_scales, down_zeros, rows, columns, layout)
     hidden, parts = (
         torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device) for n in (gate_up.shape[1] // 2, x.shape[1])
     )

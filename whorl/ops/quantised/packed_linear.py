@@ -9,28 +9,33 @@ from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from ..linear import multiply
 from . import packed_torch_npu
-from .layout import CHUNK, CODES, PAIRED, num_rows, packed_int4, paired_int4, tiled_bytes, values, width
+from .layout import CHUNK, find, packed_int4, paired_int4, tiled_bytes, values
 
 
-def check_weight(op: str, argument: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, **size: int) -> None:
-    """Raise ValueError unless codes, scales and zeros fit each other and `size`.
+def check_weight(
+    op: str, argument: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, layout: str, **size: int
+) -> None:
+    """Raise ValueError unless codes, scales and zeros fit each other, the layout and `size`.
 
     size: dims, 2 or 3 for a stack of weights; columns, of the unpacked weight; rows and group, the rows and the columns
-    that share one scale, group 0 meaning all columns; tiled, whether 8-bit codes are tiled.
+    that share one scale, group 0 meaning all columns.
     """
     dims, columns, rows, group = size["dims"], size["columns"], size["rows"], size["group"]
+    order = find(layout)
     # Tests that compute the ground truth in fp64 pass fp8 codes as float64.
-    if codes.dtype not in CODES and codes.dtype != torch.float64:
-        raise ValueError(f"{op}: {argument} is {codes.dtype}, expected int32 or uint8 (4 bits), int8 or float8_e4m3fn")
-    wide = width(codes.dtype, columns, bool(size["tiled"]))
+    if codes.dtype not in order.dtypes and codes.dtype != torch.float64:
+        raise ValueError(
+            f"{op}: {argument} is {codes.dtype}, expected {' or '.join(map(str, order.dtypes))} in layout {layout}"
+        )
+    wide = order.width(columns)
     if codes.dim() != dims or codes.shape[-1] != wide:
-        lead = ("E, " if dims == 3 else "") + ("N / 2" if codes.dtype == PAIRED else "N")
+        lead = ("E, " if dims == 3 else "") + ("N" if order.rows == 1 else f"N / {order.rows}")
         raise ValueError(
             f"{op}: {argument} is {list(codes.shape)} {codes.dtype}, expected [{lead}, {wide}] for {columns} columns"
         )
     if rows < 1 or group < 0:
         raise ValueError(f"{op}: rows is {rows} and columns {group}, expected rows >= 1 and columns >= 0")
-    expected = *codes.shape[:-2], -(-num_rows(codes) // rows), -(-columns // (group or columns))
+    expected = *codes.shape[:-2], -(-order.num_rows(codes) // rows), -(-columns // (group or columns))
     if scales.shape != expected or not scales.is_floating_point():
         raise ValueError(
             f"{op}: scales of {argument} are {list(scales.shape)} {scales.dtype}, expected {list(expected)}"
@@ -49,24 +54,23 @@ def _check(
     bias: Tensor | None,
     rows: int,
     columns: int,
-    tiled: bool,
+    layout: str,
 ) -> None:
-    name, block = "packed_linear", {"rows": rows, "group": columns, "tiled": tiled}
+    name = "packed_linear"
     if x.dim() != 2 or not x.is_floating_point() or not x.shape[1]:
         raise ValueError(f"{name}: x is {list(x.shape)} {x.dtype}, expected [T, K] floating point")
-    check_weight(name, "codes", codes, scales, zeros, dims=2, columns=x.shape[1], **block)
-    if bias is not None and (bias.shape != (num_rows(codes),) or bias.dtype not in (x.dtype, torch.float32)):
-        raise ValueError(
-            f"{name}: bias is {list(bias.shape)} {bias.dtype}, expected [{num_rows(codes)}] in {x.dtype} or fp32"
-        )
+    check_weight(name, "codes", codes, scales, zeros, layout, dims=2, columns=x.shape[1], rows=rows, group=columns)
+    num_rows = find(layout).num_rows(codes)
+    if bias is not None and (bias.shape != (num_rows,) or bias.dtype not in (x.dtype, torch.float32)):
+        raise ValueError(f"{name}: bias is {list(bias.shape)} {bias.dtype}, expected [{num_rows}] in {x.dtype} or fp32")
 
 
-def _fake(x: Tensor, codes: Tensor, **_: object) -> Tensor:
-    return x.new_empty(x.shape[0], num_rows(codes))
+def _fake(x: Tensor, codes: Tensor, layout: str, **_: object) -> Tensor:
+    return x.new_empty(x.shape[0], find(layout).num_rows(codes))
 
 
 def _flops(values: Values) -> int:
-    return 2 * values["x"].numel() * num_rows(values["codes"])
+    return 2 * values["x"].numel() * find(values["layout"]).num_rows(values["codes"])
 
 
 def multiply_in_chunks(x: Tensor, weight: Tensor) -> Tensor:
@@ -93,24 +97,27 @@ def packed_linear(
     *,
     rows: int = 1,
     columns: int = 0,
-    tiled: bool = False,
+    layout: str = "bytes",
 ) -> Tensor:
     """Linear layer with a packed weight: y = x @ value.T + bias.
 
-    value = (codes - zeros) * scales in fp32, rounded to x's dtype. x: [T, K] bf16, fp16 or fp32. codes: [N, K] int8 or
-    float8_e4m3fn, or [N, 64 * ceil(K / 64)] when tiled; 4-bit codes are int32 [N, 16 * ceil(K / 128)] for Triton or
-    uint8 [N / 2, K] for torch_npu; `quantised/layout.py` describes the order. scales: [ceil(N / rows), ceil(K /
-    columns)] floating point, one per `rows` rows and `columns` columns (0: all columns); the last block may be partial.
-    zeros: integers of the same shape; None means 0, or 8 for int32 codes. bias: [N] in x's dtype or fp32. y: [T, N]
-    like x, contiguous. y equals `linear` of the rounded values except that K is summed in chunks of 1024 columns: each
-    chunk from zero, upwards, in fp32, then the chunks in order; up to K = 1024 that is the sum of `linear`. The bias is
-    added last and y is rounded once. A token's bits depend on the token and the weight alone, as in `linear`. On Ascend
-    torch_npu documents neither where values are rounded nor the order of sums, and promises no bits. No gradient.
+    value = (number - zero) * scale in fp32, rounded to x's dtype. x: [T, K] bf16, fp16 or fp32. codes: the numbers [N,
+    K] as `layout` holds them, see `quantised/layout.py`. "bytes": int8 or float8_e4m3fn [N, K]. "bytes_tiled": the
+    same, [N, 64 * ceil(K / 64)]. "int4_tiled": int32 [N, 16 * ceil(K / 128)]. "int4_paired", torch_npu's: uint8 [N / 2,
+    K]. scales: [ceil(N / rows), ceil(K / columns)] floating point, one per `rows` rows and `columns` columns (0: all
+    columns); the last block may be partial. zeros: integers of the same shape; None means 0, or 8 in layout int4_tiled.
+    bias: [N] in x's dtype or fp32. y: [T, N] like x, contiguous. y equals `linear` of the rounded values except that K
+    is summed in chunks of 1024 columns: each chunk from zero, upwards, in fp32, then the chunks in order; up to K =
+    1024 that is the sum of `linear`. The bias is added last and y is rounded once. A token's bits depend on the token
+    and the weight alone, as in `linear`. On Ascend torch_npu documents neither where values are rounded nor the order
+    of sums, and promises no bits. No gradient.
     Raises ValueError when shapes or dtypes do not fit.
 
         y = ops.packed_linear(x, codes, scales, columns=128)
     """
-    weight = values(codes, scales, zeros, x.shape[1], x.dtype, block=(rows, columns), tiled=tiled)
+    order = find(layout)
+    numbers = order.unpack(codes, x.shape[1])
+    weight = values(numbers, scales, zeros, x.dtype, block=(rows, columns), middle=order.middle)
     y = multiply_in_chunks(widen(x), widen(weight))
     if bias is not None:
         y = y + bias.to(y.dtype)
@@ -122,10 +129,13 @@ def triton_reason(x: Tensor, **_: object) -> str | None:
     return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
 
 
-def packed_triton_reason(x: Tensor, codes: Tensor, **_: object) -> str | None:
-    """Return None, or the reason that the Triton kernels of packed weights cannot take x and these codes."""
-    if codes.dtype == PAIRED:
-        return "takes 4-bit codes as int32, got torch.uint8, which is torch_npu's order"
+TRITON_LAYOUTS = ("bytes", "bytes_tiled", "int4_tiled")
+
+
+def packed_triton_reason(x: Tensor, layout: str, **_: object) -> str | None:
+    """Return None, or the reason that the Triton kernels of packed weights cannot take x and codes in this layout."""
+    if layout not in TRITON_LAYOUTS:
+        return f"reads the layouts {', '.join(TRITON_LAYOUTS)}, got {layout}"
     return triton_reason(x)
 
 
@@ -142,10 +152,18 @@ _CASES: list[Values] = [
     {"tokens": (19,), "size": (40, 72), "kind": "int8", "columns": 24, "zeros": True, "sliced": True, "bias": True},
     {"tokens": (5,), "size": (130, 200), "kind": "fp8", "rows": 128, "columns": 128},
     {"tokens": (17,), "size": (24, 136), "kind": "fp8", "sliced": True, "bias": True},
-    {"tokens": (5,), "size": (70, 200), "kind": "fp8", "rows": 128, "columns": 128, "tiled": True},
-    {"tokens": (18,), "size": (40, 1100), "kind": "int8", "zeros": True, "tiled": True},
-    {"tokens": (3,), "size": (24, 70), "kind": "int4", "paired": True, "bias": True},
-    {"tokens": (5,), "size": (16, 160), "kind": "int4", "columns": 64, "zeros": True, "paired": True, "sliced": True},
+    {"tokens": (5,), "size": (70, 200), "kind": "fp8", "rows": 128, "columns": 128, "layout": "bytes_tiled"},
+    {"tokens": (18,), "size": (40, 1100), "kind": "int8", "zeros": True, "layout": "bytes_tiled"},
+    {"tokens": (3,), "size": (24, 70), "kind": "int4", "layout": "int4_paired", "bias": True},
+    {
+        "tokens": (5,),
+        "size": (16, 160),
+        "kind": "int4",
+        "columns": 64,
+        "zeros": True,
+        "layout": "int4_paired",
+        "sliced": True,
+    },
 ]
 _SIZES = ((5120, 2048), (2048, 4096))
 _BENCH: list[Values] = [
@@ -154,9 +172,9 @@ _BENCH: list[Values] = [
         {"kind": "int4", "columns": 128},
         {"kind": "int4", "columns": 32, "zeros": True},
         {"kind": "int8"},
-        {"kind": "int8", "tiled": True},
-        {"kind": "fp8", "rows": 128, "columns": 128, "tiled": True},
-        {"kind": "fp8", "tiled": True},
+        {"kind": "int8", "layout": "bytes_tiled"},
+        {"kind": "fp8", "rows": 128, "columns": 128, "layout": "bytes_tiled"},
+        {"kind": "fp8", "layout": "bytes_tiled"},
     )
     for tokens in (1, 8, 64, 8192)
     for size in _SIZES
@@ -170,43 +188,47 @@ def draw_weight(
     rows: int = 1,
     columns: int = 0,
     zeros: bool = False,
-    tiled: bool = False,
-    paired: bool = False,
+    layout: str = "",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw codes, scales and zeros of a random weight [.., N, K], scaled so that x @ weight.T is about as large as x.
 
-    kind: "int4", "int8" or "fp8"; zeros: whether there are zero points; paired: whether "int4" is in torch_npu's order;
-    the others are those of `packed_linear`.
+    kind: "int4", "int8" or "fp8"; zeros: whether there are zero points; the others are those of `packed_linear`.
     """
+    layout = layout_name(kind, layout)
     *lead, high, wide = shape
     groups = *lead, -(-high // rows), -(-wide // (columns or wide))
     code_norm = {"int4": 4.6, "int8": 74.0, "fp8": 8.0}[kind] * wide**0.5
     scales = (torch.rand(groups, device=draw.device) + 0.5) / code_norm
     scales = scales.to(torch.float32 if kind == "fp8" or draw.dtype == torch.float64 else draw.dtype)
     on_device: Any = {"device": draw.device}
-    middle = 8 if kind == "int4" and not paired else 0
+    middle = find(layout).middle
     zero_points = torch.randint(middle - 3, middle + 4, groups, **on_device).to(torch.int16) if zeros else None
-    gap = 0 if kind == "int4" or tiled else 16 * draw.sliced
+    gap = 16 * draw.sliced if layout == "bytes" else 0
     if kind == "fp8":
         codes = (8 * torch.randn(*shape[:-1], wide + gap, **on_device)).to(torch.float8_e4m3fn)
     else:
         low, high = (0, 16) if kind == "int4" else (-127, 128)
         codes = torch.randint(low, high, (*shape[:-1], wide + gap), **on_device).to(torch.int8)
-    if kind == "int4":
-        return (paired_int4 if paired else packed_int4)(codes), scales, zero_points
-    return (tiled_bytes(codes) if tiled else codes[..., :wide]), scales, zero_points
+    pack = {"int4_tiled": packed_int4, "int4_paired": paired_int4, "bytes_tiled": tiled_bytes}.get(layout)
+    return (codes[..., :wide] if pack is None else pack(codes)), scales, zero_points
 
 
-def block_sizes(weight: Values) -> Values:
-    """Return rows, columns and tiled of a case, or their defaults, as arguments of an operator."""
-    return {"rows": weight.get("rows", 1), "columns": weight.get("columns", 0), "tiled": weight.get("tiled", False)}
+def layout_name(kind: str, layout: str) -> str:
+    """Return the layout of a case, by default that of its kind."""
+    return layout or ("int4_tiled" if kind == "int4" else "bytes")
+
+
+def weight_options(weight: Values) -> Values:
+    """Return rows, columns and layout of a case, or their defaults, as arguments of an operator."""
+    layout = layout_name(weight["kind"], weight.get("layout", ""))
+    return {"rows": weight.get("rows", 1), "columns": weight.get("columns", 0), "layout": layout}
 
 
 def _make(draw: Draw, tokens: Sizes, size: tuple[int, int], bias: bool = False, **weight: Any) -> Values:
     codes, scales, zeros = draw_weight(draw, *size, **weight)
     added = torch.randn(size[0], **draw.kind) if bias else None
     inputs = {"x": draw.scaled(*tokens, size[1]), "codes": codes, "scales": scales, "zeros": zeros, "bias": added}
-    return inputs | block_sizes(weight)
+    return inputs | weight_options(weight)
 
 
 packed_linear.inputs(cases=_CASES, bench=_BENCH)(_make)

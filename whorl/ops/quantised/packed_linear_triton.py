@@ -42,7 +42,7 @@ def _packed_kernel(
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
-    TILED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -90,7 +90,7 @@ def _packed_kernel(
         GROUP,
         GROUP_ROWS,
         HAS_ZEROS,
-        TILED,
+        LAYOUT,
         ROWS,
         TOKENS,
         BLOCK_K,
@@ -114,9 +114,9 @@ def forward(
     bias: Tensor | None,
     rows: int,
     columns: int,
-    tiled: bool,
+    layout: str,
 ) -> Tensor:
-    weight = Weight(codes, scales, zeros, rows, columns, tiled)
+    weight = Weight(codes, scales, zeros, rows, columns, layout)
     x = unit_stride(x)
     y = torch.empty(len(x), len(codes), dtype=x.dtype, device=x.device)
     if not y.numel():

@@ -16,22 +16,24 @@ from whorl.contracts import antiquant_grouped_matmul_limit, moe_init_routing_lim
 from .. import _torch_npu
 from .._torch_npu import dtype_name
 from ..moe.routing_torch_npu import run_routed_experts
-from .layout import PAIRED, num_rows
+from .layout import find
 
-WEIGHTS = {torch.int8: "int8", PAIRED: "int4"}  # by dtype of the codes, torch_npu's name of the weight's
+WEIGHTS = {"bytes": "int8", "int4_paired": "int4"}  # by layout, torch_npu's name of the weight's dtype
 _OFFSETS = WeakTensorKeyDictionary()  # by zero points
 
 
-def _layout_reason(codes: Tensor, rows: int, tiled: bool) -> str | None:
-    """Return why torch_npu cannot read these codes: tiled codes are in the order of Nvidia's tensor cores."""
-    if codes.dtype not in WEIGHTS or tiled:
-        return f"takes int8 and uint8 that are not tiled, got {codes.dtype}{', tiled' if tiled else ''}"
+def _layout_reason(codes: Tensor, rows: int, layout: str) -> str | None:
+    """Return why torch_npu cannot read these codes: tiled layouts are those of Nvidia's tensor cores."""
+    if layout not in WEIGHTS:
+        return f"reads the layouts {' and '.join(WEIGHTS)}, got {layout}"
+    if codes.dtype not in (torch.int8, torch.uint8):
+        return f"multiplies by int8 and int4, got {codes.dtype}"
     return None if rows == 1 else f"takes one scale per row, got one for {rows} rows"
 
 
 def weight_reason(
     shape: Sequence[int],
-    codes_dtype: torch.dtype,
+    layout: str,
     dtype: torch.dtype,
     scales: Tensor,
     zeros: Tensor | None,
@@ -44,7 +46,7 @@ def weight_reason(
     columns: as in `packed_linear`.
     """
     *stack, height, length = shape
-    names = {"dtype": _name(dtype), "weight_dtype": WEIGHTS[codes_dtype], "scale_dtype": _name(scales.dtype)}
+    names = {"dtype": _name(dtype), "weight_dtype": WEIGHTS[layout], "scale_dtype": _name(scales.dtype)}
     group, weight_shape = _group(columns, length), (*stack, length, height)
     if stack:
         is_symmetric = zeros is None
@@ -68,13 +70,13 @@ def reason(
     zeros: Tensor | None,
     rows: int,
     columns: int,
-    tiled: bool,
+    layout: str,
     **_: object,
 ) -> str | None:
     """Return None, or the reason that npu_weight_quant_batchmatmul cannot compute `packed_linear`."""
     count, length = x.shape
-    return _layout_reason(codes, rows, tiled) or weight_reason(
-        (num_rows(codes), length), codes.dtype, x.dtype, scales, zeros, columns, count
+    return _layout_reason(codes, rows, layout) or weight_reason(
+        (find(layout).num_rows(codes), length), layout, x.dtype, scales, zeros, columns, count
     )
 
 
@@ -86,12 +88,12 @@ def linear(
     bias: Tensor | None,
     rows: int,
     columns: int,
-    tiled: bool,
+    layout: str,
 ) -> Tensor:
     y: Tensor = _torch_npu.call(
         "npu_weight_quant_batchmatmul",
         x=x.contiguous(),
-        weight=_weight(codes),
+        weight=_weight(codes, layout),
         antiquant_scale=scales.mT.contiguous(),
         antiquant_offset=None if zeros is None else _offset(zeros, x.dtype),
         bias=None if bias is None else bias.to(torch.float32 if x.dtype == torch.bfloat16 else x.dtype).contiguous(),
@@ -101,12 +103,12 @@ def linear(
     return y
 
 
-def _weight(codes: Tensor) -> Tensor:
+def _weight(codes: Tensor, layout: str) -> Tensor:
     """Return codes as a weight of torch_npu: int8 [.., K, N], or int32 [.., K, N / 8] with eight 4-bit codes each.
 
     int8 is a transposed view; 4-bit codes that are laid out for Ascend are not copied either.
     """
-    return codes.mT if codes.dtype == torch.int8 else codes.mT.contiguous().view(torch.int32)
+    return codes.mT if layout == "bytes" else codes.mT.contiguous().view(torch.int32)
 
 
 def _offset(zeros: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,19 +135,19 @@ def experts_reason(
     ids: Tensor,
     rows: int,
     columns: int,
-    tiled: bool,
+    layout: str,
     **_: object,
 ) -> str | None:
     """Return None, or the reason that torch_npu's operators cannot compute `packed_experts`."""
     if not ids.numel():
         return "empty tensors are not taken"
-    count, width, inner = gate_up.shape[0], x.shape[1], num_rows(gate_up) // 2
-    refusal = _layout_reason(gate_up, rows, tiled)
+    count, width, inner = gate_up.shape[0], x.shape[1], find(layout).num_rows(gate_up) // 2
+    refusal = _layout_reason(gate_up, rows, layout)
     refusal = refusal or moe_init_routing_limit(shape=x.shape, dtype=dtype_name(x), ids_dtype="int32", expert_num=count)
     sizes = (count, 2 * inner, width), (count, width, inner)
     parameters = (gate_up_scales, gate_up_zeros), (down_scales, down_zeros)
     for size, (scales, zeros) in zip(sizes, parameters, strict=True):
-        refusal = refusal or weight_reason(size, gate_up.dtype, x.dtype, scales, zeros, columns)
+        refusal = refusal or weight_reason(size, layout, x.dtype, scales, zeros, columns)
     return refusal
 
 
@@ -161,17 +163,19 @@ def experts(
     ids: Tensor,
     rows: int,
     columns: int,
-    tiled: bool,
+    layout: str,
 ) -> Tensor:
     def run_experts(sorted_rows: Tensor, counts: Tensor) -> Tensor:
-        gate_and_up = _grouped_product(sorted_rows, gate_up, gate_up_scales, gate_up_zeros, counts)
+        gate_and_up = _grouped_product(sorted_rows, gate_up, gate_up_scales, gate_up_zeros, counts, layout)
         hidden = _torch_npu.call("npu_swiglu", input=gate_and_up, dim=-1)
-        return _grouped_product(hidden, down, down_scales, down_zeros, counts)
+        return _grouped_product(hidden, down, down_scales, down_zeros, counts, layout)
 
     return run_routed_experts(x, weights, ids, gate_up.shape[0], run_experts)
 
 
-def _grouped_product(rows: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, counts: Tensor) -> Tensor:
+def _grouped_product(
+    rows: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, counts: Tensor, layout: str
+) -> Tensor:
     """Return rows @ values[e].T for the counts[e] rows of each expert e."""
     scales = scales.mT.contiguous()
     offset = no_offset(scales.shape, scales.dtype, scales.device) if zeros is None else _offset(zeros, scales.dtype)
@@ -180,7 +184,7 @@ def _grouped_product(rows: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor 
     (y,) = _torch_npu.call(
         "npu_grouped_matmul",
         x=[rows],
-        weight=[_weight(codes)],
+        weight=[_weight(codes, layout)],
         antiquant_scale=[scales],
         antiquant_offset=[offset],
         group_list=counts,

@@ -19,7 +19,7 @@ from whorl.device import is_interpreting
 from ..linear_triton import dot
 from .layout import CHUNK
 
-PAIRED = 32  # a word of 4-bit codes holds columns from within a run of this length
+RUN = 32  # a word of 4-bit codes holds columns from within a run of this length
 
 
 @triton.jit
@@ -126,7 +126,7 @@ def _values(
     DTYPE: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
-    TILED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
@@ -138,7 +138,7 @@ def _values(
     Pointers [ROWS, 1] are to the rows; width: codes per row in memory. FAST: scales and values are bf16, groups are
     multiples of 32 columns, and codes are scaled in bf16. IS_PLAIN: uses only operations of Triton's interpreter.
     """
-    IS_INT4: tl.constexpr = codes_ptr.dtype.element_ty == tl.int32
+    IS_INT4: tl.constexpr = LAYOUT == "int4_tiled"
     IS_ONE: tl.constexpr = GROUP == 0 or GROUP % BLOCK_K == 0
     LENGTH: tl.constexpr = BLOCK_K // 8 if IS_INT4 else BLOCK_K
     offset = tl.arange(0, LENGTH)[None, :]
@@ -168,7 +168,7 @@ def _values(
                 )
                 a, b, c, d, e, f, g, h = _pairs_bf16(codes, zero_offset, ones)
             codes = _order_int4_columns(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
-        elif TILED:
+        elif LAYOUT == "bytes_tiled":
             codes = _order_byte_columns(codes, ROWS, BLOCK_K)
         k = start + tl.arange(0, BLOCK_K)[None, :]
         numbers = codes.to(tl.float32)
@@ -203,7 +203,7 @@ def product(
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
-    TILED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -247,7 +247,7 @@ def product(
             DTYPE,
             GROUP,
             HAS_ZEROS,
-            TILED,
+            LAYOUT,
             ROWS,
             BLOCK_K,
             EVEN,
@@ -266,7 +266,7 @@ def product(
                 DTYPE,
                 GROUP,
                 HAS_ZEROS,
-                TILED,
+                LAYOUT,
                 ROWS,
                 BLOCK_K,
                 EVEN,
@@ -305,7 +305,11 @@ class Weight(NamedTuple):
     zeros: Tensor | None
     rows: int  # rows per scale
     columns: int  # columns per scale; 0: all
-    tiled: bool
+    layout: str
+
+    @property
+    def is_int4(self) -> bool:
+        return self.layout == "int4_tiled"
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -323,19 +327,19 @@ def chain_length(x: Tensor, weight: Weight) -> int:
     if x.element_size() == 2:
         return CHUNK
     # 4-bit codes are ordered by 128 columns, and shorter chains of them would spill registers.
-    return 256 if weight.codes.dtype == torch.int32 else fp32_block(weight)
+    return 256 if weight.is_int4 else fp32_block(weight)
 
 
 def fp32_block(weight: Weight) -> int:
     """Return the columns of a block in fp32: few, for a small error, but as many as the codes are ordered by."""
-    return 128 if weight.codes.dtype == torch.int32 else 64
+    return 128 if weight.is_int4 else 64
 
 
 def weight_arguments(x: Tensor, weight: Weight, block: int) -> dict[str, Any]:
     """Return the kernel arguments that describe a weight multiplied with x in blocks of `block` columns."""
     length, group = x.shape[-1], weight.group(x.shape[-1])
-    is_int4 = weight.codes.dtype == torch.int32
-    is_fast = is_int4 and x.dtype == weight.scales.dtype == torch.bfloat16 and group % PAIRED == 0
+    is_int4 = weight.is_int4
+    is_fast = is_int4 and x.dtype == weight.scales.dtype == torch.bfloat16 and group % RUN == 0
     return {
         "K": length,
         "width": weight.codes.shape[-1],
@@ -343,7 +347,7 @@ def weight_arguments(x: Tensor, weight: Weight, block: int) -> dict[str, Any]:
         "GROUP": group,
         "GROUP_ROWS": weight.rows,
         "HAS_ZEROS": weight.zeros is not None,
-        "TILED": weight.tiled,
+        "LAYOUT": weight.layout,
         "CHUNK": CHUNK,
         "CHAIN": chain_length(x, weight),
         "EVEN": length % block == 0,

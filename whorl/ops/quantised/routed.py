@@ -6,11 +6,25 @@ import torch
 from torch import Tensor
 
 from .._check import INTEGERS, check_range
-from .layout import num_rows
 
 
-def check_routing(name: str, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> None:
-    """Raise ValueError unless tokens, expert weights and routing fit; the last dim of the weights is not checked."""
+def _plain_rows(codes: Tensor) -> int:
+    return codes.shape[-2]
+
+
+def check_routing(
+    name: str,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    num_rows: Callable[[Tensor], int] = _plain_rows,
+) -> None:
+    """Raise ValueError unless tokens, expert weights and routing fit; the last dim of the weights is not checked.
+
+    num_rows: from codes to the rows of a matrix that they store.
+    """
     if x.dim() != 2 or not x.is_floating_point() or not x.shape[1]:
         raise ValueError(f"{name}: x is {list(x.shape)} {x.dtype}, expected [T, C] floating point")
     is_stack = gate_up.dim() == down.dim() == 3 and len(gate_up) == len(down)
