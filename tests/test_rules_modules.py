@@ -1,4 +1,4 @@
-"""The modules of whorl: none imports itself through others, and a long one has a reason."""
+"""The modules of whorl: none imports itself through others."""
 
 import ast
 import tomllib
@@ -67,38 +67,6 @@ def test_the_rule_sees_circles_through_functions_and_not_those_of_types() -> Non
     paths = {m: ROOT / (m.replace(".", "/") + ("/__init__.py" if m == "whorl.c" else ".py")) for m in texts}
     actual = circles(import_graph({m: (paths[m], text) for m, text in texts.items()}))
     assert actual == {frozenset({"whorl.a", "whorl.b", "whorl.c.inner"})}
-
-
-# ---- size
-
-LONG = 300
-# Longer than that, and why. Kernels need none: what one computes stands in one place.
-REASONS = {
-    "adapters/megatron.py": "one framework's call sites, and the state that a step keeps for them",
-    "adapters/transformers.py": "one framework's classes, each found, checked and replaced in the same way",
-    "cli.py": "the commands, one behind the other as --help lists them",
-    "contracts/table.py": "a table: an entry for each of the vendor's operators",
-    "device.py": "the only file that says cuda, npu or cpu",
-    "doctor/live_model.py": "what is asked of a live model, before its first forward and in it, in the order asked",
-    "doctor/symptoms.py": "a table: an entry for each message that frameworks print",
-    "doctor/ten_cases.py": "ten questions side by side, each with what it needs",
-    "engine/launch.py": "the life of a group of processes: started, heard, ended",
-    "engine/llm.py": "one class, the engine: a step in the order of its parts, and how requests come and go",
-    "engine/runner.py": "one class, the runner: calls that run, are recorded and replayed",
-    "engine/tokenizer.py": "one class over three kinds of files",
-    "ops/_op.py": "one class, the operator: stated, implemented, chosen, called",
-    "passes/rows.py": "a table: a rule for each operator that works row by row",
-    "positions.py": "one way from token types to positions, and its inverse over ranks",
-    "serve/engine_thread.py": "one class: the thread that the engine runs in, and how requests come to it and go",
-    "titan/swap_optimizer.py": "one class: a step while moments come from the host and go back",
-}
-
-
-def test_a_long_file_is_a_kernel_or_has_a_reason() -> None:
-    long = {str(p.relative_to(PACKAGE)) for p in SOURCES if len(p.read_text().splitlines()) > LONG}
-    long = {name for name in long if not name.endswith("triton.py")}
-    assert not long - set(REASONS), "split it where it holds two things, or say in REASONS why it is one"
-    assert not set(REASONS) - long, "short again: take it out of REASONS"
 
 
 def test_the_rule_sees_relative_imports() -> None:

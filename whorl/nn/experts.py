@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from whorl import ops
+
 from .ranks import ONE, Ranks
-from .weight import Destination, Format, Formats, Index, Matrix, Part, Weighted
+from .weight import Destination, Format, Formats, Index, Matrix, Part, Routing, Weighted
 from .weights.dense import Dense
 
 
@@ -44,8 +46,20 @@ class Experts(Weighted):
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, [T, C]; x: [T, C]; weights, ids: [T, K], of `ops.route`."""
-        product = self.gate_up_proj.format.experts
-        return self.ranks.sum(product(self.gate_up_proj, self.down_proj, x, weights, ids))
+        return self.ranks.sum(self.product(x, weights, ids))
+
+    def product(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Return this rank's summand of the output.
+
+        This is the one place where experts multiply. Where an adapter adds to one of the two matmuls, they run one
+        after the other instead of in one kernel, for all tokens: a token's bits do not depend on the others' adapters.
+        """
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if gate_up.adapter is None and down.adapter is None:
+            return gate_up.format.experts(gate_up, down, x, weights, ids)
+        rows, *routing = ops.permute(x, ids, self.num_experts)
+        hidden = ops.swiglu(_adapted(gate_up, rows, Routing(*routing)))
+        return ops.unpermute(_adapted(down, hidden, Routing(*routing)), routing[0], weights)  # type: ignore[no-any-return]
 
     def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         yield from self.gate_up_proj.destinations(f"{name}.gate_up_proj")
@@ -108,6 +122,12 @@ class StackedExperts(Experts):
             first = _stacked(gate, (num, 2 * inner, width), (all_experts, shard, all_columns), second)
         yield f"{name}.gate_up_proj", first
         yield f"{name}.down_proj", _stacked(down, (num, width, inner), (all_experts, all_columns, shard))
+
+
+def _adapted(stack: Matrix, rows: Tensor, routing: Routing) -> Tensor:
+    """Return the product of sorted rows with the matrices of a stack, and what its adapter adds."""
+    y = stack.format.grouped(stack, rows, routing.counts)
+    return y if stack.adapter is None else stack.adapter(y, rows, routing)
 
 
 def _stacked(into: Tensor, shape: tuple[int, ...], index: Index, *more: Destination) -> Destination:

@@ -46,7 +46,8 @@ class Linear(Matrix):
                 for i, (name, size) in enumerate(sizes.items())
             ],
         )
-        self.ranks, self.splits, self.is_summed, self.has_bias = ranks, splits, shard == "row", bias
+        self.ranks, self.splits, self.has_bias = ranks, splits, bias
+        self.is_partial = shard == "row" and ranks.size > 1  # the outputs of the ranks are summed
 
     def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         super().create_parameters(name, formats, dtype)
@@ -55,10 +56,27 @@ class Linear(Matrix):
             self.bias = nn.Parameter(torch.empty(self.shape[0], dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_summed or self.ranks.size == 1:
-            return self.format.linear(self, x, self.bias)
-        y = self.ranks.sum(self.format.linear(self, x, None))
+        y, _, _ = self.product(x)
+        if not self.is_partial:
+            return y
+        y = self.ranks.sum(y)
         return y if self.bias is None else y + self.bias
+
+    def product(
+        self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (y, normed, total): total = x + residual, normed = norm(total), and y = normed W^T + b.
+
+        This is the one place where the layer multiplies, with the norm before it fused or not, and where an adapter
+        adds to the result. norm None: x is multiplied as it is. Where the output is summed over ranks, y is this rank's
+        summand, without the bias.
+        """
+        bias = None if self.is_partial else self.bias
+        if norm is None:
+            y, normed, total = self.format.linear(self, x, bias), x, x
+        else:
+            y, normed, total = self.format.norm_linear(self, norm, x, residual, bias)
+        return (y if self.adapter is None else self.adapter(y, normed)), normed, total
 
     def after_norm(self, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return (y, normed, total): total = x + residual, normed = norm(total), and y, this layer's output for normed.
@@ -66,10 +84,8 @@ class Linear(Matrix):
         One kernel computes all of them where there is one. It is not for layers whose output is summed over ranks,
         because their input is a shard. residual None: total is x.
         """
-        assert not self.is_summed or self.ranks.size == 1, (
-            "the input of a row-sharded layer is a shard, which cannot be normalised"
-        )
-        return self.format.norm_linear(self, norm, x, residual, self.bias)
+        assert not self.is_partial, "the input of a row-sharded layer is a shard, which cannot be normalised"
+        return self.product(x, norm, residual)
 
     def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         yield from super().destinations(name)

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,27 @@ class Norm(Protocol):
     plus_one: bool
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]: ...
+
+
+class Routing(NamedTuple):
+    """Where the rows of a stack's matmul come from, as `ops.permute` returns it: sorted by the matrix of the stack.
+
+    places: [T, K], the row of each token's choices; counts: [E], the rows of each matrix.
+    """
+
+    places: Tensor
+    counts: Tensor
+
+
+class Adapter(Protocol):
+    """What is added to the products of one matrix, such as low-rank updates that requests choose.
+
+    y: the product [rows, N] of x [rows, K] with the matrix. routing: of the rows, for a stack of matrices; elsewhere
+    None, and the rows are those of the step. Returns the sum, y's rows and dtype. It must compute a row from that row
+    alone, in an order that does not depend on the others.
+    """
+
+    def __call__(self, y: Tensor, x: Tensor, routing: Routing | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +148,10 @@ class Format(ABC):
         """Return the output of the experts, as `ops.experts` does."""
         return ops.experts(x, self.values(gate_up), self.values(down), weights, ids)  # type: ignore[no-any-return]
 
+    def grouped(self, stack: "Matrix", rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the product of rows, sorted by matrix, with the matrices of a stack, as `ops.grouped_matmul` does."""
+        return ops.grouped_matmul(rows, self.values(stack), counts)  # type: ignore[no-any-return]
+
     def lookup(self, matrix: "Matrix", row_ids: Tensor) -> Tensor:
         """Return rows of the matrix, [T, columns]."""
         return nn.functional.embedding(row_ids, self.values(matrix))
@@ -186,7 +211,10 @@ class Matrix(Weighted):
     """A matrix that has one or several projections of a checkpoint, one below the other; or a stack of such matrices.
 
     shape: this rank's [rows, columns], or [E, rows, columns] of a stack. parts: its projections, in their order.
+    Attribute adapter: what is added to its products; None: nothing.
     """
+
+    adapter: Adapter | None = None
 
     format: Format
     name: str  # in the model

@@ -13,6 +13,7 @@ from .._draw import Draw, Sizes
 from .._hopper import HOPPER
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
+from ..linear import multiply
 from . import grouped_matmul_torch_npu
 
 
@@ -60,13 +61,14 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     The first counts[0] rows are expert 0's, the next counts[1] expert 1's, and so on. x: [M, C] bf16, fp16 or fp32;
     weight: [E, F, C] in x's dtype, as nn.Linear and Hugging Face's experts store it, any strides (a weight stored as
     [E, C, F], as torch's grouped_mm expects it, is passed as weight.transpose(1, 2)); counts: [E] int32 or int64, none
-    negative, with sum M. y: [M, F] in x's dtype, contiguous. Sums in fp32, rounded once. Differentiable in x and
-    weight. Raises ValueError when shapes or dtypes do not fit, and on the CPU when the counts do not sum to M.
+    negative, with sum M. y: [M, F] in x's dtype, contiguous. Sums in fp32, rounded once; on a CPU a row's bits do not
+    depend on the other rows, as in `linear`. Differentiable in x and weight. Raises ValueError when shapes or dtypes do
+    not fit, and on the CPU when the counts do not sum to M.
 
         y = ops.grouped_matmul(rows, weight, counts)  # rows and counts from permute
     """
     parts = x.split(counts.tolist())
-    products = [widen(part) @ widen(w).transpose(0, 1) for part, w in zip(parts, weight, strict=True)]
+    products = [multiply(widen(part).contiguous(), widen(w)) for part, w in zip(parts, weight, strict=True)]
     return narrow(torch.cat(products), x.dtype).contiguous()
 
 
