@@ -73,7 +73,7 @@ def test_set() -> None:
     [
         ("speed 3", "/set speed: is not known. Has: temperature, "),
         ("temperature warm", "/set temperature warm: expected a number; 0 is greedy"),
-        ("top_p 2", "/set top_p: top_p is 2.0, expected in (0, 1]"),
+        ("top_p 2", "/set top_p: top_p is 2.0, expected at most 1"),
         ("when_full wait", "/set when_full wait: expected ask, drop, stop"),
     ],
 )

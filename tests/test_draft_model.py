@@ -16,14 +16,14 @@ from torch import Tensor
 from whorl.engine import sampler
 from whorl.engine.call import Sample
 from whorl.engine.llm import LLM
-from whorl.engine.sampler import Sampler, probabilities
+from whorl.engine.sampler import Sampler
 from whorl.engine.scheduler import Chunk
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.sequence import Sequence as Seq
 from whorl.engine.speculate import Draft, DraftLength, one_by_one
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.nn import KVCache, PagedKV, Step
-from whorl.ops.sample import _cut
+from whorl.ops.sample import _cut, probabilities
 
 # ---- greedy: the target's own output, bit for bit
 
@@ -317,7 +317,7 @@ def draws(way: str, draft: str, num: int = DRAWS) -> tuple[Tensor, Tensor, float
         row.chunk.draft, row.chunk.probs = [token], each
     drawn = target.sample(TARGET.expand(num, -1), rows)
     adjusted = target._adjuster.adjust(TARGET[None], rows[:1])
-    right = probabilities(adjusted, *sampler._filters([params], adjusted.device))[0]
+    right = probabilities(adjusted, **sampler._filters([params], adjusted.device))[0]
     return drawn.bincount(minlength=VOCAB), right, float((drawn == ids).float().mean())
 
 
@@ -414,7 +414,7 @@ def transitions(k: int, num: int = 1000, length: int = 20, **params: Any) -> tup
         for before, after in zip([1, *output.token_ids], output.token_ids, strict=False):
             counts[before, after] += 1
     filters = sampler._filters([SamplingParams(**params)] * 4, target.table.device)
-    return counts, probabilities(target.table, *filters), llm
+    return counts, probabilities(target.table, **filters), llm
 
 
 FILTERED = {"temperature": 0.8, "top_k": 3, "top_p": 0.9}

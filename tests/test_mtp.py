@@ -17,13 +17,13 @@ from torch import Tensor
 from whorl.engine import graph_sizes, sampler, weights
 from whorl.engine import runner as runner_module
 from whorl.engine.llm import LLM
-from whorl.engine.sampler import probabilities
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.sequence import Sequence as Seq
 from whorl.engine.speculate import Draft
 from whorl.engine.speculate.mtp import MTP, _Shifted
 from whorl.models.deepseek import DeepSeek
 from whorl.nn import Step
+from whorl.ops.sample import probabilities
 
 BLOCK = 4
 SIZES: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160, "index_topk": 8, "num_hidden_layers": 2}
@@ -347,7 +347,7 @@ def test_sequences_have_the_targets_distribution() -> None:
             counts[before, after] += 1
     assert llm.num_accepted > 1000
     assert llm.num_drafted - llm.num_accepted > 1000
-    right = probabilities(target.table, *sampler._filters([SamplingParams()] * 4, target.table.device))
+    right = probabilities(target.table, **sampler._filters([SamplingParams()] * 4, target.table.device))
     for before in range(4):
         assert misfit(counts[before], right[before]) < 1, (counts, right)
 

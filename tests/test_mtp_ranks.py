@@ -15,11 +15,11 @@ from test_mtp import SIZES, make_pair, run_whole
 from whorl import nn
 from whorl.engine import launch, sampler
 from whorl.engine.llm import LLM
-from whorl.engine.sampler import probabilities
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate import Draft, Proposer
 from whorl.engine.speculate.mtp import MTP
 from whorl.models.deepseek import DeepSeek
+from whorl.ops.sample import probabilities
 
 HEADS = 5  # not shared evenly by two ranks
 
@@ -122,7 +122,7 @@ def test_sampled_outputs_have_the_targets_distribution(engine: Callable[..., LLM
         longer = {}
         for before, share in expected.items():
             logits = target.logits(run_whole(target, [*prompt, *before])[-1:])
-            for token, probability in enumerate(probabilities(logits, *filters)[0].tolist()):
+            for token, probability in enumerate(probabilities(logits, **filters)[0].tolist()):
                 if probability:
                     longer[*before, token] = share * probability
         expected = longer

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from whorl.engine.llm import LLM
-    from whorl.engine.sequence import SamplingParams
+    from whorl.engine.sampling_params import SamplingParams
 
 __version__ = "0.2.0"
 __all__ = ["LLM", "SamplingParams", "__version__", "ops"]

@@ -3,6 +3,7 @@
 `whorl.options` turns such dataclasses into command lines; this module needs neither it nor torch.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
 from numbers import Integral, Real
@@ -33,17 +34,17 @@ class Option:
     env: str | None = None
 
 
-def option(default: Any, text: str, *names: str, **more: Any) -> Any:
+def option(default: Any, text: str, *names: str, declared: type[Option] = Option, **more: Any) -> Any:
     """Return a dataclass field with this default that is also an option.
 
-    text: the help text; names: its flags, by default one made of the field's name; more: other fields of `Option`.
+    text: the help text; names: its flags, by default one made of the field's name; declared: `Option` or a subclass;
+    more: its other fields.
     Raises TypeError for a mutable default. Example: `repeats: int = option(5, "Runs to take the median of.", least=1)`.
     """
-    declared = Option(text=text, names=names, **more)
     if isinstance(default, list | dict | set):
         kind = type(default).__name__
         raise TypeError(f"{text}: a default of type {kind} would be shared by all instances; use a tuple or None")
-    return field(default=default, metadata={_KEY: declared})
+    return field(default=default, metadata={_KEY: declared(text=text, names=names, **more)})
 
 
 def options(kind: type) -> Iterator[tuple[Field[Any], Option]]:
@@ -89,7 +90,7 @@ def check(settings: Any) -> None:
             continue
         if (allowed := choices(hint)) and value not in allowed:
             raise ValueError(f"{field_.name} is {value!r}, expected {_listed(allowed, is_optional)}")
-        if expected := _out_of_bounds(value, hint, declared):
+        if expected := out_of_bounds(value, hint, declared):
             raise ValueError(f"{field_.name} is {value!r}, expected {expected}")
 
 
@@ -100,7 +101,7 @@ def _listed(allowed: tuple[str, ...], is_optional: bool) -> str:
     return f"{', '.join(first)} or {last}"
 
 
-def _out_of_bounds(value: Any, hint: Any, declared: Option) -> str | None:
+def out_of_bounds(value: Any, hint: Any, declared: Option) -> str | None:
     """Return what was expected of a number that is out of bounds or of the wrong type, else None."""
     kinds = {kind for kind in (hint, *get_args(hint)) if kind in (int, float)}
     if not kinds:
@@ -108,6 +109,8 @@ def _out_of_bounds(value: Any, hint: Any, declared: Option) -> str | None:
     if isinstance(value, bool) or not isinstance(value, Integral if kinds == {int} else Real):
         return "a whole number" if kinds == {int} else "a number"
     number = float(value)
+    if math.isnan(number):
+        return "a number"
     if declared.least is not None and number < declared.least:
         return f"at least {declared.least:g}"
     if declared.above is not None and number <= declared.above:

@@ -5,7 +5,7 @@ from typing import Any
 
 _EXPORTS = {
     "LLM": "whorl.engine.llm",
-    "SamplingParams": "whorl.engine.sequence",
+    "SamplingParams": "whorl.engine.sampling_params",
     "load_model": "whorl.engine.weights",
 }
 

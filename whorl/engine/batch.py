@@ -9,6 +9,7 @@ import numpy as np
 
 from .batch_images import axes_of, inserts_of, rotary_positions
 from .call import Call, PlacedChunk, Sample, Score
+from .sampling_params import FILTERS
 from .scheduler import Chunk
 
 UNREAD = -1  # in `tokens`: the token is only on the device, as the last one sampled in its lane
@@ -141,11 +142,11 @@ def _places(chunk: Chunk) -> range:
 def _sampling(samples: Sequence[Sample]) -> dict[str, list[int] | np.ndarray]:
     """Return the arrays of a call that `ops.sample` takes, one element for each sample."""
     sequences = [sample.chunk.sequence for sample in samples]
-    filters = np.array([seq.filters for seq in sequences]).reshape(-1, 4).T
+    filters = np.array([seq.filters for seq in sequences]).reshape(-1, len(FILTERS)).T
     return {
         "seeds": [seq.seed for seq in sequences],
         "places": [sample.output_index for sample in samples],
-        **dict(zip(("temperature", "top_k", "top_p", "min_p"), filters, strict=True)),
+        **dict(zip(FILTERS, filters, strict=True)),
     }
 
 

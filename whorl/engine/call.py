@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .batch_images import Insert
+from .sampling_params import FILTERS
 from .scheduler import Chunk
 from .sequence import Sequence as Seq
 
@@ -20,7 +21,7 @@ from .sequence import Sequence as Seq
 # By sequence: its lane (entry_lanes), its first token (query_starts, and T at the end), and its length including this
 # call (context_lens).
 # By sample: the token whose logits are sampled (sample_indices), its lane, the index of the sampled token among its
-# sequence's outputs (places), and the sampling parameters.
+# sequence's outputs (places), and the filters of tokens.
 _FIELDS = (
     ("tokens", "i8", "T"),
     ("lanes", "i8", "T"),
@@ -35,10 +36,7 @@ _FIELDS = (
     ("blocks", "i4", "T"),
     ("query_starts", "i4", "B+1"),
     ("context_lens", "i4", "B"),
-    ("top_k", "i4", "S"),
-    ("temperature", "f4", "S"),
-    ("top_p", "f4", "S"),
-    ("min_p", "f4", "S"),
+    *((name, kind, "S") for name, kind in FILTERS.items()),
 )
 Size = tuple[int, int, int]  # T, B, S
 Field = tuple[str, str, int, int]  # name, type, first byte, number of elements

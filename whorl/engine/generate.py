@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from whorl.media import MediaItem
 
 from .output import Output, shown_progress
-from .sequence import SamplingParams, Sequence
+from .sampling_params import SamplingParams
+from .sequence import Sequence
 
 if TYPE_CHECKING:
     from .llm import LLM

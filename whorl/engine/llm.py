@@ -28,8 +28,9 @@ from .placing import Placement, place
 from .request_limits import check_request
 from .runner import Result, Runner
 from .sampler import Sampler, Token
+from .sampling_params import SamplingParams
 from .scheduler import Chunk, Scheduler
-from .sequence import Detokenizer, FinishReason, SamplingParams, Sequence
+from .sequence import Detokenizer, FinishReason, Sequence
 from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost, num_agreed
 from .step_budget import StepBudget

@@ -1,6 +1,6 @@
 """Check a request before it is queued: one that could never run raises ValueError."""
 
-from .sequence import SamplingParams
+from .sampling_params import SamplingParams
 
 
 def check_request(

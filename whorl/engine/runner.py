@@ -32,6 +32,7 @@ from .features import Features
 from .graph_sizes import BESIDE, DECODING, PROMPTS, GraphSizes, most_prompts
 from .inputs import Inputs, Padded
 from .lanes import Lanes
+from .sampling_params import FILTERS
 from .scheduler import Chunk
 from .sequence_parallel import PromptForward, SPSettings
 
@@ -228,8 +229,8 @@ class Runner:
             no_logits = hidden.new_empty(0, self.model.vocab_size)
             return hidden, no_logits, no_logits.new_empty(0, dtype=torch.int64)
         logits = self.model.logits(hidden if is_dense else hidden[inputs["sample_indices"]])
-        sampling = (inputs[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "places"))
-        token_ids = ops.sample(logits[:, : self.vocab_size], *sampling)
+        filters = {name: inputs[name] for name in FILTERS}
+        token_ids = ops.sample(logits[:, : self.vocab_size], seeds=inputs["seeds"], steps=inputs["places"], **filters)
         # A sequence with a draft has several samples in one lane, and any of them may be stored. That is harmless: the
         # host reads them all before the next step and sends the accepted one with it.
         self.lanes.keep(inputs["sample_lanes"], token_ids)

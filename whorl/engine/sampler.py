@@ -10,7 +10,6 @@ min(1, p(x) / q(x)); otherwise a token sampled from max(p - q, 0) takes its plac
 and the output has the target's distribution, but for a given seed it is not the same text as without a draft.
 """
 
-import math
 from collections import abc
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,13 +20,14 @@ from torch import Tensor
 from whorl import ops
 from whorl.device import HOST, lasting
 from whorl.nn import Model
-from whorl.ops.sample import gumbel
+from whorl.ops.sample import gumbel, probabilities
 
 from .adjust import Adjuster
 from .call import Sample, Score
 from .runner import Result
+from .sampling_params import FILTERS, SamplingParams
 from .scheduler import Chunk
-from .sequence import Logprob, SamplingParams
+from .sequence import Logprob
 from .small_copy import fetch
 
 _SCORE_ROWS = 256  # rows of logits in memory at once while a prompt is scored
@@ -89,9 +89,9 @@ class Sampler:
         be correlated with the token that replaces it.
         """
         logits = self._adjuster.adjust(logits.float(), samples)
-        temperature, *cuts = _filters([sample.chunk.sequence.params for sample in samples], logits.device)
-        probs = probabilities(logits, temperature, *cuts)
-        is_random = temperature > 0
+        filters = _filters([sample.chunk.sequence.params for sample in samples], logits.device)
+        probs = probabilities(logits, **filters)
+        is_random = filters["temperature"] > 0
         sampled_from = torch.where(is_random[:, None], probs.log(), logits)
         return _pick(sampled_from, is_random.float(), samples, _DRAFT), probs
 
@@ -154,28 +154,13 @@ def _num_equal(draft: abc.Sequence[int], tokens: abc.Sequence[Token]) -> int:
 def _sample(logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
     """Return one id for each row, sampled as the runner does it."""
     params = [sample.chunk.sequence.params for sample in samples]
-    return ops.sample(logits, *_filters(params, logits.device), *_noise(samples, logits.device))
+    return ops.sample(logits, **_filters(params, logits.device), **_noise(samples, logits.device))
 
 
 # ---- drafts that were sampled
 
 # A sequence's seed is XORed with these for the noise of its drafts and of their acceptance.
 _DRAFT, _ACCEPT = 0x3C6EF372FE94F82B, 0x1F83D9ABFB41BD6B
-
-
-def probabilities(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return the distribution [N, V] fp32 that `ops.sample` samples from. Rows of temperature 0 are treated as 1."""
-    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
-    ordered = scaled.sort(descending=True).values
-    k = torch.where((top_k > 0) & (top_k < ordered.shape[1]), top_k, ordered.shape[1])
-    lowest = ordered.gather(1, k[:, None].long() - 1)
-    weights = ordered.masked_fill(ordered < lowest, -math.inf).exp()
-    mass_before = weights.cumsum(1) - weights  # of all likelier tokens
-    is_in = mass_before < top_p[:, None] * weights.sum(1, keepdim=True)
-    count = torch.where(top_p < 1, is_in.sum(1).clamp_min(1), k)
-    lowest = torch.maximum(lowest, ordered.gather(1, count[:, None] - 1))
-    is_cut = (scaled < lowest) | ((min_p[:, None] > 0) & (scaled.exp() < min_p[:, None]))
-    return scaled.masked_fill(is_cut, -math.inf).softmax(-1)
 
 
 def _has_sampled_draft(sample: Sample) -> bool:
@@ -186,7 +171,7 @@ def _has_sampled_draft(sample: Sample) -> bool:
 def _accept_or_resample(logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
     """Return the draft token of each row if it is accepted, else a token from the residual distribution. That is never
     the draft token, because p - q is not above 0 there."""
-    p = probabilities(logits, *_filters([sample.chunk.sequence.params for sample in samples], logits.device))
+    p = probabilities(logits, **_filters([sample.chunk.sequence.params for sample in samples], logits.device))
     q = torch.stack([sample.chunk.probs[sample.num_drafted] for sample in samples])  # type: ignore[index]
     q = torch.nn.functional.pad(q, (0, p.shape[1] - q.shape[1]))  # a draft model's vocabulary may be padded differently
     drafted = _column([sample.chunk.draft[sample.num_drafted] for sample in samples], p.device, torch.int64)
@@ -209,31 +194,26 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _pick(logits: Tensor, temperature: Tensor, samples: abc.Sequence[Sample], stream: int = 0) -> Tensor:
-    """Sample one id for each row, without top-k, top-p or min-p. stream: what the seeds are XORed with."""
-    zeros, ones = torch.zeros_like(temperature), torch.ones_like(temperature)
-    seeds, places = _noise(samples, logits.device, stream)
-    return ops.sample(logits, temperature, zeros.long(), ones, zeros, seeds, places)
+    """Sample one id for each row, without filters. stream: what the seeds are XORed with."""
+    filters = _filters([SamplingParams()] * len(samples), logits.device) | {"temperature": temperature}
+    return ops.sample(logits, **filters, **_noise(samples, logits.device, stream))
 
 
 def _uniform(samples: abc.Sequence[Sample], device: torch.device) -> Tensor:
     """Return [N] numbers in (0, 1): the noise of token 0 in a separate stream."""
-    return torch.exp(-torch.exp(-gumbel(*_noise(samples, device, _ACCEPT), 1).squeeze(1)))
+    return torch.exp(-torch.exp(-gumbel(**_noise(samples, device, _ACCEPT), size=1).squeeze(1)))
 
 
-def _noise(samples: abc.Sequence[Sample], device: torch.device, stream: int = 0) -> tuple[Tensor, Tensor]:
-    """Return seeds and places [N], of which the noise is a hash."""
+def _noise(samples: abc.Sequence[Sample], device: torch.device, stream: int = 0) -> dict[str, Tensor]:
+    """Return seeds and steps [N], of which the noise is a hash, as arguments of `ops.sample`."""
     seeds = _column([sample.chunk.sequence.seed ^ stream for sample in samples], device, torch.int64)
-    return seeds, _column([sample.output_index for sample in samples], device, torch.int64)
+    return {"seeds": seeds, "steps": _column([sample.output_index for sample in samples], device, torch.int64)}
 
 
-def _filters(params: abc.Sequence[SamplingParams], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return temperature, top_k, top_p and min_p, each [N]."""
-    return (
-        _column([p.temperature for p in params], device),
-        _column([p.top_k for p in params], device, torch.int64),
-        _column([p.top_p for p in params], device),
-        _column([p.min_p for p in params], device),
-    )
+def _filters(params: abc.Sequence[SamplingParams], device: torch.device) -> dict[str, Tensor]:
+    """Return the filters [N] as arguments of `ops.sample`."""
+    dtypes = {"f4": torch.float32, "i4": torch.int64}
+    return {name: _column([getattr(p, name) for p in params], device, dtypes[kind]) for name, kind in FILTERS.items()}
 
 
 def _column(values: list[float] | list[int], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,15 +1,15 @@
-"""A sequence: one prompt, the tokens generated for it, its sampling parameters and how much of it is in the cache."""
+"""A sequence: one prompt, the tokens generated for it, and how much of it is in the cache."""
 
 import itertools
-import math
 import time
 from collections import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from .contents import Content, sorted_contents
+from .sampling_params import SamplingParams
 from .stop_strings import StopStrings
 from .token_counts import TokenCounts
 
@@ -33,75 +33,6 @@ class FinishReason(StrEnum):
 
 class AllowError(ValueError):
     """Raised by `SamplingParams.allow` when it cannot tell which tokens may follow. It ends that sequence only."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How a request is sampled and when it ends. temperature 0 is greedy.
-
-    n: sequences for the prompt. seed: the random numbers depend only on the seed and the token's place, so a request
-    gives the same text in any batch; None draws a new seed for each request. logprobs: how many alternatives to report
-    with each token (0: only the token itself). allow: a function of the output so far that returns a bool mask [V] of
-    the tokens that may follow, or None for all; if it keeps state it has a method `fork`, called once for each
-    sequence. cache_salt: prefixes are shared only among requests of the same salt, so that neither latency nor
-    counters reveal other requests. embed: keep the last hidden state of the prompt's last token.
-    Raises ValueError when a value is out of range. Example: `SamplingParams(temperature=0, max_tokens=64)`
-    """
-
-    max_tokens: int | None = None  # None: until the model stops or the context is full
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0  # 0: no limit
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop: bool = False  # keep a stop string in the text
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    embed: bool = False
-    allow: "Callable[[abc.Sequence[int]], Tensor | None] | None" = None
-    cache_salt: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, is_valid, expected in (
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
-            ("min_tokens", self.min_tokens >= 0, "at least 0"),
-            ("temperature", 0 <= self.temperature < math.inf, "a number from 0"),
-            ("top_k", self.top_k >= 0, "at least 0 (0: all)"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "finite"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite"),
-            ("logit_bias", all(v < math.inf for v in self.logit_bias.values()), "numbers by token id"),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
-            ("n", self.n >= 1, "at least 1"),
-            ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None"),
-            ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0, or None"),
-        ):
-            if not is_valid:
-                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}, expected {expected}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"SamplingParams: min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
-
-    @property
-    def has_penalties(self) -> bool:
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether `ops.sample` alone does the sampling, so that the device can go on before the host reads tokens."""
-        is_adjusted = self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
-        return not is_adjusted and self.allow is None and self.logprobs is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +150,7 @@ class Sequence:
         self.allow = params.allow if fork is None else fork()
         self.error: AllowError | None = None
         self.counts: TokenCounts | None = None  # of generated tokens, for penalties; set by adjust.py
-        self.filters = (params.temperature, params.top_k, params.top_p, params.min_p)
+        self.filters = params.filters
         base_seed = params.seed if params.seed is not None else seed
         self.seed = (base_seed + copy * _SEED_STRIDE + 2**63) % 2**64 - 2**63  # wraps into int64
         limit = max_len if params.max_tokens is None else self.prompt_len + params.max_tokens

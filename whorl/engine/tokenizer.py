@@ -20,10 +20,11 @@ from . import sentencepiece
 from .chat_template import ChatTemplate, Message
 from .gguf_header import read_metadata
 from .prompt_formats import PromptWriter, format_of, prompt_writer
+from .sampling_params import PARAMETERS
 
 _REPLACEMENT = "\ufffd"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SAMPLING = [name for name, (_, declared) in PARAMETERS.items() if declared.is_advised]
 
 
 _WINDOW = 32  # latest ids, which are decoded again with each new one; the list is cut to this at twice the length

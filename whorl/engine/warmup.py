@@ -24,8 +24,9 @@ from .batch import Batch
 from .call import Call, Sample
 from .runner import Result
 from .sampler import Sampler
+from .sampling_params import SamplingParams
 from .scheduler import Chunk
-from .sequence import SamplingParams, Sequence
+from .sequence import Sequence
 from .warmup_sizes import class_sizes, contexts, counts, recorded_prompts, sequence_classes, smallest_beside, split
 
 if TYPE_CHECKING:

@@ -79,6 +79,21 @@ def _cut(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     return scaled
 
 
+def probabilities(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Return the distribution [N, V] fp32 that `ops.sample` samples from. Rows of temperature 0 are treated as 1."""
+    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
+    ordered = scaled.sort(descending=True).values
+    k = torch.where((top_k > 0) & (top_k < ordered.shape[1]), top_k, ordered.shape[1])
+    lowest = ordered.gather(1, k[:, None].long() - 1)
+    weights = ordered.masked_fill(ordered < lowest, -torch.inf).exp()
+    mass_before = weights.cumsum(1) - weights  # of all likelier tokens
+    is_in = mass_before < top_p[:, None] * weights.sum(1, keepdim=True)
+    count = torch.where(top_p < 1, is_in.sum(1).clamp_min(1), k)
+    lowest = torch.maximum(lowest, ordered.gather(1, count[:, None] - 1))
+    is_cut = (scaled < lowest) | ((min_p[:, None] > 0) & (scaled.exp() < min_p[:, None]))
+    return scaled.masked_fill(is_cut, -torch.inf).softmax(-1)
+
+
 def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype.itemsize > 2 else logits.float()
 

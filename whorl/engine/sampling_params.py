@@ -1,0 +1,138 @@
+"""Sampling parameters. Each is declared here, once: the engine's arrays, the APIs, the flags and `/set` follow.
+
+A parameter that filters tokens on the device has an `array` and is also an argument, of its name, of `ops.sample`.
+"""
+
+import math
+from collections import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args
+
+from whorl.fields import Option, option, options, out_of_bounds
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter(Option):
+    """A sampling parameter that is a number.
+
+    array: the type of its array in a call, "f4" or "i4", if `ops.sample` takes it. is_advised: a model's
+    generation_config.json may have it.
+    """
+
+    array: str | None = None
+    is_advised: bool = False
+
+
+def parameter(default: float | None, text: str, *names: str, **more: Any) -> Any:
+    """Return a field of `SamplingParams`: its default, its help text, its flags and other fields of `Parameter`."""
+    return option(default, text, *names, declared=Parameter, **more)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How a request is sampled and when it ends. temperature 0 is greedy.
+
+    n: sequences for the prompt. seed: the random numbers depend only on the seed and the token's place, so a request
+    gives the same text in any batch; None draws a new seed for each request. logprobs: how many alternatives to report
+    with each token (0: only the token itself). allow: a function of the output so far that returns a bool mask [V] of
+    the tokens that may follow, or None for all; if it keeps state it has a method `fork`, called once for each
+    sequence. cache_salt: prefixes are shared only among requests of the same salt, so that neither latency nor
+    counters reveal other requests. embed: keep the last hidden state of the prompt's last token.
+    Raises ValueError when a value is out of range. Example: `SamplingParams(temperature=0, max_tokens=64)`
+    """
+
+    max_tokens: int | None = parameter(
+        None, "Longest answer, in tokens.", "--max-tokens", "--n-predict", "-n", least=1, most=2**31 - 1
+    )
+    min_tokens: int = parameter(0, "Shortest answer, in tokens; before that no stop ends it.", least=0)
+    temperature: float = parameter(1.0, "0: greedy.", "--temperature", "-t", least=0, array="f4", is_advised=True)
+    top_k: int = parameter(
+        0, "Sample from the N most likely tokens; 0: all.", least=0, most=2**31 - 1, array="i4", is_advised=True
+    )
+    top_p: float = parameter(
+        1.0,
+        "Sample from the most likely tokens whose probabilities sum to N; 1: all.",
+        above=0,
+        most=1,
+        array="f4",
+        is_advised=True,
+    )
+    min_p: float = parameter(
+        0.0,
+        "Leave out tokens less than N times as likely as the most likely one; 0: none.",
+        least=0,
+        most=1,
+        array="f4",
+        is_advised=True,
+    )
+    repetition_penalty: float = parameter(
+        1.0, "Make tokens of the prompt and the answer less likely; 1: none.", above=0, is_advised=True
+    )
+    presence_penalty: float = parameter(0.0, "Subtracted from the logits of tokens in the answer; 0: none.")
+    frequency_penalty: float = parameter(
+        0.0, "Subtracted from a token's logit for each time that the answer has it; 0: none."
+    )
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = parameter(
+        None, "The same seed gives the same text; none: a new one each time.", least=-(2**63), most=2**63 - 1
+    )
+    n: int = parameter(1, "Answers to each prompt.", least=1)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # keep a stop string in the text
+    ignore_eos: bool = False
+    logprobs: int | None = parameter(None, "Alternatives reported with each token.", least=0)
+    prompt_logprobs: int | None = parameter(None, "Alternatives reported with each token of the prompt.", least=0)
+    embed: bool = False
+    allow: "Callable[[abc.Sequence[int]], Tensor | None] | None" = None
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        expected = {name: _expected(getattr(self, name), *declared) for name, declared in PARAMETERS.items()}
+        if not all(value < math.inf for value in self.logit_bias.values()):
+            expected["logit_bias"] = "numbers by token id"
+        if isinstance(self.stop, str) or not all(self.stop):
+            expected["stop"] = "a tuple of strings that are not empty"
+        for name, text in expected.items():
+            if text is not None:
+                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}, expected {text}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"SamplingParams: min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `ops.sample` alone does the sampling, so that the device can go on before the host reads tokens."""
+        is_adjusted = self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
+        return not is_adjusted and self.allow is None and self.logprobs is None
+
+    @property
+    def filters(self) -> tuple[float, ...]:
+        """The values of FILTERS, in their order."""
+        return tuple(getattr(self, name) for name in FILTERS)
+
+
+def _expected(value: Any, hint: Any, declared: Parameter) -> str | None:
+    """Return what was expected of a value that is not allowed, else None."""
+    if value is None and NoneType in get_args(hint):
+        return None
+    expected = out_of_bounds(value, hint, declared)
+    return expected if expected is not None or math.isfinite(value) else "a finite number"
+
+
+# By name, the type of a parameter and its declaration.
+PARAMETERS: dict[str, tuple[Any, Parameter]] = {
+    field_.name: (field_.type, declared)
+    for field_, declared in options(SamplingParams)
+    if isinstance(declared, Parameter)
+}
+# The parameters that `ops.sample` takes, and the types of their arrays.
+FILTERS = {name: declared.array for name, (_, declared) in PARAMETERS.items() if declared.array is not None}
