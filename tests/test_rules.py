@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "contracts": set(),
     "positions": {"rope_config"},
     "host_memory": set(),
+    "files": set(),
     "ops": {"device", "contracts", "host_memory"},
     "judge": {"ops", "device", "cases"},
     "rope_table": {"rope_config", "ops", "device"},
@@ -44,13 +45,15 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "models": {"nn", "ops", "rope_config", "rope_table", "positions"},
     "passes": {"collectives", "ops", "device", "contracts"},
     "media": set(),
-    "engine": {"models", "nn", "passes", "ops", "device", "fields", "media", "positions", "host_memory", "streams"},
+    "engine": {
+        *("models", "nn", "passes", "ops", "device", "fields", "media", "positions", "host_memory", "streams", "files")
+    },
     "serve": {"engine", "fields", "media", "streams"},
     "cluster": {"serve", "engine", "fields"},
     "chat": {"engine", "fields", "media"},
     "doctor": {"rope_config", "contracts"},
     "plan": {"models", "fields"},
-    "titan": {"models", "plan", "ops", "device", "judge", "streams"},
+    "titan": {"models", "plan", "ops", "device", "judge", "streams", "files"},
     "adapters": {"ops", "positions", "rope_config", "rope_table", "doctor"},
     "selftest": {"ops", "device", "cases", "judge", "timing"},
     "selftest_ranks": None,
@@ -58,7 +61,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "cli": None,
 }
 # Torch may be imported inside their functions only.
-WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted", "media")
+WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted", "media", "files")
 LAZY = (
     "triton",
     "torch_npu",
