@@ -22,7 +22,7 @@ def chromium() -> str | None:
 def missing() -> str | None:
     """Why there is no browser."""
     if importlib.util.find_spec("playwright") is None:
-        return "playwright is not installed: pip install 'whorl[dev]'"
+        return "playwright is not installed: pip install -e '.[dev]'"
     return f"there is no Chromium: {_HOW}" if chromium() is None else None
 
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from whorl import __version__
 from whorl.cli import app
+from whorl.extras import how_to_install
 from whorl.ops import OPS
 
 HEAVY = ("torch", "numpy", "triton", "transformers")
@@ -39,6 +40,7 @@ def test_help_imports_nothing_heavy(arguments):
     code = f"""
 import sys
 from whorl.cli import app
+from whorl.extras import how_to_install
 try:
     app({arguments!r})
 except SystemExit as stop:
@@ -56,6 +58,7 @@ def test_doctor_runs_where_torch_is_not_installed():
 import sys
 sys.modules["torch"] = None
 from whorl.cli import app
+from whorl.extras import how_to_install
 app(["doctor", "examples/qwen3_vl_rope_branch", "--json"])
 """
     result = in_fresh_python(code)
@@ -138,4 +141,4 @@ def test_plot_without_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setattr("whorl.device.is_installed", lambda package: package != "matplotlib")
     result = run("bench", "ops", "--plot", "x.png")
     assert result.exit_code == 2
-    assert "pip install 'whorl[bench]'" in result.output
+    assert f"--plot needs matplotlib: {how_to_install('bench')}" in result.output

@@ -20,6 +20,7 @@ from whorl.cluster.prompt_blocks import BLOCK, MOST_BLOCKS, prompt_blocks
 from whorl.cluster.ray_cluster import actor_options, deployment_options
 from whorl.cluster.routing import Routing
 from whorl.engine.settings import EngineSettings
+from whorl.extras import how_to_install
 from whorl.serve.settings import ServerSettings
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -267,7 +268,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     done = CliRunner().invoke(app, ["serve", "--on", "ray", "--replicas", "2"])
     assert done.exit_code == 2
-    assert "--on ray needs ray, which is not installed: pip install 'whorl[ray]'" in done.output
+    assert f"--on ray needs ray, which is not installed: {how_to_install('ray')}" in done.output
 
 
 def test_what_a_replica_takes_of_a_node() -> None:

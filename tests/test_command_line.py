@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 from whorl.cli import app
+from whorl.extras import how_to_install
 
 # Of EngineSettings; bench decode sizes its engines itself.
 ANY_ENGINE = {"--device", "--dtype", "--block-size", "--graphs", "--no-graphs", "--run-ahead", "--no-run-ahead"}
@@ -149,5 +150,5 @@ main()
 def test_a_server_without_its_extra_says_what_to_install() -> None:
     result = subprocess.run([sys.executable, "-c", WITHOUT_EXTRA], capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
-    assert "pip install 'whorl[serve]'" in result.stderr
+    assert f"not installed: {how_to_install('serve')}" in result.stderr
     assert "Traceback" not in result.stderr

@@ -98,7 +98,7 @@ def test_many_prompts_at_once() -> None:
 @needs_model
 def test_a_chat_client() -> None:
     pytest.importorskip("openai")
-    pytest.importorskip("fastapi", reason="pip install 'whorl[serve]'")
+    pytest.importorskip("fastapi", reason="pip install -e '.[serve]'")
     said = run("chat_client.py", "--max-tokens", "8", "What is the capital of France?")
     assert "The capital of France is Paris" in said
     assert "8 tokens of SmolLM2-135M-Instruct" in said
@@ -106,7 +106,7 @@ def test_a_chat_client() -> None:
 
 @pytest.mark.slow
 def test_training(tmp_path: Path) -> None:
-    pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")
+    pytest.importorskip("torchtitan", reason="pip install -e '.[train]'")
     said = run("train_tiny.py", "--steps", "12", "--out", str(tmp_path / "tiny"))
     first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+) in 12 steps", said).groups())
     assert last < first - 0.5

@@ -22,6 +22,7 @@ from whorl.engine.drafting import DraftOptions
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate.prompt_lookup import PromptLookup
+from whorl.extras import how_to_install
 
 FRANCE = "What is the capital of France?"
 
@@ -67,7 +68,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jinja2" else real(name))
     result = run("--prompt", "x")
     assert result.exit_code == 2
-    assert "generate needs jinja2: pip install 'whorl[engine]'" in result.stderr
+    assert f"generate needs jinja2: {how_to_install('engine')}" in result.stderr
 
 
 # ---- what options become

@@ -243,9 +243,9 @@ def test_closing_ends_the_processes() -> None:
 
 def test_pillow_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'whorl\[vision\]'"):
+    with pytest.raises(ValueError, match=r"need Pillow: pip install .*\[vision\]'"):
         Decoder(LIMITS).image(png(), IMAGE)
-    with pytest.raises(MediaError, match=r"pip install 'whorl\[video\]'"):
+    with pytest.raises(MediaError, match=r"need PyAV: pip install .*\[video\]'"):
         Decoder(LIMITS).video(b"", VIDEO)
 
 

@@ -29,13 +29,14 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "timing": {"device"},
     "streams": {"device"},
     "fields": set(),
-    "options": {"fields"},
+    "options": {"fields", "extras"},
     "pasted": {"options"},
     "rope_config": set(),
     "contracts": set(),
     "positions": {"rope_config"},
     "host_memory": set(),
     "files": set(),
+    "extras": {"__init__"},
     "ops": {"device", "contracts", "host_memory"},
     "judge": {"ops", "device", "cases"},
     "rope_table": {"rope_config", "ops", "device"},
@@ -44,16 +45,15 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "nn": {"device", "collectives", "rope_config", "rope_table", "ops"},
     "models": {"nn", "ops", "rope_config", "rope_table", "positions"},
     "passes": {"collectives", "ops", "device", "contracts"},
-    "media": set(),
-    "engine": {
-        *("models", "nn", "passes", "ops", "device", "fields", "media", "positions", "host_memory", "streams", "files")
-    },
-    "serve": {"engine", "fields", "media", "streams"},
-    "cluster": {"serve", "engine", "fields"},
-    "chat": {"engine", "fields", "media"},
+    "media": {"extras"},
+    "engine": {"models", "nn", "passes", "ops", "device", "fields", "files", "media", "positions"}
+    | {"host_memory", "streams"},
+    "serve": {"engine", "fields", "media", "streams", "extras"},
+    "cluster": {"serve", "engine", "fields", "extras"},
+    "chat": {"engine", "fields", "media", "extras"},
     "doctor": {"rope_config", "contracts"},
     "plan": {"models", "fields"},
-    "titan": {"models", "plan", "ops", "device", "judge", "streams", "files"},
+    "titan": {"models", "plan", "ops", "device", "judge", "streams", "files", "extras"},
     "adapters": {"ops", "positions", "rope_config", "rope_table", "doctor"},
     "selftest": {"ops", "device", "cases", "judge", "timing"},
     "selftest_ranks": None,
@@ -61,7 +61,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "cli": None,
 }
 # Torch may be imported inside their functions only.
-WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted", "media", "files")
+WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted", "media")
+WITHOUT_TORCH += ("files", "extras")
 LAZY = (
     "triton",
     "torch_npu",

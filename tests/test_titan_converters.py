@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from whorl import ops
 from whorl.titan import cpu, local
 
-pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")
+pytest.importorskip("torchtitan", reason="pip install -e '.[train]'")
 cpu.install()
 
 from whorl.titan.converters import gmm, permute, rms_norm, rope  # noqa: E402

@@ -189,7 +189,7 @@ def test_the_lock_dies_with_its_holder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fresh", [(), ("--fresh",)])
 def test_a_second_run_is_refused(fresh: tuple[str, ...], tmp_path: Path) -> None:
     """Before ranks are started, and before --fresh takes the folder away from under the first."""
-    pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")
+    pytest.importorskip("torchtitan", reason="pip install -e '.[train]'")
     lock = FolderLock(tmp_path / "run" / "checkpoint")
     done = CliRunner().invoke(app, ["train", "tiny", "--job.dump_folder", str(tmp_path / "run"), *fresh])
     lock.release()
@@ -201,7 +201,7 @@ def test_a_second_run_is_refused(fresh: tuple[str, ...], tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_rank_locks_what_it_writes(tmp_path: Path) -> None:
     """For those who start TorchTitan themselves, and for two that start at once."""
-    pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")
+    pytest.importorskip("torchtitan", reason="pip install -e '.[train]'")
     flags = ["--job.dump_folder", str(tmp_path / "one"), "--checkpoint.folder", str(tmp_path / "shared")]
     lock = FolderLock(tmp_path / "shared")
     assert f"FolderLocked: another run writes into {tmp_path}/shared" in titan_job.refusal(flags)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from whorl.cli import app
 
-pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")
+pytest.importorskip("torchtitan", reason="pip install -e '.[train]'")
 
 import torchtitan
 

@@ -22,7 +22,7 @@ TITAN = ROOT / "whorl" / "titan"
 
 @pytest.fixture(scope="module", autouse=True)
 def _on_cpu() -> None:
-    pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")
+    pytest.importorskip("torchtitan", reason="pip install -e '.[train]'")
     cpu.install()
 
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from whorl.cli import app
 from whorl.titan import cpu, display, train_command
 
-pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")
+pytest.importorskip("torchtitan", reason="pip install -e '.[train]'")
 
 ROOT = Path(__file__).parents[1]
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", str(folder), ".", cwd=ROOT)
-    (path,) = folder.glob("whorl-*.whl")
+    (path,) = folder.glob("whorl_llm-*.whl")
     return path
 
 
@@ -41,12 +41,12 @@ def run(command: Path, *words: str, cwd: Path, stdin: str = "") -> subprocess.Co
 def test_it_has_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
-        points = archive.read(f"whorl-{__version__}.dist-info/entry_points.txt").decode()
+        points = archive.read(f"whorl_llm-{__version__}.dist-info/entry_points.txt").decode()
     kept = {".py", ".json", ".toml", ".yaml", ".html", ".typed"}
     files = subprocess.run(["git", "ls-files", "whorl"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     expected = {name for name in files.splitlines() if Path(name).suffix in kept}
     assert expected <= packed, f"the wheel lacks {sorted(expected - packed)}"
-    assert all(name.startswith(("whorl/", "whorl-")) for name in packed)
+    assert all(name.startswith(("whorl/", "whorl_llm-")) for name in packed)
     assert "whorl = whorl.cli:main" in points
 
 
@@ -78,9 +78,9 @@ def test_a_chat_needs_no_more(installed: Path, tmp_path: Path) -> None:
     assert (talk.returncode, "Paris" in talk.stdout) == (0, True), talk.stdout + talk.stderr
 
 
-def test_a_server_says_what_it_needs(installed: Path, tmp_path: Path) -> None:
-    """Without the extra for the server: the command to install it, not a traceback."""
+def test_a_server_says_what_it_needs(installed: Path, wheel: Path, tmp_path: Path) -> None:
+    """Without the extra for the server: the command to install it from the same wheel, not a traceback."""
     serve = run(installed / "whorl", "serve", cwd=tmp_path)
     assert serve.returncode != 0
-    assert "whorl[serve]" in serve.stderr
+    assert f"pip install '{wheel}[serve]'" in serve.stderr
     assert "Traceback" not in serve.stderr

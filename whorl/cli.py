@@ -17,6 +17,7 @@ from whorl.chat.options import AT_ONCE, AnswerOptions, ChatOptions, MediaOptions
 from whorl.cluster.options import ClusterOptions
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import MODEL, RANKS, EngineSettings
+from whorl.extras import how_to_install
 from whorl.options import (
     Device,
     Json,
@@ -388,7 +389,7 @@ def _train(recipe: str, options: list[str], ranks: int | None, fresh: bool, torc
 
 def _plot_training(folders: list[Path]) -> int:
     if importlib.util.find_spec("matplotlib") is None:
-        stop("train --plot needs matplotlib: pip install 'whorl[bench]'")
+        stop(f"train --plot needs matplotlib: {how_to_install('bench')}")
     from whorl.titan.display import plot
 
     output = folders[0] / "metrics.png"

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hint
 
 import typer
 
+from whorl.extras import how_to_install
 from whorl.fields import Option, aliases, flag_names, options
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -59,7 +60,7 @@ def need_engine(command: str) -> None:
     """Exit when a package that the engine needs is not installed."""
     packages = {"tokenizers": "tokenizers", "jinja2": "jinja2", "safetensors": "safetensors", "gguf": "gguf"}
     if missing := [name for name, module in packages.items() if importlib.util.find_spec(module) is None]:
-        stop(f"{command} needs {', '.join(missing)}: pip install 'whorl[engine]'")
+        stop(f"{command} needs {', '.join(missing)}: {how_to_install('engine')}")
 
 
 def print_json(document: Any) -> None:

@@ -3,8 +3,9 @@
     python bench/trials/replicas.py                      # 2 and 4 replicas, both routings: a table
     python bench/trials/replicas.py --replicas 2 --requests 32
 
-Needs whorl[ray,bench]. The model has random weights, is small enough for a CPU, and uses the tokenizer of the default
-model. The KV cache of a replica holds a few of the shared prefixes, not all. `whorl bench serve` makes the load.
+Needs the extras ray and bench. The model has random weights, is small enough for a CPU, and uses the tokenizer of the
+default model. The KV cache of a replica holds a few of the shared prefixes, not all. `whorl bench serve` makes the
+load.
 """
 
 import argparse

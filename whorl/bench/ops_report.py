@@ -4,6 +4,7 @@ from pathlib import Path
 
 from whorl import device as devices
 from whorl.bench.provenance import Document, render_provenance
+from whorl.extras import how_to_install
 from whorl.timing import bandwidth, operations
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
@@ -49,7 +50,7 @@ def _render_row(row: Document) -> list[str]:
 def need_plot(path: Path) -> None:
     """Raise ValueError when the plot cannot be written; called before minutes of measuring."""
     if not devices.is_installed("matplotlib"):
-        raise ValueError("--plot needs matplotlib: pip install 'whorl[bench]'")
+        raise ValueError(f"--plot needs matplotlib: {how_to_install('bench')}")
     if path.suffix not in PLOT_FORMATS:
         raise ValueError(f"--plot is {path}, expected a file name that ends in one of {', '.join(PLOT_FORMATS)}")
     if not path.parent.is_dir():

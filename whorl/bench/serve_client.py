@@ -13,6 +13,7 @@ from whorl.bench.serve_queue import queue_between, read_queue
 from whorl.bench.serve_record import Record
 from whorl.bench.serve_stream import Answer, EventReader
 from whorl.bench.workload import Load, Request
+from whorl.extras import how_to_install
 
 if TYPE_CHECKING:
     import httpx
@@ -40,7 +41,7 @@ Send = Callable[[Request, float], Awaitable[Record]]  # takes a request and the 
 def need_httpx() -> None:
     """Raise ValueError when httpx is not installed."""
     if importlib.util.find_spec("httpx") is None:
-        raise ValueError("bench serve --url needs httpx: pip install 'whorl[bench]'")
+        raise ValueError(f"bench serve --url needs httpx: {how_to_install('bench')}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ from whorl.bench.ops_report import need_plot
 from whorl.bench.provenance import Document
 from whorl.bench.train_options import TrainOptions
 from whorl.device import default_device
+from whorl.extras import how_to_install
 
 Work = Callable[[], tuple[Document, str, bool]]  # the document, the same as text, whether all is right
 CURVE_ONLY = ("read", "plot")
@@ -16,7 +17,7 @@ CURVE_ONLY = ("read", "plot")
 def build_benchmark(options: TrainOptions) -> Work:
     """Return the benchmark that the options select, ready to run; raises ValueError for options that conflict."""
     if importlib.util.find_spec("torchtitan") is None:
-        raise ValueError("bench train needs torchtitan: pip install 'whorl[train]'")
+        raise ValueError(f"bench train needs torchtitan: {how_to_install('train')}")
     if misplaced := [name for name in CURVE_ONLY if getattr(options, name) is not None and not options.curve]:
         raise ValueError(f"--{misplaced[0]} needs --curve")
     if options.plot is not None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whorl.extras import how_to_install
+
 if TYPE_CHECKING:
     from whorl.engine.grammar_masks import Allow
     from whorl.engine.llm import LLM
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 def read_schema(schema: str) -> dict[str, Any]:
     """Read --schema: the schema itself, which begins with a brace, or the name of a file. Raises ValueError."""
     if importlib.util.find_spec("llguidance") is None:
-        raise ValueError("--schema needs llguidance: pip install 'whorl[serve]'")
+        raise ValueError(f"--schema needs llguidance: {how_to_install('serve')}")
     text, where = schema, "--schema"
     if not schema.lstrip().startswith("{"):
         where = f"--schema {schema}"

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from whorl.engine.settings import EngineSettings
+from whorl.extras import how_to_install
 from whorl.serve.engine_thread import QueueFull
 from whorl.serve.settings import ServerSettings
 
@@ -33,14 +34,14 @@ _RESOURCES = {"cuda": "GPU", "npu": "NPU"}
 def need_ray() -> None:
     """Raise ValueError when Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise ValueError("serve: --on ray needs ray, which is not installed: pip install 'whorl[ray]'")
+        raise ValueError(f"serve: --on ray needs ray, which is not installed: {how_to_install('ray')}")
 
 
 def _ray_serve() -> Any:
     try:
         from ray import serve
     except ImportError as error:
-        raise RuntimeError(f"serve: ray has no Ray Serve ({error}): pip install 'whorl[ray]'") from error
+        raise RuntimeError(f"serve: ray has no Ray Serve ({error}): {how_to_install('ray')}") from error
     return serve
 
 

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from whorl.extras import how_to_install
+
 from .child import read, read_exactly, write
 from .errors import DecodeError, MediaError
 from .limits import WALL, Limits
@@ -36,14 +38,14 @@ _PASSED_VARIABLES = ("LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment, to 
 def need_pillow() -> None:
     """Raise ValueError when Pillow is not installed."""
     if importlib.util.find_spec("PIL") is None:
-        raise ValueError("pictures need Pillow: pip install 'whorl[vision]'")
+        raise ValueError(f"pictures need Pillow: {how_to_install('vision')}")
 
 
 def need_av() -> None:
     """Raise MediaError when PyAV is not installed."""
     if importlib.util.find_spec("av") is None:
         raise MediaError(
-            "video files need PyAV: pip install 'whorl[video]'; without it a video can be sent as a list of pictures"
+            f"video files need PyAV: {how_to_install('video')}; without it a video can be sent as a list of pictures"
         )
 
 

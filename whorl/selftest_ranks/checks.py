@@ -17,6 +17,7 @@ from torch import Tensor
 
 from whorl import collectives
 from whorl.device import BACKENDS, HOST, is_installed
+from whorl.extras import how_to_install
 
 
 class Skipped(Exception):
@@ -258,7 +259,7 @@ def _training_check(**degrees: Any) -> Callable[[str, int], str]:
 
     def run(device: str, ranks: int) -> str:
         if not is_installed("torchtitan"):
-            raise Skipped("TorchTitan is not installed: pip install 'whorl[train]'")
+            raise Skipped(f"TorchTitan is not installed: {how_to_install('train')}")
         from . import compare, layouts
 
         if ranks % 2 or layouts.BATCH % ranks:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
+from whorl.extras import how_to_install
 
 from .address import check_address
 from .settings import ServerSettings, names_for
@@ -38,7 +39,7 @@ def need_extra() -> None:
     """Raise ValueError when the packages of the extra `serve` are not installed."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"serve: {', '.join(missing)} not installed: pip install 'whorl[serve]'")
+        raise ValueError(f"serve: {', '.join(missing)} not installed: {how_to_install('serve')}")
 
 
 def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | None" = None) -> "FastAPI":

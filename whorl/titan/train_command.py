@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from whorl.extras import how_to_install
+
 RECIPES = Path(__file__).parent / "recipes"
 CONFIG = "whorl.titan.config"
 LOGS = "logs"
@@ -157,7 +159,7 @@ def _check_job(arguments: Sequence[str], num_ranks: int | None) -> list[Path]:
 
 def _need_torchtitan() -> None:
     if importlib.util.find_spec("torchtitan") is None:
-        raise ValueError("train: TorchTitan is not installed: pip install 'whorl[train]'")
+        raise ValueError(f"train: TorchTitan is not installed: {how_to_install('train')}")
 
 
 def _local_ranks() -> int:
