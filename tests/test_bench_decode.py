@@ -39,6 +39,18 @@ def shape(tmp_path: Path) -> str:
     return str(path)
 
 
+# ---- presets
+
+
+@pytest.mark.parametrize("name", [*(name for name in PRESETS if name.endswith("-FP8")), "Qwen3-0.6B:fp8"])
+def test_fp8_is_described_as_published_checkpoints_do(name: str) -> None:
+    """vLLM refuses a `quantization_config` of FP8 that has no activation_scheme."""
+    settings = read_config(name)["quantization_config"]
+    published = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    more = {"scale_fmt": "ue8m0"} if name.startswith("DeepSeek") else {"modules_to_not_convert": ["lm_head"]}
+    assert settings == published | more
+
+
 # ---- bytes
 
 

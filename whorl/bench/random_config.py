@@ -96,7 +96,7 @@ _DEEPSEEK: dict[str, Any] = {
     "attention_bias": False,
     "dtype": "bfloat16",
 }
-_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+_FP8 = rounding_to("fp8", {}, "ue8m0").settings([])
 PRESETS |= {
     "DeepSeek-V3.2-4L": _DEEPSEEK,
     "DeepSeek-V3.2-4L-FP8": _DEEPSEEK | {"quantization_config": _FP8},
@@ -165,8 +165,9 @@ _WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")  # the c
 
 def _quantised(config: dict[str, Any], scheme: str) -> dict[str, Any]:
     """Return the config with the `quantization_config` of published checkpoints: FP8 blocks (Qwen3-*-FP8) or groups."""
-    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
-    if scheme != "fp8":
+    if scheme == "fp8":
+        settings = rounding_to(scheme, {}, "float").settings(["lm_head"])
+    else:
         columns = {name: config[name] for name in _WIDTHS if name in config}
         settings = rounding_to(scheme, columns).settings(list(KEPT))
     return {**config, "quantization_config": settings}
