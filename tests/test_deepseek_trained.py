@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from serving import answers, wait_until
 from torch.distributed.checkpoint import metadata as index
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from whorl.checkpoint_index import METADATA, read_index
 from whorl.engine import weights
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
@@ -180,7 +182,7 @@ def pieces(folder: Path, tensors: dict[str, torch.Tensor], cut: int) -> Path:
         entries[name] = index.TensorStorageMetadata(properties=properties, size=tensor.shape, chunks=chunks)
     for rank, data in enumerate(files):
         (folder / f"__{rank}_0.distcp").write_bytes(data)
-    (folder / dcp.METADATA).write_bytes(pickle.dumps(index.Metadata(state_dict_metadata=entries, storage_data=places)))
+    (folder / METADATA).write_bytes(pickle.dumps(index.Metadata(state_dict_metadata=entries, storage_data=places)))
     return folder
 
 
@@ -195,9 +197,9 @@ def test_pieces_of_several_ranks(tmp_path: Path) -> None:
         part = sources["model.layers.3.mlp.gate.weight"].read((rows, slice(2, 5)))
         assert torch.equal(part, gate[rows, 2:5])
     assert len(sources) == 6
-    read = dcp._read_metadata(tmp_path)
+    read = read_index(tmp_path)
     read.state_dict_metadata["layers.3.moe.experts.w1"].chunks.pop()
-    (tmp_path / dcp.METADATA).write_bytes(pickle.dumps(read))
+    (tmp_path / METADATA).write_bytes(pickle.dumps(read))
     lost = dcp.open_dcp(tmp_path, NAMES)["model.layers.3.mlp.experts.4.gate_proj.weight"]
     with pytest.raises(ValueError, match=r"layers\.3\.moe\.experts\.w1 hold 0 of its 24 numbers"):
         lost.read((slice(0, 4), slice(0, 6)))
@@ -210,16 +212,66 @@ class Evil:
 
 def test_an_index_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / dcp.METADATA).write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(ValueError, match=r"\.metadata: not an index .*system, which no such index has"):
+    (tmp_path / METADATA).write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match=r"its \.metadata cannot be read .*system, which no such index has"):
         dcp.open_dcp(tmp_path, NAMES)
     assert not (tmp_path / "was_run").exists()
+
+
+def everything(folder: Path) -> dict[str, torch.Tensor]:
+    sources = dcp.open_dcp(folder, NAMES)
+    return {name: s.read(tuple(slice(0, size) for size in s.shape)) for name, s in sources.items()}
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_damage_ends_in_a_sentence(tmp_path: Path) -> None:
+    """Whichever byte of an index or of data is another one: a ValueError that names the folder, or tensors with other
+    names, which do not fit the model, or other values."""
+    folder = pieces(tmp_path, {"norm.weight": torch.randn(8), "output.weight": torch.randn(6, 4)}, cut=4)
+    draw, num_refused = random.Random(0), 0
+    for path in (folder / METADATA, folder / "__0_0.distcp"):
+        data = path.read_bytes()
+        for _ in range(300):
+            damaged = bytearray(data)
+            damaged[draw.randrange(len(data))] = draw.randrange(256)
+            path.write_bytes(damaged)
+            try:
+                everything(folder)
+            except ValueError as error:
+                assert str(error).startswith(str(folder)), error
+                num_refused += 1
+        path.write_bytes(data)
+    assert num_refused > 150
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda i: i.state_dict_metadata.update({7: index.BytesStorageMetadata()}), "its entry 7 is damaged"),
+        (lambda i: i.state_dict_metadata.update({"norm.weight": 3}), "AttributeError"),
+        (lambda i: setattr(i.state_dict_metadata["norm.weight"], "size", torch.Size([4])), "'norm.weight' is damaged"),
+        (lambda i: setattr(i.state_dict_metadata["norm.weight"], "size", [8]), "'norm.weight' is damaged"),
+        (lambda i: setattr(i.state_dict_metadata["norm.weight"].properties, "dtype", 3), "'norm.weight' is damaged"),
+        (lambda i: i.storage_data.popitem(), "'norm.weight' is damaged"),
+        (lambda i: setattr(next(iter(i.storage_data.values())), "offset", -1), "its place of MetadataIndex"),
+        (lambda i: setattr(next(iter(i.storage_data.values())), "relative_path", "../x"), "'../x' is not a file of"),
+        (lambda i: setattr(next(iter(i.storage_data.values())), "transform_descriptors", ["zstd"]), "is transformed"),
+        (lambda i: i.storage_data.clear(), "it names no data"),
+    ],
+)
+def test_an_index_that_is_wrong(change: Any, message: str, tmp_path: Path) -> None:
+    folder = pieces(tmp_path, {"norm.weight": torch.randn(8)}, cut=4)
+    read = read_index(folder)
+    change(read)
+    (folder / METADATA).write_bytes(pickle.dumps(read))
+    with pytest.raises(ValueError, match=f"{folder}: its .metadata cannot be read .*{message}"):
+        dcp.open_dcp(folder, NAMES)
 
 
 def test_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
     folder = pieces(tmp_path, {"norm.weight": torch.randn(8)}, cut=4)
     (folder / "__1_0.distcp").write_bytes((folder / "__1_0.distcp").read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"__1_0.distcp has \d+ bytes, and \d+ were written"):
+    with pytest.raises(ValueError, match=r"__1_0.distcp has \d+ bytes, expected \d+"):
         dcp.open_dcp(folder, NAMES)
     (folder / "__1_0.distcp").unlink()
     with pytest.raises(ValueError, match=r"__1_0.distcp is missing: the checkpoint is incomplete"):
@@ -228,6 +280,6 @@ def test_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
         weights.resolve(folder)
     with pytest.raises(ValueError, match="not trained here"):
         dcp.open_dcp(folder, None)
-    (folder / dcp.METADATA).write_bytes((folder / dcp.METADATA).read_bytes()[:40])
-    with pytest.raises(ValueError, match=r"not an index of torch\.distributed\.checkpoint"):
+    (folder / METADATA).write_bytes((folder / METADATA).read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"cannot be read as an index of torch\.distributed\.checkpoint"):
         dcp.open_dcp(folder, NAMES)

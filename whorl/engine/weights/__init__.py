@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from whorl import models
+from whorl.checkpoint_index import METADATA
 from whorl.device import HOST, accelerator, default_device, numbered
 from whorl.host_memory import free_memory
 from whorl.nn import ONE, Matrix, Model, Ranks, create_parameters, weighted
@@ -218,7 +219,7 @@ def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterato
     config = read_config(path)
     model_class = models.find(config)
     with ExitStack() as stack:
-        if (path / dcp.METADATA).is_file() and not any(path.glob("*.safetensors")):
+        if (path / METADATA).is_file() and not any(path.glob("*.safetensors")):
             flat_name = getattr(model_class, "flat_name", None)
             rename = str if flat_name is None else partial(flat_name, values=config)
             sources = dcp.open_dcp(path, getattr(model_class, "trained_names", None), rename)

@@ -1,12 +1,10 @@
 """Read a trainer's checkpoint directly: the files of torch.distributed.checkpoint, of any number of ranks.
 
-The index, `.metadata`, is a pickle. Unpickling is restricted to the classes of such an index, and tensors are read with
-`weights_only`: no code from a checkpoint is run.
+The index is read as data, and tensors with `weights_only`: no code from a checkpoint is run.
 """
 
 import io
 import math
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -16,47 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whorl.checkpoint_index import check_lengths, read_index
 from whorl.nn import Index
 
 from .checkpoint import Source, some
 
-METADATA = ".metadata"
 # Entries that are not weights: the optimizer and the progress of training.
 _NOT_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "whorl.")
-_PARTS = (
-    *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "TensorProperties"),
-    *("BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-)
-_CLASSES = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in _PARTS),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Loads only the classes that such an index has."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _CLASSES:
-            return super().find_class(module, name)
-        raise ValueError(f"it names {module}.{name}, which no such index has")
-
-
-def _read_metadata(folder: Path) -> Any:
-    try:
-        with (folder / METADATA).open("rb") as file:
-            metadata = _Unpickler(file).load()
-        if not metadata.storage_data:
-            raise ValueError("it names no data")
-    except Exception as error:  # a damaged pickle may raise anything
-        raise ValueError(f"{folder / METADATA}: not an index of torch.distributed.checkpoint: {error}") from error
-    return metadata
-
 
 class _Pieces:
     """The pieces of tensors as the ranks wrote them. The last piece read is cached, because all experts are one tensor
@@ -66,29 +30,18 @@ class _Pieces:
         self._folder = folder
         self._places = {(key.fqn, tuple(key.offset or ())): place for key, place in metadata.storage_data.items()}
         self._load = lru_cache(maxsize=1)(self._read)
-        self._check()
 
-    def _check(self) -> None:
-        lengths: dict[str, int] = {}
-        for place in self._places.values():
-            if getattr(place, "transform_descriptors", None):
-                raise ValueError(f"{self._folder}: the data is transformed ({place.transform_descriptors}), not plain")
-            if Path(place.relative_path).name != place.relative_path:
-                raise ValueError(f"{self._folder}: {place.relative_path!r} is not a file of this folder")
-            lengths[place.relative_path] = max(lengths.get(place.relative_path, 0), place.offset + place.length)
-        for name, length in lengths.items():
-            path = self._folder / name
-            size = path.stat().st_size if path.is_file() else None
-            if size is None or size < length:
-                problem = "is missing" if size is None else f"has {size} bytes, and {length} were written"
-                raise ValueError(f"{self._folder}: {name} {problem}: the checkpoint is incomplete")
-
-    def _read(self, name: str, offsets: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         place = self._places[name, offsets]
-        with (self._folder / place.relative_path).open("rb") as file:
-            file.seek(place.offset)
-            data = io.BytesIO(file.read(place.length))
-        return torch.load(data, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+        try:
+            with (self._folder / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                piece = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+            if piece.shape != sizes or piece.dtype != dtype:
+                raise ValueError(f"found {list(piece.shape)} {piece.dtype}, expected {list(sizes)} {dtype}")
+        except Exception as error:  # damaged data may raise anything
+            raise ValueError(f"{self._folder}: {name} cannot be read from {place.relative_path}: {error}") from error
+        return piece  # type: ignore[no-any-return]
 
     def part(self, name: str, entry: Any, index: Index) -> Tensor:
         """Return a part of a tensor, assembled from the pieces that overlap it."""
@@ -101,7 +54,7 @@ class _Pieces:
                 for span, first, end in zip(spans, chunk.offsets, ends, strict=True)
             ]
             if all(first < end for first, end in overlap):
-                piece = self._load(name, tuple(chunk.offsets))
+                piece = self._load(name, tuple(chunk.offsets), tuple(chunk.sizes), entry.properties.dtype)
                 source = tuple(slice(f - o, e - o) for (f, e), o in zip(overlap, chunk.offsets, strict=True))
                 target = tuple(slice(f - s.start, e - s.start) for (f, e), s in zip(overlap, spans, strict=True))
                 out[target] = piece[source]
@@ -119,7 +72,11 @@ def open_dcp(folder: Path, names: Mapping[str, str] | None, rename: Callable[[st
     """
     if names is None:
         raise ValueError(f"{folder}: a trainer's checkpoint of a model that is not trained here; export it first")
-    metadata = _read_metadata(folder)
+    try:
+        metadata = read_index(folder)
+        check_lengths(folder, metadata)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
     pieces, known = _Pieces(folder, metadata), _patterns(names)
     sources: dict[str, Source] = {}
     for name, entry in metadata.state_dict_metadata.items():

