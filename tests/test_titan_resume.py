@@ -213,7 +213,7 @@ def test_the_folder_of_a_run(plain: Any, tmp_path: Path) -> None:
     assert answer["purged"] == ["step-4", "step-8"], "the one that can be loaded stays beside the one under way"
     (left,) = answer["left_when_written_again"]
     assert set(left) <= NAMES, "old metadata would call a mixture of files whole"
-    assert set(answer["written"]) - NAMES == {".metadata", "__0_0.distcp"}
+    assert set(answer["written"]) - NAMES == {".metadata", "__0_0.distcp", "SHA256SUMS"}
     assert "step-10: it has only the model" in answer["model_alone"]
 
 
@@ -316,7 +316,7 @@ def test_only_the_checkpoint_of_step_0_may_hold_the_model_alone(tmp_path: Path) 
     from whorl.titan.checkpoint import Checkpoints
 
     manager = object.__new__(Checkpoints)
-    manager.folder, manager._not_finite_steps = str(tmp_path), {}
+    manager.folder, manager._bad_steps = str(tmp_path), {}
     for step in (0, 2):
         model_alone(tmp_path / f"step-{step}")
     assert manager._problem(0) is None

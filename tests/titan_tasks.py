@@ -67,6 +67,8 @@ def copy_checkpoint(source: Path, case: Path, *steps: int) -> Path:
 
 def folder_rules(flags: list[str], tell: Tell) -> dict[str, Any]:
     """What becomes of a folder with steps 2 and 4 whole and 6 half written."""
+    from whorl.titan import checkpoint
+
     trainer = build(flags, tell)
     checkpoints, folders = trainer.checkpointer, {}
     folder = Path(checkpoints.folder)
@@ -81,14 +83,13 @@ def folder_rules(flags: list[str], tell: Tell) -> dict[str, Any]:
     folders["purged"] = names()
 
     seen: list[list[str]] = []
-    above = type(checkpoints).__mro__[1]
-    write = above.dcp_save
+    write = checkpoint.write_states
 
-    def watched(*args: Any, **more: Any) -> Any:
+    def watched(*args: Any) -> Any:
         seen.append(sorted(p.name for p in folder.glob("step-4/*")))
-        return write(*args, **more)
+        return write(*args)
 
-    above.dcp_save = watched
+    checkpoint.write_states = watched
     checkpoints.keep_latest_k = 0
     checkpoints.save(4)
     folders["left_when_written_again"] = [*seen]

@@ -5,6 +5,7 @@ index, so that no code from a checkpoint is run.
 """
 
 import pickle
+import re
 from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,16 +92,26 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, tuple) and all(type(value) is int and value >= 0 for value in values)
 
 
-def check_lengths(folder: Path, index: "Metadata") -> list[str]:
-    """Return the names of the files of a checkpoint; raises ValueError unless each has the length it was written with.
-    """
+def why_unreadable(error: BaseException) -> str:
+    """Return a sentence for an error of `torch.load`, whose own one advises to run the code that a file names."""
+    if match := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it names {match[1]}, and reading that could run any code"
+    return "it is damaged" if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: {error}"
+
+
+def data_files(index: "Metadata") -> dict[str, int]:
+    """Return the files of a checkpoint by name, and the length that each was written with."""
     lengths: dict[str, int] = {}
     for place in index.storage_data.values():
         lengths[place.relative_path] = max(lengths.get(place.relative_path, 0), place.offset + place.length)
-    for name, length in sorted(lengths.items()):
+    return lengths
+
+
+def check_lengths(folder: Path, index: "Metadata") -> None:
+    """Raise ValueError unless each file of a checkpoint has the length that it was written with."""
+    for name, length in sorted(data_files(index).items()):
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{name} is missing: the checkpoint is incomplete")
         if path.stat().st_size != length:
             raise ValueError(f"{name} has {path.stat().st_size} bytes, expected {length}")
-    return sorted(lengths)

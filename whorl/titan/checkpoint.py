@@ -1,6 +1,7 @@
 """Save and load TorchTitan's checkpoints; an incomplete, damaged or mismatched checkpoint is never loaded.
 
 A checkpoint is complete when its `.metadata`, which torch writes last and atomically, names files that exist in full.
+It is undamaged when its files have the digests that were written with them.
 The format is that of torch.distributed.checkpoint, so that this trainer and TorchTitan's can read each other's files.
 """
 
@@ -13,11 +14,21 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
 
-from whorl.titan.checkpoint_files import METADATA, BadCheckpoint, is_resumable, is_unfinished, read_complete, remove
+from whorl import digests
+from whorl.checkpoint_index import METADATA, read_index
+from whorl.titan.checkpoint_files import (
+    BadCheckpoint,
+    check_digests,
+    is_resumable,
+    is_unfinished,
+    read_complete,
+    remove,
+)
 from whorl.titan.checkpoint_record import (
     RECORD,
     Record,
@@ -28,6 +39,7 @@ from whorl.titan.checkpoint_record import (
     read_record,
     tensor_shapes,
 )
+from whorl.titan.checkpoint_storage import read_states, write_states
 from whorl.titan.nan_watch import NotFinite, bad_moments, bad_weights
 
 T = TypeVar("T")
@@ -104,7 +116,7 @@ class Checkpoints(CheckpointManager):
         self.states[RECORD] = record
         self._writing = ""  # the folder of the last save, which may still be under way
         self._finite: set[int] = set()  # steps whose weights and moments this run has found to be finite
-        self._not_finite_steps: dict[int, str] = {}  # steps that this run has loaded in vain, and the reason
+        self._bad_steps: dict[int, str] = {}  # steps that this run has read in vain, and the reason
 
     # ---- loading
 
@@ -112,21 +124,37 @@ class Checkpoints(CheckpointManager):
     def load(self, step: int = -1) -> bool:
         """Load a step (-1: the newest), or `initial_load_path` if there is none; return whether anything was loaded.
 
-        Values are checked after loading. If some are not finite, the step counts as damaged, and another is chosen.
+        Files are compared with their digests before loading, and values are checked after it. A step with other bytes,
+        or with values that are not finite, counts as damaged, and another is chosen.
         """
         if not self.enable:
             return False
         while True:
-            loaded_step = agree(lambda: self._choose_step(step))
-            if not self._load(loaded_step):
-                return False
-            problem = first_problem(self._not_finite())
+            chosen = agree(lambda: self._choose_step(step))
+            problem = first_problem(self._damage(chosen))
             if problem is None:
-                self._finite |= {loaded_step}
+                if not self._load(chosen):
+                    return False
+                problem = first_problem(self._not_finite())
+            if problem is None:
+                self._finite |= {chosen}
                 return True
-            if loaded_step < 0:
-                raise BadCheckpoint(f"checkpoint.initial_load_path {self.initial_load_path}: {problem} are not finite")
-            self._not_finite_steps[loaded_step] = f"{problem} are not finite"
+            if chosen < 0:
+                raise BadCheckpoint(f"checkpoint.initial_load_path {self.initial_load_path}: {problem}")
+            self._bad_steps[chosen] = problem
+
+    def _damage(self, step: int) -> str | None:
+        """Return which file of a step, -1 for `initial_load_path`, is damaged; the ranks share its files."""
+        folder = Path(self._create_checkpoint_id(step) if step >= 0 else self.initial_load_path or "")
+        if not (folder / METADATA).is_file() or (step < 0 and not self.initial_load_path):
+            return None  # nothing to load, or Hugging Face's files
+        if dist.get_rank() == 0 and not (folder / digests.FILE).is_file():
+            logger.warning(f"{folder} has no {digests.FILE}: changed bytes in its files would not be noticed.")
+        try:
+            check_digests(folder, slice(dist.get_rank(), None, dist.get_world_size()))
+        except BadCheckpoint as e:
+            return str(e)
+        return None
 
     def _load(self, step: int) -> bool:
         """Load a step; for -1 load `initial_load_path`, if it is set."""
@@ -142,9 +170,9 @@ class Checkpoints(CheckpointManager):
     def _not_finite(self) -> str | None:
         """Return which weights or moments of this rank are not finite, or None when all are finite."""
         if weights := bad_weights(self.states[MODEL].model):
-            return f"weights of {join_names(weights)}"
+            return f"weights of {join_names(weights)} are not finite"
         if moments := bad_moments(self.states[OPTIMIZER]):
-            return f"moments of {join_names(moments)}"
+            return f"moments of {join_names(moments)} are not finite"
         return None
 
     def last_good(self) -> str:
@@ -163,8 +191,8 @@ class Checkpoints(CheckpointManager):
 
     def _problem(self, step: int) -> str | None:
         """Return why a run cannot continue from a step, or None when it can."""
-        if step in self._not_finite_steps:
-            return self._not_finite_steps[step]
+        if step in self._bad_steps:
+            return self._bad_steps[step]
         try:
             metadata = read_complete(Path(self._create_checkpoint_id(step)))
         except BadCheckpoint as e:
@@ -211,16 +239,23 @@ class Checkpoints(CheckpointManager):
         expected = expected.over_ranks()
         record = agree(lambda: self._inspect(Path(checkpoint_id), expected, is_full)) or {}
         state_dict.pop(RECORD, None)
-        if not is_full:
-            return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-        if record.get("stage", self.record.stage) != self.record.stage:
+        if is_full and record.get("stage", self.record.stage) != self.record.stage:
             self._switch_stage(state_dict, checkpoint_id)
-        else:
+            return
+        if is_full:
             self.record.stage_start = record.get("stage_start", 0)
             self.begin_stage(self.record.stage_start)
             if LR_SCHEDULER in state_dict:
                 state_dict[LR_SCHEDULER] = self.states[LR_SCHEDULER]
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        self._read(state_dict, checkpoint_id)
+
+    def _read(self, states: dict[str, Any], folder: str) -> None:
+        """Load states and model as TorchTitan does, without running code from the files."""
+        try:
+            read_states(states, folder)
+        except BadCheckpoint as e:
+            raise BadCheckpoint(f"checkpoint {folder}: {e}") from e
+        self.states[MODEL].load_state_dict(states)
 
     def _inspect(self, folder: Path, expected: ExpectedState, is_full: bool) -> dict[str, Any] | None:
         """Return the record of a checkpoint, None when it has none; raises `BadCheckpoint` if it does not fit."""
@@ -239,7 +274,7 @@ class Checkpoints(CheckpointManager):
     def _switch_stage(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
         """Start the sparse stage from a warm-up checkpoint: a new learning-rate schedule, and the saved moments."""
         other_states = {k: v for k, v in state_dict.items() if k not in (OPTIMIZER, LR_SCHEDULER)}
-        super().dcp_load(other_states, checkpoint_id, from_hf=False, from_quantized=False)
+        self._read(other_states, checkpoint_id)
         if OPTIMIZER in state_dict:
             self._load_moments(checkpoint_id)
         self.record.stage_start = self.states[TRAIN_STATE].state_dict()["step"]
@@ -249,13 +284,13 @@ class Checkpoints(CheckpointManager):
     def _load_moments(self, checkpoint_id: str) -> None:
         """Load the saved moments; those of parameters that were frozen are zero. The options of the optimizer stay."""
         optimizers = self.states[OPTIMIZER]
-        saved = dcp.FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+        saved = read_index(Path(checkpoint_id)).state_dict_metadata
         current = optimizers.state_dict()
         states = {name: value for name, value in current.items() if name.startswith("state.")}
         for value in states.values():
             value.zero_()  # torch creates AdamW's state by running a step, so that its step counts are 1
         loaded = {OPTIMIZER: {name: value for name, value in states.items() if f"{OPTIMIZER}.{name}" in saved}}
-        dcp.load(loaded, checkpoint_id=checkpoint_id)
+        read_states(loaded, checkpoint_id)
         optimizers.load_state_dict(current | loaded[OPTIMIZER])
 
     # ---- saving
@@ -265,20 +300,33 @@ class Checkpoints(CheckpointManager):
         """Save if a checkpoint is due at this step; raises NotFinite when a weight or moment is not finite."""
         is_due = self._should_save(curr_step, last_step)
         if is_due and (bad := self._not_finite()):
-            raise NotFinite(f"step {curr_step}: {bad} are not finite; no checkpoint was written")
+            raise NotFinite(f"step {curr_step}: {bad}; no checkpoint was written")
         super().save(curr_step, last_step)
         if is_due:
             self._finite |= {curr_step}
-            self._not_finite_steps.pop(curr_step, None)  # the run fell back from this step and wrote it again
+            self._bad_steps.pop(curr_step, None)  # the run fell back from this step and wrote it again
 
     def dcp_save(
-        self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode, *args: Any, **more: Any
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
     ) -> Any:
+        """Write a checkpoint as TorchTitan does, with the files for a server and with digests."""
         self._writing = checkpoint_id
         if dist.get_rank() == 0:  # the other ranks write only after rank 0 has made the plan
             remove(Path(checkpoint_id))
             self.describe(Path(checkpoint_id))
-        return super().dcp_save(state_dict, checkpoint_id, async_mode, *args, **more)
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        if async_mode != AsyncMode.DISABLED and self.stager is None:  # TorchTitan closes it
+            self.stager = DefaultStager(StagingOptions(False, False, False, False))
+        result = write_states(state_dict, checkpoint_id, async_mode, getattr(self, "pg", None), self.stager)
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return result
 
     def _purge_stale_checkpoints(self) -> None:
         """Remove old checkpoints; keep_latest_k counts only finished ones, where TorchTitan counts all."""

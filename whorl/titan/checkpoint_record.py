@@ -1,19 +1,18 @@
 """Record the model and the stage of a checkpoint, and check whether a run may continue from it."""
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE
 from torchtitan.tools.logging import logger
 
 from whorl.titan.checkpoint_files import BadCheckpoint
+from whorl.titan.checkpoint_storage import read_states
 
 RECORD = "whorl"  # the key of our record among the states of a checkpoint
 # The states of a checkpoint besides the model, whose tensors have no such prefix.
@@ -49,9 +48,7 @@ def read_record(folder: Path, metadata: Metadata) -> dict[str, Any] | None:
     if f"{RECORD}.run" not in metadata.state_dict_metadata:
         return None
     state: dict[str, Any] = {RECORD: {"run": ""}}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist disables it
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    read_states(state, folder, no_dist=True)
     return json.loads(state[RECORD]["run"])
 
 

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.checkpoint_index import check_lengths, read_index
+from whorl.checkpoint_index import check_lengths, read_index, why_unreadable
 from whorl.nn import Index
 
 from .checkpoint import Source, some
 
 # Entries that are not weights: the optimizer and the progress of training.
 _NOT_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "whorl.")
+
 
 class _Pieces:
     """The pieces of tensors as the ranks wrote them. The last piece read is cached, because all experts are one tensor
@@ -40,7 +41,9 @@ class _Pieces:
             if piece.shape != sizes or piece.dtype != dtype:
                 raise ValueError(f"found {list(piece.shape)} {piece.dtype}, expected {list(sizes)} {dtype}")
         except Exception as error:  # damaged data may raise anything
-            raise ValueError(f"{self._folder}: {name} cannot be read from {place.relative_path}: {error}") from error
+            raise ValueError(
+                f"{self._folder}: {name} cannot be read from {place.relative_path}: {why_unreadable(error)}"
+            ) from error
         return piece  # type: ignore[no-any-return]
 
     def part(self, name: str, entry: Any, index: Index) -> Tensor:

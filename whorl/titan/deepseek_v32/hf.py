@@ -198,16 +198,20 @@ def export_checkpoint(checkpoint: str | Path, args: DeepSeekV32Args, folder: str
 
         export_checkpoint("outputs/tiny/checkpoint/step-50", FLAVOURS["tiny"], "exported", torch.bfloat16)
     """
-    from torch.distributed.checkpoint import load
+    from whorl.titan.checkpoint_files import BadCheckpoint, check_digests, read_complete
+    from whorl.titan.checkpoint_storage import read_states
 
     from .model import DeepSeekV32Model
 
-    if not (Path(checkpoint) / ".metadata").is_file():
-        raise ValueError(f"{checkpoint} has no .metadata, expected a step-N folder of a TorchTitan checkpoint")
+    try:
+        read_complete(Path(checkpoint))
+        check_digests(Path(checkpoint))
+    except BadCheckpoint as error:
+        raise ValueError(f"{checkpoint}: {error}") from error
     with torch.device("meta"):
         empty = DeepSeekV32Model(args).state_dict()
     state = {name: torch.empty_like(value, device="cpu") for name, value in empty.items()}
-    load(state, checkpoint_id=str(checkpoint), no_dist=True)
+    read_states(state, checkpoint, no_dist=True)
     uncast = ("expert_bias",)  # it selects experts, and must not be rounded
     save_pretrained({n: v if n.endswith(uncast) else v.to(dtype) for n, v in state.items()}, args, folder)
     copy_tokenizer(Path(checkpoint), Path(folder))
