@@ -18,6 +18,7 @@ from serving import answers, wait_until
 from torch.distributed.checkpoint import metadata as index
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from whorl import digests
 from whorl.checkpoint_index import METADATA, read_index
 from whorl.engine import weights
 from whorl.engine.llm import LLM
@@ -88,6 +89,25 @@ def test_bytes_in_bytes_out(tmp_path: Path) -> None:
     assert (tokenizer.eos_ids, len(tokenizer)) == ((256,), 257)
     (output,) = llm.generate(["abc"], SamplingParams(temperature=2.0, seed=1, max_tokens=40), progress=False)
     assert max(output.token_ids) <= 256, "the model has 512 rows, and the tokenizer as many as are trained"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_changed_bytes_are_not_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = written(trained(), tmp_path)
+    weights.load_model(folder, device="cpu", progress=False)
+    assert f"{folder} has no SHA256SUMS: changed bytes in its files would not be noticed" in caplog.text
+    digests.write(folder, {path.name: digests.digest(path) for path in folder.iterdir()})
+    caplog.clear()
+    weights.load_model(folder, device="cpu", progress=False)
+    assert not caplog.text
+    for name in ("__0_0.distcp", "tokenizer.json", "config.json"):
+        whole = (folder / name).read_bytes()
+        changed = bytearray(whole)
+        changed[len(whole) // 2] ^= 1
+        (folder / name).write_bytes(changed)
+        with pytest.raises(ValueError, match=rf"{folder}: {name} is not as it was written: its SHA-256 is \w+"):
+            weights.load_model(folder, device="cpu", progress=False)
+        (folder / name).write_bytes(whole)
 
 
 def test_a_folder_without_its_index_was_never_finished(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from titan_tasks import copy_checkpoint
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
+from whorl import digests
 from whorl.titan.served_files import NAMES
 
 STEPS = 6
@@ -59,6 +60,17 @@ def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
     for name, value in a.items():
         same = torch.equal(value, b[name]) if isinstance(value, torch.Tensor) else value == b[name]
         assert same, name
+
+
+def test_every_checkpoint_has_its_digests(plain: Any, swapped: Any) -> None:
+    """Also one that was written in the background, and the last one."""
+    from whorl.titan.checkpoint_files import check_digests
+
+    for folder in (plain[0], swapped[0]):
+        for step in (2, 4, 6):
+            names = {path.name for path in (folder / f"checkpoint/step-{step}").iterdir()}
+            assert {*digests.read(folder / f"checkpoint/step-{step}"), digests.FILE} == names
+            check_digests(folder / f"checkpoint/step-{step}")
 
 
 def test_the_swap_optimizer_is_adamw_in_torchtitan(plain: Any, swapped: Any) -> None:
@@ -143,6 +155,13 @@ def damage(path: Path, *, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
 
 
+def flip(path: Path) -> None:
+    """One bit in the middle of a file, where a tensor's data are."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def test_refusals(plain: Any, tmp_path: Path) -> None:
     source = plain[0] / "checkpoint"
 
@@ -154,6 +173,8 @@ def test_refusals(plain: Any, tmp_path: Path) -> None:
     (case("lost", 4) / "__0_0.distcp").unlink()
     (case("unfinished", 2, 4) / ".metadata").unlink()
     (case("only_unfinished", 4) / ".metadata").unlink()
+    flip(case("flipped", 2, 4) / "__0_0.distcp")
+    (case("old", 4) / "SHA256SUMS").unlink()
     (case("pickle", 4) / ".metadata").write_bytes(pickle.dumps({"not": "ours"}))
     foreign = tmp_path / "case_foreign" / "step-4"
     foreign.mkdir(parents=True)
@@ -174,6 +195,8 @@ def test_refusals(plain: Any, tmp_path: Path) -> None:
         "pickle": ("BadCheckpoint", "its .metadata cannot be read"),
         "foreign": ("BadCheckpoint", "it is not a TorchTitan checkpoint: it has model.pt"),
         "export": ("BadCheckpoint", "Hugging Face export"),
+        "flipped": ("BadCheckpoint", "step-4: __0_0.distcp is not as it was written", "whorl.fall_back", "from step-2"),
+        "old": ("loaded step 4",),
         "unfinished": ("loaded step 2",),
         "only_unfinished": ("nothing to load",),
     }
@@ -185,9 +208,17 @@ def test_refusals(plain: Any, tmp_path: Path) -> None:
 
 def test_falling_back_is_asked_for(plain: Any, tmp_path: Path) -> None:
     folder = copy_checkpoint(plain[0] / "checkpoint", tmp_path / "checkpoint", 2, 4)
-    damage(folder / "step-4" / "__0_0.distcp", keep=10_000)
+    flip(folder / "step-4" / "__0_0.distcp")
     resumed = titan_job.run(flags(tmp_path, "--whorl.fall_back"))[0]
     assert resumed.losses == {step: plain[1].losses[step] for step in (3, 4, 5, 6)}
+
+
+def test_initial_weights_that_were_changed(plain: Any, tmp_path: Path) -> None:
+    source = copy_checkpoint(plain[0] / "checkpoint", tmp_path / "source", 4) / "step-4"
+    flip(source / "__0_0.distcp")
+    job = flags(tmp_path, "--checkpoint.initial_load_path", str(source), "--whorl.fall_back")
+    said = titan_job.refusal(job)
+    assert f"checkpoint.initial_load_path {source}: __0_0.distcp is not as it was written" in said
 
 
 def test_a_checkpoint_of_another_model(plain: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torchtitan.components.checkpoint import AsyncMode
 from whorl import digests
 from whorl.checkpoint_index import METADATA, read_index
 from whorl.titan.checkpoint_files import BadCheckpoint, check_digests, read_complete
-from whorl.titan.checkpoint_storage import read_states, write_states
+from whorl.titan.checkpoint_storage import Writer, read_states, write_states
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -97,6 +97,13 @@ def test_digests_are_there_before_the_index(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(BaseException):  # noqa: B017, PT011  # whatever torch makes of it
         write_states(states(), str(tmp_path / "step-1"), AsyncMode.DISABLED, None, None)
     assert not (tmp_path / "step-1" / METADATA).exists()
+
+
+def test_a_writer_goes_to_another_process(tmp_path: Path) -> None:
+    """To that of checkpoint.async_mode async_with_pinned_mem."""
+    writer = pickle.loads(pickle.dumps(Writer(str(tmp_path))))
+    assert isinstance(writer, Writer)
+    assert writer.path == tmp_path
 
 
 # ---- code

@@ -47,6 +47,7 @@ def refusals(flags: list[str], tell: Tell) -> dict[str, str]:
     answers = {}
     for folder in sorted(Path(trainer.checkpointer.folder).parent.glob("case_*")):
         trainer.checkpointer.folder = str(folder)
+        trainer.checkpointer._bad_steps.clear()  # of the last folder
         before = digest(trainer)
         try:
             answers[folder.name] = f"loaded step {trainer.step}" if trainer.checkpointer.load() else "nothing to load"

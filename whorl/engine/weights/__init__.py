@@ -73,7 +73,10 @@ def load_model(
     """
     device = numbered(torch.device(device or default_device()))
     formats.check_scheme(quantize, device.type)
-    with open_checkpoint(resolve(path_or_id), device=device) as checkpoint:
+    path = resolve(path_or_id)
+    if (tp or ONE).rank == 0:
+        dcp.check_digests(path)
+    with open_checkpoint(path, device=device) as checkpoint:
         kind = _dtype(dtype, checkpoint.config, device)
         checkpoint = rounded(checkpoint, quantize)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)

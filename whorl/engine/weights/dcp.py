@@ -4,8 +4,10 @@ The index is read as data, and tensors with `weights_only`: no code from a check
 """
 
 import io
+import logging
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -14,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.checkpoint_index import check_lengths, read_index, why_unreadable
+from whorl import digests
+from whorl.checkpoint_index import METADATA, check_lengths, read_index, why_unreadable
 from whorl.nn import Index
 
 from .checkpoint import Source, some
 
+log = logging.getLogger(__name__)
 # Entries that are not weights: the optimizer and the progress of training.
 _NOT_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "whorl.")
 
@@ -65,6 +69,25 @@ class _Pieces:
         if num_copied != out.numel():
             raise ValueError(f"{self._folder}: the pieces of {name} hold {num_copied} of its {out.numel()} numbers")
         return out
+
+
+def check_digests(folder: Path) -> None:
+    """Raise ValueError when a file of a trainer's checkpoint is not the one that was written with its digests.
+
+    Those of the tokenizer and config.json count as well. Any other folder is left unchecked.
+    """
+    if not (folder / METADATA).is_file():
+        return
+    if not (folder / digests.FILE).is_file():
+        log.warning("%s has no %s: changed bytes in its files would not be noticed", folder, digests.FILE)
+        return
+    begin = time.perf_counter()
+    try:
+        names = [name for name in digests.read(folder) if (folder / name).is_file()]
+        digests.check(folder, names)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: {error}") from error
+    log.info("%s: %d files are as they were written (%.1f s)", folder, len(names), time.perf_counter() - begin)
 
 
 def open_dcp(folder: Path, names: Mapping[str, str] | None, rename: Callable[[str], str] = str) -> dict[str, Source]:
