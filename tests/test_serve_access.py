@@ -12,11 +12,14 @@ from serving import Served, in_background, serving, told, wait_until
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
+from typer.testing import CliRunner
 
+from whorl.cli import app
 from whorl.serve import openai
 from whorl.serve.api_error import ApiError
 from whorl.serve.gate import Gate
 from whorl.serve.key_limits import ApiKey, KeyUse, read_keys
+from whorl.serve.options import ServeOptions
 from whorl.serve.request_log import RequestIdFilter
 from whorl.serve.running import Running
 from whorl.serve.settings import ServerSettings
@@ -143,6 +146,30 @@ def test_what_is_wrong_with_a_file_of_keys(tmp_path: Path, text: str, says: str)
 def test_a_key_is_given_once() -> None:
     with pytest.raises(ValueError, match="given twice"):
         ServerSettings(api_key="k", more_keys=(ApiKey(key="k", name="k"),))
+
+
+@pytest.mark.parametrize(
+    ("variable", "arguments"),
+    [("", []), (" \t\n", []), (None, ["--api-key", ""]), (None, ["--api-key-file", ""]), ("", ["--api-key-file", "x"])],
+)
+def test_a_key_that_is_empty_starts_no_server(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, arguments: list[str]
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("WHORL_API_KEY", variable)
+    monkeypatch.setattr(openai, "_load", lambda *arguments: pytest.fail("it loads the model"))
+    ended = CliRunner().invoke(app, ["serve", "--port", "0", *arguments])
+    assert ended.exit_code == 2, ended.output
+    assert "empty" in ended.output
+
+
+def test_no_key_is_not_an_empty_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WHORL_API_KEY", raising=False)
+    assert ServeOptions().settings()["api_key"] is None
+    monkeypatch.setenv("WHORL_API_KEY", "")
+    assert ServeOptions(api_keys=("k",)).settings()["api_key"] == ("k",)
+    with pytest.raises(ValueError, match="is empty"):
+        ServerSettings(api_key=())
 
 
 class Clock:

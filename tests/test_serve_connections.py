@@ -6,6 +6,7 @@ import json
 import logging
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -90,6 +91,52 @@ def test_what_is_not_http_is_told_in_json() -> None:
     with serving(told()) as served, connect(port_of(served)) as line:
         line.sendall(b"hello\r\n\r\n")
         assert error_of(rest(line), 400)["code"] == "invalid_http"
+
+
+@pytest.fixture(scope="module")
+def ambiguous() -> Iterator[Served]:
+    with serving(told()) as served:
+        yield served
+
+
+SMUGGLED = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "content-length: 4\r\ntransfer-encoding: chunked",
+        "transfer-encoding: chunked\r\ncontent-length: 40",
+        "content-length: 4\r\ncontent-length: 40",
+        "content-length: 4, 40",
+        "content-length: +4",
+        "content-length: 0x4",
+        "content-length: -4",
+        "transfer-encoding: xchunked",
+        "transfer-encoding: chunked\r\ntransfer-encoding: identity",
+        "transfer-encoding: chunked, identity",
+        "transfer-encoding : chunked",
+        "transfer-encoding\t: chunked\r\ncontent-length: 4",
+        "content-length: 4\r\nhost: other",
+        "content-length: 4\r\n\x00: 1",
+    ],
+)
+def test_a_request_whose_end_is_in_doubt_is_refused_at_once(ambiguous: Served, headers: str) -> None:
+    head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}\r\n\r\n"
+    with connect(port_of(ambiguous)) as line:
+        began = time.monotonic()
+        line.sendall(head.encode() + b"0\r\n\r\n" + SMUGGLED)
+        answer = rest(line)
+        assert time.monotonic() - began < 1.5
+    assert answer.count(b"HTTP/1.1 ") == 1, answer
+    assert error_of(answer, 400)["code"] == "invalid_http"
+
+
+def test_a_body_that_is_never_sent_is_refused_at_once(ambiguous: Served) -> None:
+    with connect(port_of(ambiguous)) as line:
+        line.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\ntransfer-encoding: chunked\r\n\r\n")
+        line.settimeout(1.5)
+        assert "both Content-Length and Transfer-Encoding" in error_of(rest(line), 400)["message"]
 
 
 # ---- too many
@@ -231,6 +278,8 @@ def test_a_stranger_s_name_is_refused() -> None:
             "localhost.evil.example",
             "127.0.0.1.evil.example",
             "[::2]:80",
+            *("[::1]evil", "[::1]:80evil", "[::1].evil.example", "[::1", "[[::1]]", "::1]", "[localhost]:x"),
+            *("localhost:evil", "localhost:80@evil.example", "localhost:80, evil.example", "localhost evil", "localhost/"),
         ):
             response = served.http.get("/v1/models", headers={"Host": host})
             assert response.status_code == 421
@@ -248,6 +297,9 @@ def test_hosts_by_address() -> None:
     assert hosts_for("127.0.0.1", ()) == own
     assert hosts_for("localhost", ["api.example"]) == (*own, "api.example")
     assert hosts_for("0.0.0.0", ()) == hosts_for("127.0.0.1", ["*"]) == ("*",)
+    for empty in ([""], ["box", " "]):
+        with pytest.raises(ValueError, match="--allowed-hosts has an empty name"):
+            hosts_for("127.0.0.1", empty)
     assert hosts_for("0.0.0.0", ["API.example."]) == (*own, "0.0.0.0", "api.example")
     assert [is_loopback(h) for h in ("127.0.0.9", "::1", "localhost", "0.0.0.0", "::", "box")] == [True] * 3 + [
         False

@@ -72,6 +72,7 @@ class Gate:
     async def _answer(self, scope: Scope, receive: Receive, answer: "_Answer") -> None:
         try:
             async with self.running.request():
+                _check_framing(scope)
                 self._check_host(scope)
                 self._check_origin(scope)
                 self._check_key(scope)
@@ -189,6 +190,24 @@ class Cors(CORSMiddleware):
             return response
         error = ApiError(response.status_code, bytes(response.body).decode(), code="cors")
         return JSONResponse(error.body(), error.status)
+
+
+def _check_framing(scope: Scope) -> None:
+    """Refuse a request whose end another program could see elsewhere: what follows would pass as one more request."""
+    headers = Headers(scope=scope)
+    lengths, codings = headers.getlist("content-length"), headers.getlist("transfer-encoding")
+    problem = None
+    if lengths and codings:
+        problem = "it has both Content-Length and Transfer-Encoding"
+    elif len(lengths) > 1:
+        problem = f"it has {len(lengths)} headers Content-Length"
+    elif codings and (scope["http_version"] == "1.0" or [c.strip().lower() for c in codings] != ["chunked"]):
+        problem = f"HTTP/{scope['http_version']} with Transfer-Encoding {', '.join(codings)[:64]!r}"
+    elif len(headers.getlist("host")) > 1:
+        problem = "it has more than one header Host"
+    if problem is not None:
+        message = f"the request is ambiguous: {problem}"
+        raise ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
 
 
 def _check_size(size: int, limit: int) -> None:

@@ -6,6 +6,7 @@ browser withholds the answer, but only after the work is done. Such requests sho
 """
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ if TYPE_CHECKING:  # settings import this module, and must do so without the ser
     from starlette.types import Scope
 
 ANY = "*"
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]@]+))(?::[0-9]*)?")  # an address in brackets or a name, and a port
 
 
 def is_loopback(host: str) -> bool:
@@ -28,7 +30,10 @@ def hosts_for(host: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the accepted values of the header Host for a server that listens on `host`.
 
     These are `names` and this machine's own; or `*` when `names` is empty and other machines can reach the server.
+    Raises ValueError when one of the names is empty: it would accept requests without the header.
     """
+    if not all(name.strip() for name in names):
+        raise ValueError("serve: --allowed-hosts has an empty name; leave it out, or give * to accept every name")
     if ANY in names or (not names and not is_loopback(host)):
         return (ANY,)
     return (*dict.fromkeys(name.lower().rstrip(".") for name in ("localhost", "127.0.0.1", "::1", host, *names)),)
@@ -41,8 +46,8 @@ def refused_host(scope: "Scope", allowed: Sequence[str]) -> str | None:
     from starlette.datastructures import Headers
 
     host = Headers(scope=scope).get("host", "")
-    name = host.partition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]
-    if name.lower().rstrip(".") in allowed:
+    parts = _HOST.fullmatch(host)
+    if parts is not None and (parts[1] or parts[2]).lower().rstrip(".") in allowed:
         return None
     problem = f"the header Host is {host!r}" if host else "the header Host is missing"
     return f"{problem}: this server answers to {', '.join(allowed)}. Allow more with --allowed-hosts"

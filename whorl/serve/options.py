@@ -1,10 +1,12 @@
 """The server's options of `whorl serve`; those of the engine are in `EngineSettings`. Does not import torch."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from whorl.fields import option
 
+_KEY_VARIABLE = "WHORL_API_KEY"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
@@ -16,7 +18,7 @@ class ServeOptions:
         "--api-key",
         vllm=("--api-key",),
         metavar="KEY",
-        env="WHORL_API_KEY",
+        env=_KEY_VARIABLE,
     )
     api_key_file: str | None = option(
         None,
@@ -78,6 +80,13 @@ class ServeOptions:
         metavar="FOLDER",
     )
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a key that is meant but empty: the server would be open to everybody."""
+        if not self.api_keys and not os.environ.get(_KEY_VARIABLE, "unset").strip():
+            raise ValueError(f"serve: {_KEY_VARIABLE} is set but empty: unset it to serve without a key")
+        if self.api_key_file == "":
+            raise ValueError("serve: --api-key-file is empty, expected the path of a file with keys")
+
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `openai.build_server`."""
         return {
@@ -85,7 +94,7 @@ class ServeOptions:
             "port": self.port,
             "names": self.names,
             "api_key": tuple(self.api_keys) or None,
-            "api_key_file": self.api_key_file or None,
+            "api_key_file": self.api_key_file,
             "allowed_hosts": self.allowed_hosts,
             "origins": tuple(self.origins),
             "chat_template": self.chat_template,

@@ -72,7 +72,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
             raise ValueError(f"serve: names is {self.names}, expected at least one name and none empty")
-        if not all(key.strip() for key in self.keys):
+        if self.api_key == () or not all(key.strip() for key in self.keys):
             raise ValueError("serve: the API key is empty; leave it out to serve without one")
         for origin in self.origins:
             check_origin(origin)
