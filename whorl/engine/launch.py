@@ -8,6 +8,7 @@ ranks is in tensor_parallel.py.
 
 import contextlib
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -34,6 +35,8 @@ _TURN = timedelta(seconds=120)  # a rank that does not join a collective within 
 _IDLE = timedelta(days=365)  # waiting for requests or for weights may take long
 _GRACE = 5.0  # seconds that a lost rank has to publish its error, and that ranks have to end by themselves
 _STUCK = 15.0  # seconds until this process ends: an accelerator's collective with a lost rank never returns
+_BEAT = 1.0  # seconds between the signs of life of a rank
+_SILENT = 3.0  # seconds without one, after which a rank counts as stopped
 _LOOPBACK = "127.0.0.1"
 log = logging.getLogger(__name__)
 
@@ -167,6 +170,7 @@ class RankGroup(Rank):
         if processes and device == HOST and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(_num_threads(place.size))
         self._failure: str | None = None
+        self._beats: dict[int, tuple[bytes, float]] = {}  # each rank's last sign of life, and when it was new
         self._is_closed = self._is_busy = False
         self._watcher = threading.Thread(target=self._watch, name="whorl-ranks", daemon=True)
         self._watcher.start()
@@ -219,6 +223,14 @@ class RankGroup(Rank):
                 self.leave()
         torch.set_num_threads(self._num_threads)
 
+    @property
+    def problem(self) -> str | None:
+        """Why the ranks cannot take part in a step now: one is lost, or stopped, and then may go on; None: they can."""
+        now = time.monotonic()
+        silent = ((rank, now - since) for rank, (_, since) in list(self._beats.items()) if now - since > _SILENT)
+        stopped = (f"tensor parallel: rank {rank} has been stopped for {seconds:.0f} s" for rank, seconds in silent)
+        return self._failure or next(stopped, None)
+
     # ---- loss
 
     def _raise_failure(self) -> None:
@@ -265,6 +277,7 @@ class RankGroup(Rank):
             failure = self._lost(store)
             if not self._is_closed:
                 self._failure = failure
+            self._hear(store)
             time.sleep(0.2)
         deadline = time.monotonic() + _STUCK
         while not self._is_closed and (self._is_busy or self.device != HOST):
@@ -273,6 +286,12 @@ class RankGroup(Rank):
                 self._kill()
                 os._exit(1)
             time.sleep(0.2)
+
+    def _hear(self, store: distributed.Store) -> None:
+        """Note which ranks have given a new sign of life; one that has given none yet is still starting."""
+        for rank in range(1, self.size):
+            if store.check([f"beat/{rank}"]) and (beat := store.get(f"beat/{rank}")) != self._beats.get(rank, (b"",))[0]:
+                self._beats[rank] = beat, time.monotonic()
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -396,6 +415,7 @@ def _end_with_rank_0() -> NoReturn:
 def _work(place: RankPlace, address: Address, job: str, device: str) -> NoReturn:
     """Call the job; publish its error if it fails; then end the process."""
     store = address.connect()
+    threading.Thread(target=_beat, args=(place.rank, address.connect()), daemon=True).start()
     try:
         rank = Rank(place, device, store)
         module, _, name = job.partition(":")
@@ -409,6 +429,14 @@ def _work(place: RankPlace, address: Address, job: str, device: str) -> NoReturn
             print(f"whorl: rank {place.rank} failed:\n{text}", file=sys.stderr, flush=True)
         _end(1)
     _end(0)
+
+
+def _beat(rank: int, store: distributed.Store) -> None:
+    """Give signs of life until rank 0 ends: a process that is stopped is alive, and its connections are open."""
+    with contextlib.suppress(RuntimeError):
+        for number in itertools.count():
+            store.set(f"beat/{rank}", str(number))
+            time.sleep(_BEAT)
 
 
 def _end(code: int) -> NoReturn:

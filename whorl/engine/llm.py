@@ -270,6 +270,11 @@ class LLM:
         return None if self.runner.prompts is None else self.runner.prompts.report
 
     @property
+    def problem(self) -> str | None:
+        """Why no step can be run now: another rank is lost or stopped; None: it can."""
+        return None if self._lead is None else self._lead.group.problem
+
+    @property
     def has_work(self) -> bool:
         """Whether any sequence is waiting or running."""
         return self.scheduler.has_work

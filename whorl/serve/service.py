@@ -50,7 +50,7 @@ class Service:
         tokenizer: Any = llm.tokenizer  # the engine's type has fewer methods than the server uses
         if tokenizer is None:
             raise ValueError("serve: the model has no tokenizer")
-        self.settings = settings
+        self._llm, self.settings = llm, settings
         if settings.chat_template is not None:
             tokenizer = tokenizer.with_template(settings.chat_template)
         self.tokenizer: Tokenizer = tokenizer
@@ -224,6 +224,8 @@ class Service:
             done, total = (progress.done, progress.total) if progress else (0, None)
             body = {"status": "warming_up", "done": done, "total": total} | api_error.body()
             return JSONResponse(body, api_error.status, headers=dict(api_error.headers or {}))
+        if (problem := self._llm.problem) is not None:
+            raise ApiError(503, problem, code="engine_stalled")
         seconds = self.engine.stalled_for()
         if seconds > self.settings.stall_seconds:
             raise ApiError(503, f"the engine's step has run for {seconds:.0f} seconds", code="engine_stalled")
