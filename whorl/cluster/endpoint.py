@@ -57,6 +57,7 @@ class Endpoint:
             origins=settings.origins,
             uses=self.uses,
             max_body=settings.max_body,
+            max_bodies=settings.max_bodies,
             body_seconds=settings.body_seconds,
             larger=dict.fromkeys(WITH_MEDIA, settings.max_media_body),  # a text-only model refuses media itself
         )

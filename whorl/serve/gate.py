@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_error import ApiError
+from .body import BODY, Bodies, Body
 from .dialects import REQUEST_ID, dialect_for, error_response
 from .hosts import refused_host, refused_origin
 from .request_log import CURRENT_ID, log_request
@@ -29,6 +31,7 @@ _OPEN = ("/health", "/metrics", "/")
 # Exceptions that stop a task or the program; they are passed on. Every other one becomes an error response, including
 # a panic of a Rust library, which is a BaseException but not an Exception.
 STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+_LARGE = 1 << 16  # bytes of a body that takes some time to parse
 KEY_INDEX = "whorl.key_number"  # in a request's scope: the index of its API key among the server's keys
 
 
@@ -47,10 +50,12 @@ class Gate:
         origins: Sequence[str] = (),
         larger: Mapping[str, int] | None = None,
         uses: "Sequence[KeyUse]" = (),
+        max_bodies: int = 512 << 20,
     ) -> None:
-        """max_body: in bytes. larger: paths with a larger limit, in bytes. uses: the rate limits of the keys, in their
-        order; (): no limits."""
+        """max_body: in bytes. larger: paths with a larger limit, in bytes, for the sake of pictures. uses: the rate
+        limits of the keys, in their order; (): no limits. max_bodies: of all requests in progress together."""
         self.app, self.running, self.max_body, self.body_seconds = app, running, max_body, body_seconds
+        self._bodies = Bodies(max_bodies)
         self._larger, self._uses, self._origins = larger or {}, uses, origins
         self._keys, self._allowed_hosts = [key.encode() for key in keys], allowed_hosts
 
@@ -78,9 +83,14 @@ class Gate:
                 self._check_key(scope)
                 _check_content_type(scope)
                 use = self._use(scope) if scope["method"] == "POST" else None
-                with use.request() if use is not None else nullcontext():
-                    body = await self._read(scope, receive)
-                    await self.app(scope, _replay(body, receive), answer.send)
+                most = max(self.max_body, self._larger.get(scope["path"], 0))
+                with (
+                    use.request() if use is not None else nullcontext(),
+                    self._bodies.body(most=most, most_text=self.max_body) as body,
+                ):
+                    await self._read(body, scope, receive)
+                    scope[BODY] = body
+                    await self.app(scope, body.replay(receive), answer.send)
         except STEERING:
             raise
         except ConnectionAbortedError as error:  # the client is gone; the server closes the unfinished connection
@@ -125,25 +135,29 @@ class Gate:
             raise ApiError(401, f"the API key {problem}", code="invalid_api_key", headers=header)
         scope[KEY_INDEX] = matches.index(True)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the whole body; ApiError 413 or 408 if it is too large or takes too long."""
+    async def _read(self, body: Body, scope: Scope, receive: Receive) -> None:
+        """Read the whole body; ApiError 413 or 408 if it is too large or takes too long.
+
+        Raises ConnectionAbortedError when the client is gone, which then needs no answer.
+        """
         announced = Headers(scope=scope).get("content-length", "")
-        limit = max(self.max_body, self._larger.get(scope["path"], 0))
         if announced.isdigit():
-            _check_size(int(announced), limit)
-        body = bytearray()
+            body.check_size(int(announced))
         try:
             async with asyncio.timeout(self.body_seconds):
-                while True:
+                is_last = False
+                while not is_last:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return bytes(body)
-                    body += message.get("body", b"")
-                    _check_size(len(body), limit)
-                    if not message.get("more_body", False):
-                        return bytes(body)
+                        raise ConnectionAbortedError("the client closed the connection before the end of its request")
+                    is_last = not message.get("more_body", False)
+                    body.add(message.get("body", b""), is_last=is_last)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self.body_seconds:g} seconds") from None
+        if body.size > _LARGE:
+            await asyncio.sleep(0)  # lets the server notice that a connection was closed
+            if await Request(scope, receive).is_disconnected():
+                raise ConnectionAbortedError("the client closed the connection behind its request")
 
 
 class _Answer:
@@ -210,11 +224,6 @@ def _check_framing(scope: Scope) -> None:
         raise ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
 
 
-def _check_size(size: int, limit: int) -> None:
-    if size > limit:
-        raise ApiError(413, f"the body has {size} bytes; up to {limit} are allowed", code="body_too_large")
-
-
 def _is_stream(start: Message) -> bool:
     return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
 
@@ -225,17 +234,3 @@ def _check_content_type(scope: Scope) -> None:
     if scope["method"] == "POST" and content_type != "application/json":
         problem = f"is {content_type}" if content_type else "is missing"
         raise ApiError(415, f"the header Content-Type {problem}: send application/json", code="unsupported_media_type")
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body in one message, then what the client sends next: its disconnect."""
-    is_sent = False
-
-    async def replayed() -> Message:
-        nonlocal is_sent
-        if is_sent:
-            return await receive()
-        is_sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replayed

@@ -60,6 +60,7 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
     from whorl import __version__
 
     from .api_error import ApiError
+    from .body import JsonRoute
     from .dialects import error_response
     from .gate import Cors, Gate
     from .page import add_page
@@ -77,6 +78,7 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
 
     app = FastAPI(title="whorl", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
+    app.router.route_class = JsonRoute
     add_routes(app, service)
     add_page(app, service, takes_images=processor is not None)
 
@@ -89,6 +91,8 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, ApiError):  # what `Body.parse` raised
+            return error_response(error.__cause__, request.scope)
         reason = {
             404: "no such endpoint; GET /openapi.json lists all of them",
             405: f"this endpoint takes {(error.headers or {}).get('Allow', 'another method')}",
@@ -108,6 +112,7 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
         origins=settings.origins,
         uses=service.uses,
         max_body=settings.max_body,
+        max_bodies=settings.max_bodies,
         body_seconds=settings.body_seconds,
         larger=None if processor is None else dict.fromkeys(WITH_MEDIA, settings.max_media_body),
     )

@@ -8,6 +8,7 @@ from whorl.fields import option
 
 _KEY_VARIABLE = "WHORL_API_KEY"
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: every network.", vllm=("--host",))

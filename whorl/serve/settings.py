@@ -20,7 +20,8 @@ class ServerSettings:
     names: what clients may call the model; answers use the first one. api_key: one key, or several, which then do not
     share the prefix cache; more_keys: further keys, with names and limits. allowed_hosts: accepted values of the header
     Host; empty or `*`: any. origins: origins of web pages that may send requests, beside the server's own page.
-    max_body: size of a request; max_media_body: of a request that may contain pictures or videos. max_queue: how many
+    max_body: size of a request; max_media_body: with pictures or videos; max_bodies: of all requests in progress, above
+    which those with more than an equal share are refused. max_queue: how many
     sequences may wait, counting those of requests that have no token yet. timeout: for a whole request. head_seconds:
     from a connection's start to its request's headers. body_seconds: to receive a request's body. drain_seconds: for
     running requests after SIGTERM. stall_seconds: a step that runs this long, or a prompt that waits this long for a
@@ -54,6 +55,7 @@ class ServerSettings:
     reasoning_parser: str = "auto"
     media: Limits = field(default_factory=Limits)
     max_media_body: int = 64 << 20
+    max_bodies: int = 512 << 20
     media_hosts: tuple[str, ...] = ()
     media_folder: str | None = None
     pooling: str | None = None
@@ -79,7 +81,7 @@ class ServerSettings:
         if len(set(self.keys)) < len(self.keys):
             raise ValueError("serve: an API key is given twice")
         check_names(self.tool_parser, self.reasoning_parser)
-        sizes = ("max_body", "max_media_body", "max_queue", "max_connections", *_JOB_LIMITS)
+        sizes = ("max_body", "max_media_body", "max_bodies", "max_queue", "max_connections", *_JOB_LIMITS)
         for name in (*sizes, "timeout", "head_seconds", "body_seconds", "drain_seconds", "stall_seconds"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"serve: {name} is {getattr(self, name)}, expected more than 0")

@@ -1,6 +1,5 @@
 """Turns the validation errors of a request's body into one API error."""
 
-import json
 from typing import Any
 
 from .api_error import ApiError
@@ -12,9 +11,6 @@ def validation_error(errors: Any, body: Any) -> ApiError:
     For a field that may have several types, pydantic reports the errors of every type. The client most likely meant the
     type that was valid down to the deepest error. errors: pydantic's; body: the request's.
     """
-    if errors[0].get("type") == "json_invalid":
-        reason = json.dumps(str(errors[0].get("ctx", {}).get("error", "")))
-        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
     places = [_place(error, body) for error in errors]
     candidates = [i for i, place in enumerate(places) if place[: len(places[0])] == places[0]]
     chosen = max(candidates, key=lambda i: len(places[i]))
