@@ -21,6 +21,7 @@ from whorl.serve.gate import KEY_INDEX, Cors, Gate
 from whorl.serve.key_limits import KeyUse
 from whorl.serve.openai import WITH_MEDIA
 from whorl.serve.running import Running
+from whorl.serve.schema_parts import MAX_IDS
 from whorl.serve.settings import ServerSettings
 
 from .forwarded import END, ForwardedRequest, Message, ReplicaLost, Replicas, forwarded_headers
@@ -58,6 +59,7 @@ class Endpoint:
             uses=self.uses,
             max_body=settings.max_body,
             max_bodies=settings.max_bodies,
+            max_values=MAX_IDS,  # a replica knows how many its model takes
             body_seconds=settings.body_seconds,
             larger=dict.fromkeys(WITH_MEDIA, settings.max_media_body),  # a text-only model refuses media itself
         )

@@ -290,7 +290,8 @@ class RankGroup(Rank):
     def _hear(self, store: distributed.Store) -> None:
         """Note which ranks have given a new sign of life; one that has given none yet is still starting."""
         for rank in range(1, self.size):
-            if store.check([f"beat/{rank}"]) and (beat := store.get(f"beat/{rank}")) != self._beats.get(rank, (b"",))[0]:
+            beat = store.get(key) if store.check([key := f"beat/{rank}"]) else None
+            if beat is not None and beat != self._beats.get(rank, (None,))[0]:
                 self._beats[rank] = beat, time.monotonic()
 
     def _wait(self, seconds: float) -> None:

@@ -20,7 +20,7 @@ from starlette.types import Message, Receive
 from .api_error import ApiError
 
 BODY = "whorl.body"  # in a request's scope: its `Body`
-MAX_VALUES = 2**19
+MAX_VALUES = 2**18
 MAX_NESTED = 2**16  # lists, objects and fields of objects: each takes ten times as long as a number
 MAX_DIGITS = 64  # reading a number takes the square of its digits
 BLOCK = 4096
@@ -31,15 +31,18 @@ _SHOWN = 24  # characters that an error shows of the body
 
 
 class Bodies:
-    """The bodies of all requests in progress. most: how many bytes they may have together."""
+    """The bodies of all requests in progress.
 
-    def __init__(self, most: int) -> None:
-        self._most, self._num_bytes, self._count = most, 0, 0
+    most: how many bytes they may have together. most_values: how many numbers, texts and the like one may have.
+    """
+
+    def __init__(self, most: int, most_values: int = MAX_VALUES) -> None:
+        self._most, self._most_values, self._num_bytes, self._count = most, most_values, 0, 0
 
     @contextmanager
     def body(self, *, most: int, most_text: int) -> Iterator["Body"]:
         """Yield the body of one request, which counts until the block is left. most, most_text: see `Body`."""
-        body = Body(most=most, most_text=most_text, grow=self._grow)
+        body = Body(most=most, most_text=most_text, most_values=self._most_values, grow=self._grow)
         self._count += 1
         try:
             yield body
@@ -58,13 +61,13 @@ class Bodies:
 class Body:
     """One request's body. Raises ApiError 413 or 400 as soon as it is too large or would take long to parse.
 
-    most: bytes in all. most_text: bytes without long strings of printable ASCII, as pictures in base64 are. grow: told
-    the new size and the number of bytes that came.
+    most: bytes in all. most_text: bytes without long strings of printable ASCII, as pictures in base64 are.
+    most_values: numbers, texts and the like. grow: told the new size and the number of bytes that came.
     """
 
-    def __init__(self, *, most: int, most_text: int, grow: Callable[[int, int], None]) -> None:
+    def __init__(self, *, most: int, most_text: int, most_values: int, grow: Callable[[int, int], None]) -> None:
         self.size = 0
-        self._most, self._most_text, self._grow = most, most_text, grow
+        self._most, self._most_text, self._most_values, self._grow = most, most_text, most_values, grow
         self._pending = bytearray()  # less than a block
         self._blocks: list[bytes | str] = []  # those that are kept away from the parser are decoded
         self._is_in_string = self._is_taken = False
@@ -108,7 +111,7 @@ class Body:
             raise ApiError(400, f"the body has a number of more than {MAX_DIGITS} digits", code="invalid_json")
         for actual, most, things in (
             (self._num_text, self._most_text, "bytes beside pictures"),
-            (self._num_values, MAX_VALUES, "values, such as token ids"),
+            (self._num_values, self._most_values, "values, such as token ids"),
             (self._num_nested, MAX_NESTED, "lists, objects and fields of objects"),
         ):
             if actual > most:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_error import ApiError
-from .body import BODY, Bodies, Body
+from .body import BODY, MAX_VALUES, Bodies, Body
 from .dialects import REQUEST_ID, dialect_for, error_response
 from .hosts import refused_host, refused_origin
 from .request_log import CURRENT_ID, log_request
@@ -32,6 +32,7 @@ _OPEN = ("/health", "/metrics", "/")
 # a panic of a Rust library, which is a BaseException but not an Exception.
 STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 _LARGE = 1 << 16  # bytes of a body that takes some time to parse
+_NOTICE = 0.002  # seconds in which the server notices that a connection is closed
 KEY_INDEX = "whorl.key_number"  # in a request's scope: the index of its API key among the server's keys
 
 
@@ -51,11 +52,13 @@ class Gate:
         larger: Mapping[str, int] | None = None,
         uses: "Sequence[KeyUse]" = (),
         max_bodies: int = 512 << 20,
+        max_values: int = MAX_VALUES,
     ) -> None:
         """max_body: in bytes. larger: paths with a larger limit, in bytes, for the sake of pictures. uses: the rate
-        limits of the keys, in their order; (): no limits. max_bodies: of all requests in progress together."""
+        limits of the keys, in their order; (): no limits. max_bodies: of all requests in progress together.
+        max_values: numbers, texts and the like of one body."""
         self.app, self.running, self.max_body, self.body_seconds = app, running, max_body, body_seconds
-        self._bodies = Bodies(max_bodies)
+        self._bodies = Bodies(max_bodies, max_values)
         self._larger, self._uses, self._origins = larger or {}, uses, origins
         self._keys, self._allowed_hosts = [key.encode() for key in keys], allowed_hosts
 
@@ -154,10 +157,8 @@ class Gate:
                     body.add(message.get("body", b""), is_last=is_last)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self.body_seconds:g} seconds") from None
-        if body.size > _LARGE:
-            await asyncio.sleep(0)  # lets the server notice that a connection was closed
-            if await Request(scope, receive).is_disconnected():
-                raise ConnectionAbortedError("the client closed the connection behind its request")
+        if body.size > _LARGE and await _is_gone(Request(scope, receive)):
+            raise ConnectionAbortedError("the client closed the connection behind its request")
 
 
 class _Answer:
@@ -222,6 +223,14 @@ def _check_framing(scope: Scope) -> None:
     if problem is not None:
         message = f"the request is ambiguous: {problem}"
         raise ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
+
+
+async def _is_gone(request: Request) -> bool:
+    """Return whether the client has closed the connection. The first question lets the server, which stops reading
+    behind a large body, read on to the end of the connection; the second one has the answer."""
+    if not await request.is_disconnected():
+        await asyncio.sleep(_NOTICE)
+    return await request.is_disconnected()
 
 
 def _is_stream(start: Message) -> bool:

@@ -60,7 +60,7 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
     from whorl import __version__
 
     from .api_error import ApiError
-    from .body import JsonRoute
+    from .body import MAX_VALUES, JsonRoute
     from .dialects import error_response
     from .gate import Cors, Gate
     from .page import add_page
@@ -113,6 +113,7 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
         uses=service.uses,
         max_body=settings.max_body,
         max_bodies=settings.max_bodies,
+        max_values=max(MAX_VALUES, 2 * llm.max_model_len),  # a prompt of token ids as long as the context
         body_seconds=settings.body_seconds,
         larger=None if processor is None else dict.fromkeys(WITH_MEDIA, settings.max_media_body),
     )
