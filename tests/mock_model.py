@@ -84,7 +84,7 @@ class ByteTokenizer:
     def token(self, token_id: int) -> str:
         return repr(bytes([token_id])) if token_id < EOS else f"<{token_id}>"
 
-    def detokenizer(self) -> "ByteDetokenizer":
+    def detokenizer(self, *, skip_special: bool = True) -> "ByteDetokenizer":
         return ByteDetokenizer()
 
 

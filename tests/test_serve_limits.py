@@ -151,7 +151,7 @@ def test_an_overlong_prompt_has_openais_code(served: Served) -> None:
 
 
 def test_wrong_addresses_models_and_methods(served: Served) -> None:
-    assert "/openapi.json lists" in refused(served.http.get("/nowhere"), 404)["message"]
+    assert "GET /docs and /openapi.json list all" in refused(served.http.get("/nowhere"), 404)["message"]
     assert f"GET {CHAT}: this endpoint takes POST" in refused(served.http.get(CHAT), 405)["message"]
     error = refused(served.http.post(CHAT, json={"messages": MESSAGES, "model": "gpt-9"}), 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")

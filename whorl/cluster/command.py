@@ -61,11 +61,11 @@ def _serve(cluster: RayCluster, settings: "ServerSettings", options: ClusterOpti
     from whorl.serve.hosts import is_loopback
     from whorl.serve.http_server import HttpServer
     from whorl.serve.log_limit import limit_logs
-    from whorl.serve.request_log import add_request_ids
+    from whorl.serve.request_log import FORMAT, add_request_ids
 
     from .endpoint import Endpoint
 
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s:     %(message)s")
+    logging.basicConfig(level=logging.INFO, format=FORMAT)
     if not is_loopback(host) and not settings.keys:
         _LOG.warning(
             "%s can be reached from other machines and there is no --api-key or --api-key-file: anybody may use it",
@@ -75,7 +75,7 @@ def _serve(cluster: RayCluster, settings: "ServerSettings", options: ClusterOpti
     try:
         cluster.start()
         endpoint: Any = Endpoint(cluster, settings, cluster.routing)
-        server = HttpServer(endpoint, access_log=False, lifespan="off")
+        server = HttpServer(endpoint, access_log=False, log_config=None, lifespan="off")
         limit_logs()
         add_request_ids()
         listeners = listen(host, port)

@@ -2,7 +2,7 @@
 
 import bisect
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .json_layout import json_layout
@@ -54,6 +54,15 @@ def compiled(
     if matcher.is_error():
         raise ValueError(f"{name} cannot be followed: {_reason(matcher)}")
     return Allow(matcher, tokenizer, vocab_size, is_thinking=is_thinking, name=name)
+
+
+def only(token_ids: Sequence[int], vocab_size: int) -> "Callable[[Sequence[int]], Tensor]":
+    """Return a value for `SamplingParams.allow` that always allows the same tokens."""
+    import torch
+
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[list(token_ids)] = True
+    return lambda output: mask
 
 
 class Allow:

@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
     def __len__(self) -> int: ...
     def encode(self, text: str) -> list[int]: ...
     def token(self, token_id: int) -> str: ...
-    def detokenizer(self) -> Detokenizer: ...
+    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer: ...
 
 
 class LLM:
@@ -230,7 +230,9 @@ class LLM:
                     contents=contents,
                     placement=placement,
                     eos_ids=self.eos_ids,
-                    detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
+                    detokenizer=None
+                    if self.tokenizer is None
+                    else self.tokenizer.detokenizer(skip_special=params.skip_special),
                     after=copies[0] if copies and self.pool.use_prefix_cache else None,
                 )
             )

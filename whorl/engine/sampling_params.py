@@ -86,6 +86,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False  # keep a stop string in the text
     ignore_eos: bool = False
+    skip_special: bool = True  # leave special tokens out of the text
     logprobs: int | None = parameter(None, "Alternatives reported with each token.", least=0)
     prompt_logprobs: int | None = parameter(None, "Alternatives reported with each token of the prompt.", least=0)
     embed: bool = False

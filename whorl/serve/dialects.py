@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .api_error import ApiError
 
 REQUEST_ID = "whorl.request_number"  # in a request's scope: its id, which the response's headers carry too
+REASON = "whorl.reason"  # in a request's scope: the message of the error that answered it, for the log
 
 
 class Dialect:
@@ -94,8 +95,15 @@ def dialect_for(path: str) -> Dialect:
 
 def error_response(error: "ApiError", scope: Scope) -> JSONResponse:
     """Return the response that reports an error, in the dialect of the request's path."""
+    scope[REASON] = error.message
     body = dialect_for(scope["path"]).body(error, scope.get(REQUEST_ID))
     return JSONResponse(body, error.status, headers=dict(error.headers or {}))
+
+
+def last_event(error: "ApiError", scope: Scope) -> str:
+    """Return the events that end a stream with an error, in the dialect of the request's path."""
+    scope[REASON] = error.message
+    return dialect_for(scope["path"]).last_event(error, scope.get(REQUEST_ID))
 
 
 def _json(value: Any) -> str:

@@ -17,17 +17,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_error import ApiError
 from .body import BODY, MAX_VALUES, Bodies, Body
-from .dialects import REQUEST_ID, dialect_for, error_response
+from .dialects import REASON, REQUEST_ID, dialect_for, error_response, last_event
 from .hosts import refused_host, refused_origin
-from .request_log import CURRENT_ID, log_request
+from .request_log import CURRENT_ID, Outcome, log_request
 from .running import Running
 
 if TYPE_CHECKING:
     from .key_limits import KeyUse
 
 _LOG = logging.getLogger("whorl.serve")
-# Paths that need no API key: probes and scrapers have none, and the page is where people enter theirs.
-_OPEN = ("/health", "/metrics", "/")
+# Paths that need no API key: probes and scrapers have none, nor have readers; the page is where people enter theirs.
+_OPEN = ("/health", "/metrics", "/", "/docs", "/openapi.json")
 # Exceptions that stop a task or the program; they are passed on. Every other one becomes an error response, including
 # a panic of a Rust library, which is a BaseException but not an Exception.
 STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
@@ -74,8 +74,14 @@ class Gate:
         finally:
             CURRENT_ID.reset(token)
             use = self._use(scope)
-            name, seconds = None if use is None else use.key.name, time.monotonic() - began
-            log_request(scope, status=answer.status, seconds=seconds, request_id=answer.request_id, key_name=name)
+            outcome = Outcome(
+                status=answer.status,
+                seconds=time.monotonic() - began,
+                request_id=answer.request_id,
+                key_name=None if use is None else use.key.name,
+                reason=scope.get(REASON),
+            )
+            log_request(scope, outcome)
 
     async def _answer(self, scope: Scope, receive: Receive, answer: "_Answer") -> None:
         try:
@@ -97,12 +103,12 @@ class Gate:
         except STEERING:
             raise
         except ConnectionAbortedError as error:  # the client is gone; the server closes the unfinished connection
-            _LOG.warning("a request was aborted: %s", error)
+            scope[REASON] = str(error)
         except BaseException as error:
             if answer.start is None:
                 await error_response(ApiError.from_exception(error), scope)(scope, receive, answer.send)
             elif _is_stream(answer.start):
-                await answer.end_stream(ApiError.from_exception(error))
+                await answer.end_stream(last_event(ApiError.from_exception(error), scope))
             else:
                 raise
 
@@ -190,9 +196,8 @@ class _Answer:
         except TimeoutError:
             raise ConnectionAbortedError(f"the client read nothing for {self._seconds:g} seconds") from None
 
-    async def end_stream(self, error: ApiError) -> None:
-        """End a stream that has begun with an event that reports the error."""
-        event = self._dialect.last_event(error, self.request_id)
+    async def end_stream(self, event: str) -> None:
+        """End a stream that has begun with an event that reports an error."""
         await self._send({"type": "http.response.body", "body": event.encode()})
 
 

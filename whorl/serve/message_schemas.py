@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
+from .refused_fields import RefusedMessages
 from .schema_parts import MAX_PARTS, Lenient, Stop, Strict
 
 _MEDIA = Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
@@ -178,7 +179,7 @@ class MessagesError(BaseModel):
     request_id: str | None
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, RefusedMessages):
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
     stream: bool | None = None
     stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None

@@ -73,6 +73,8 @@ def chat_request(request: CountRequest) -> ChatRequest:
     if isinstance(request, MessagesRequest):
         fields |= {name: getattr(request, name) for name in ("stream", "temperature", "top_k", "top_p")}
         fields |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
+    if request.messages[-1].role == "assistant":  # its beginning, which the answer continues
+        fields["continue_final_message"] = True
     return _conversation(request).to_request(**fields)
 
 
@@ -85,9 +87,6 @@ def _choice(choice: ToolChoice) -> Any:
 
 
 def _conversation(request: CountRequest) -> Conversation:
-    if request.messages[-1].role == "assistant":
-        reason = "the last message is the assistant's, and this server does not continue one"
-        raise ApiError(400, f"messages: {reason}: end with a message of the user", param="messages")
     conversation = Conversation()
     if request.system:
         conversation.add_system(_text(request.system))

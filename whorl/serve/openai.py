@@ -94,7 +94,7 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
         if isinstance(error.__cause__, ApiError):  # what `Body.parse` raised
             return error_response(error.__cause__, request.scope)
         reason = {
-            404: "no such endpoint; GET /openapi.json lists all of them",
+            404: "no such endpoint; GET /docs and /openapi.json list all of them",
             405: f"this endpoint takes {(error.headers or {}).get('Allow', 'another method')}",
         }.get(error.status_code, error.detail)
         message = f"{request.method} {request.url.path}: {reason}"
@@ -242,11 +242,12 @@ def _serve(app: "FastAPI", settings: ServerSettings, host: str, port: int) -> in
     from .hosts import is_loopback
     from .http_server import HttpServer
     from .log_limit import limit_logs
-    from .request_log import add_request_ids
+    from .request_log import FORMAT, add_request_ids
 
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s:     %(message)s")  # uvicorn's format
-    server = HttpServer(app, access_log=False)  # the gate writes one line for each request, with its id
-    limit_logs()  # must come after uvicorn has set up its loggers
+    logging.basicConfig(level=logging.INFO, format=FORMAT)
+    # The gate writes one line for each request, with its id; what uvicorn logs looks as everything else does.
+    server = HttpServer(app, access_log=False, log_config=None)
+    limit_logs()
     add_request_ids()
     engine = app.state.service.engine
 

@@ -40,6 +40,9 @@ class ServeOptions:
         vllm=("--served-model-name",),
         metavar="NAME",
     )
+    strict_model_name: bool = option(
+        False, "Refuse requests for a model of another name with 404. Default: answer them, with a warning in the log."
+    )
     chat_template: str | None = option(
         None, "A file with a chat template. Default: the model's own.", vllm=("--chat-template",), metavar="FILE"
     )
@@ -94,6 +97,7 @@ class ServeOptions:
             "host": self.host,
             "port": self.port,
             "names": self.names,
+            "strict_model_name": self.strict_model_name,
             "api_key": tuple(self.api_keys) or None,
             "api_key_file": self.api_key_file,
             "allowed_hosts": self.allowed_hosts,

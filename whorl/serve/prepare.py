@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from whorl.engine.call_forms import CallReader
-from whorl.engine.reply_parser import END_THINK
+from whorl.engine.grammar_masks import only
+from whorl.engine.reply_parser import END_THINK, THINK
 from whorl.engine.sequence import SamplingParams
 from whorl.media import MediaItem, Placeholder
 from whorl.media.places import PADS
@@ -23,7 +24,8 @@ from .worker_pool import Worker, WorkerPool
 if TYPE_CHECKING:
     from whorl.engine.tokenizer import Tokenizer
 
-_RESERVED = ("messages", "tools", "add_generation_prompt")  # template variables that are fields of a request
+# Template variables that are fields of a request.
+_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 _SAMPLING = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -76,8 +78,13 @@ class Preparer:
         max_tokens = request.max_completion_tokens or request.max_tokens
         params = self._params(request, max_tokens=max_tokens, logprobs=request.num_top)
         items = await self.media(request.messages)
-        rendered = await self._render_request(request, items)
+        longest = MAX_IDS if request.truncate_prompt_tokens is not None else None
+        rendered = await self._render_request(request, items, max_tokens=longest)
         prompt, is_thinking = rendered["ids"], self._has_think and rendered["is_thinking"]
+        if items and request.truncate_prompt_tokens is not None:
+            problem = "a prompt with pictures or videos is not truncated: send fewer messages"
+            raise ApiError(400, f"truncate_prompt_tokens: {problem}", param="truncate_prompt_tokens")
+        prompt = self._truncated(prompt, request, max_tokens)
         self._check_length(prompt, max_tokens)
         allow = await self._compile_grammar(
             request, lambda worker: self._chat_grammar(request, worker), is_thinking=is_thinking
@@ -105,7 +112,8 @@ class Preparer:
             variables.setdefault("enable_thinking", request.reasoning_effort != "none")
         tools = request.tools if request.uses_tools else None
         template_input = request.messages, tools, request.add_generation_prompt, variables, items
-        return await self.render(*template_input, max_tokens=max_tokens)
+        more = {"documents": request.documents, "continues": request.continue_final_message}
+        return await self.render(*template_input, max_tokens=max_tokens, **more)
 
     async def media(self, messages: Sequence[ChatMessage], *, max_tokens: int | None = None) -> list[MediaItem]:
         """Read the pictures and videos of a conversation.
@@ -152,10 +160,14 @@ class Preparer:
         texts: list[str] = []
         if isinstance(inputs[0], str):
             sizes = {"max_bytes": self._max_bytes, "max_tokens": self.max_model_len}
+            if request.truncate_prompt_tokens is not None:
+                sizes = {"max_bytes": None, "max_tokens": MAX_IDS}
             prompts = worker.ask("encode", texts=inputs, add_special=request.add_special_tokens, **sizes)
-            texts = list(inputs) if request.echo else []  # type: ignore[arg-type]
+            is_whole = request.echo and request.truncate_prompt_tokens is None
+            texts = list(inputs) if is_whole else []  # type: ignore[arg-type]
         else:
             prompts = [list(ids) for ids in inputs]  # type: ignore[arg-type]
+        prompts = [self._truncated(ids, request, request.max_tokens) for ids in prompts]
         for ids in prompts:
             self._check_ids(ids)
             self._check_length(ids, request.max_tokens)
@@ -172,15 +184,21 @@ class Preparer:
         media: Sequence[MediaItem] = (),
         *,
         max_tokens: int | None = None,
+        documents: Sequence[dict[str, str]] | None = None,
+        continues: bool = False,
     ) -> dict[str, Any]:
-        """Render a conversation: `ids` are its tokens, `is_thinking` says if it ends with an opening think tag.
+        """Render a conversation: `ids` are its tokens, `is_thinking` says if the model is to go on thinking.
 
         media: the pictures and videos of the messages, in their order. max_tokens: the limit on the rendered prompt;
-        None: the model's context length.
+        None: the model's context length. documents: for the template. continues: the answer continues the last message.
         """
         if bad := [name for name in _RESERVED if name in variables]:
             raise ApiError(400, f"chat_template_kwargs: {bad[0]} has a field of its own", param="chat_template_kwargs")
 
+        if documents is not None:
+            variables = {**variables, "documents": documents}
+        if continues:
+            variables = {**variables, "continue_final_message": True}
         size = None if self._media is None else self._media.merge_size
         places = None if size is None else [Placeholder.for_item(item, size).to_json() for item in media]
 
@@ -196,7 +214,18 @@ class Preparer:
                 places=places,
             )
 
-        return await self._prompts.run(work)
+        rendered = await self._prompts.run(work)
+        if continues:
+            text = messages[-1].text() or ""
+            rendered["is_thinking"] = text.rfind(THINK) > text.rfind(END_THINK)
+        return rendered
+
+    def _truncated(self, ids: list[int], request: Sampling, max_tokens: int | None) -> list[int]:
+        """Return the end of a prompt, as long as `truncate_prompt_tokens` says."""
+        most = request.truncate_prompt_tokens
+        if most is None:
+            return ids
+        return ids[-(most if most > 0 else max(1, self.max_model_len - max(1, max_tokens or 1))) :]
 
     async def encode(self, text: str, *, add_special: bool, max_tokens: int) -> list[int]:
         sizes = {"max_bytes": None, "max_tokens": max_tokens}
@@ -220,9 +249,14 @@ class Preparer:
         if sampling.get("top_k") is not None:
             sampling["top_k"] = max(int(sampling["top_k"]), 0)
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        for field, ids in (("logit_bias", request.logit_bias or {}), ("stop_token_ids", request.stop_token_ids or [])):
+        for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            ids = getattr(request, field) or ()
             if bad := [i for i in ids if not 0 <= i < self.vocab_size]:
                 raise ApiError(400, f"{field}: {bad[:4]} are outside the vocabulary of {self.vocab_size}", param=field)
+        ends = {*self.tokenizer.eos_ids, *(request.stop_token_ids or ())}
+        if request.min_tokens and request.allowed_token_ids is not None and ends.issuperset(request.allowed_token_ids):
+            problem = "each of them ends the answer, which min_tokens excludes"
+            raise ApiError(400, f"allowed_token_ids: {problem}", param="allowed_token_ids")
         return SamplingParams(
             **sampling,
             min_tokens=request.min_tokens,
@@ -233,6 +267,7 @@ class Preparer:
             stop=tuple(stop),
             stop_token_ids=tuple(request.stop_token_ids or ()),
             include_stop=request.include_stop_str_in_output,
+            skip_special=request.skip_special_tokens,
             **fields,
         )
 
@@ -259,10 +294,12 @@ class Preparer:
         return self._grammars.json_schema({"type": "object"} if schema is None else schema)
 
     async def _compile_grammar(self, request: Sampling, make: Callable[[Worker], Grammar], *, is_thinking: bool) -> Any:
-        """Compile the grammar that the request's answer must follow; None when there is none.
+        """Return which tokens the answer may have, as a grammar or `allowed_token_ids` says; None: any.
 
         make: builds the grammar of a request that has one.
         """
+        if request.allowed_token_ids is not None:
+            return only(request.allowed_token_ids, self.vocab_size)
         if not request.has_grammar:
             return None
         for name in ("min_tokens", "ignore_eos"):

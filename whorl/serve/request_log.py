@@ -3,25 +3,46 @@
 import logging
 from collections.abc import Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from starlette.types import Scope
 
 ACCESS = logging.getLogger("whorl.serve.access")
+FORMAT = "%(asctime)s %(levelname)s: %(message)s"  # of the whole log
+_POLLED = ("/page/stats", "/health", "/metrics")
+_OK = 200
+_LONGEST_REASON = 300
 CURRENT_ID: ContextVar[str | None] = ContextVar("whorl_request_number", default=None)
 
 
-def log_request(scope: Scope, *, status: int | None, seconds: float, request_id: str, key_name: str | None) -> None:
-    """Write the access line of a request. status: None: no response was sent.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of a request. status: None: no response was sent. reason: the message of the error, if it had one."""
 
-    The path is escaped where it is not printable, so that a client cannot forge a line of the log.
+    status: int | None
+    seconds: float
+    request_id: str
+    key_name: str | None
+    reason: str | None
+
+
+def log_request(scope: Scope, outcome: Outcome) -> None:
+    """Write the access line of a request. A poll that was answered well is logged at the level DEBUG.
+
+    What a client wrote is escaped where it is not printable, so that it cannot forge a line of the log.
     """
     client = scope.get("client") or ("-", 0)
     path = (scope.get("raw_path") or scope["path"].encode()).decode("ascii", "backslashreplace")
-    shown = path if path.isprintable() else ascii(path)
-    key = "" if key_name is None else f", key {key_name}"
-    outcome = "no answer" if status is None else str(status)
-    line = f'{client[0]}:{client[1]} "{scope["method"]} {shown}" {outcome}'
-    ACCESS.info("%s in %.3f s, request %s%s", line, seconds, request_id, key)
+    line = f'{client[0]}:{client[1]} "{scope["method"]} {_printable(path)}"'
+    key = "" if outcome.key_name is None else f", key {outcome.key_name}"
+    reason = "" if outcome.reason is None else f": {_printable(outcome.reason[:_LONGEST_REASON])}"
+    level = logging.DEBUG if scope["path"] in _POLLED and outcome.status == _OK else logging.INFO
+    status = "no answer" if outcome.status is None else str(outcome.status)
+    ACCESS.log(level, "%s %s in %.3f s, request %s%s%s", line, status, outcome.seconds, outcome.request_id, key, reason)
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else ascii(text)
 
 
 class RequestIdFilter(logging.Filter):

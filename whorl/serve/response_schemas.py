@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
+from .refused_fields import Refused, RefusedResponses
 from .schema_parts import MAX_PARTS, Lenient, StreamOptions, Strict
 from .schemas import MAX_TOP_LOGPROBS, Stop
 from .structured import Guided
@@ -170,7 +171,7 @@ class TokensRequest(Strict):
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Annotated[None, Refused("nothing is left out of a conversation: shorten it", ("disabled",))] = None
     previous_response_id: None = None
     conversation: None = None
 
@@ -181,7 +182,7 @@ class TokensRequest(Strict):
             raise ValueError("this server keeps no responses: send the whole conversation in input")
 
 
-class ResponsesRequest(TokensRequest, Guided):
+class ResponsesRequest(TokensRequest, Guided, RefusedResponses):
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -192,12 +193,16 @@ class ResponsesRequest(TokensRequest, Guided):
     # Fields of chat completions that this interface takes too.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    skip_special_tokens: bool = True
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     # OpenAI's fields that have no effect here.
-    background: Literal[False] | None = None
+    background: Annotated[None, Refused("nothing is stored here: send stream for a long answer", (False,))] = None
     max_tool_calls: int | None = Field(None, description="no effect: the client runs the tools")
     metadata: dict[str, Any] | None = Field(None, description="returned with the response")
     prompt_cache_key: str | None = Field(None, description="no effect: the prefix cache is always used")

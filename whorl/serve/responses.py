@@ -41,6 +41,10 @@ _SAME_FIELDS = (
     "stop",
     "cache_salt",
     "chat_template_kwargs",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "repetition_penalty",
+    "skip_special_tokens",
 )
 _PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 

@@ -2,11 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from starlette.responses import HTMLResponse
+
 from . import answer_schemas as answers
 from . import turn_answers as turns
 from .embeddings import EmbeddingsApi
 from .message_schemas import MessagesError
 from .messages import MessagesApi
+from .reference import reference
 from .responses import ResponsesApi
 from .schemas import ErrorResponse
 from .token_generation import TokensApi
@@ -47,6 +50,7 @@ def add_routes(app: "FastAPI", service: "Service") -> None:
         ("/version", "GET", service.version, {}, refusing(401, 403, 421, 503)),
     ):
         app.add_api_route(path, function, methods=[method], responses={200: answer, **refusals})
+    app.add_api_route("/docs", lambda: HTMLResponse(reference(app.openapi())), include_in_schema=False)
 
 
 def _streamed(model: Any) -> dict[str, Any]:

@@ -159,6 +159,11 @@ class ChatMessage(Lenient):
         self.reasoning = None
         return self
 
+    def text(self) -> str | None:
+        """Return the text at the message's end; None if it ends otherwise."""
+        last = self.content[-1] if isinstance(self.content, list) and self.content else self.content
+        return last.text if isinstance(last, TextPart) else last if isinstance(last, str) else None
+
 
 class Function(Strict):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]

@@ -13,7 +13,9 @@ from pydantic import (
     model_validator,
 )
 
+from .refused_fields import Refused, RefusedChat, RefusedCompletion, RefusedSampling
 from .schema_parts import (
+    MAX_IDS,
     Count,
     Ids,
     Messages,
@@ -34,10 +36,14 @@ MAX_BIASES = 1024
 MAX_PROMPTS = 4096
 
 
-class Sampling(Guided):
+class Sampling(Guided, RefusedSampling):
     """The fields that chat and completions share."""
 
     model: str | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_IDS), at_most(MAX_IDS)] | None
+    ) = Field(None, description="no other token is sampled, not even one that ends the answer")
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="the prefix cache is shared only with requests of the same salt"
     )
@@ -55,6 +61,8 @@ class Sampling(Guided):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool | None = Field(None, description="no effect: the tokenizer's files say it")
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     include_stop_str_in_output: bool = False
@@ -63,6 +71,9 @@ class Sampling(Guided):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: all")] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
+        None, description="a longer prompt loses its beginning; -1: as much of it as does not fit"
+    )
     metadata: dict[str, Any] | None = Field(None, description="no effect")
     user: str | None = Field(None, description="no effect")
 
@@ -79,6 +90,12 @@ class Sampling(Guided):
     def _options_need_a_stream(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is allowed only with stream = true")
+        if self.best_of not in (None, n := self.n or 1):
+            raise ValueError(f"best_of is {self.best_of} and n {n}: all answers are returned, so they must be equal")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens is 0, which leaves no prompt; -1 keeps as much as fits")
+        if self.allowed_token_ids is not None and self.has_grammar:
+            raise ValueError("allowed_token_ids and a grammar exclude each other")
         return self
 
 
@@ -91,7 +108,7 @@ class TokenDetails(Strict):
     prompt: bool = Field(False, description="also the prompt's last tokens, and how many the prefix cache had")
 
 
-class ChatRequest(Sampling):
+class ChatRequest(Sampling, RefusedChat):
     messages: Messages
     token_details: TokenDetails | None = Field(None, description="an extension of this server: see docs/page.md")
     logprobs: bool | None = None
@@ -107,6 +124,8 @@ class ChatRequest(Sampling):
     )
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = Field(False, description="the answer continues the last message")
+    documents: Annotated[list[dict[str, str]], Field(fail_fast=True, max_length=1024)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     prediction: dict[str, Any] | None = Field(None, description="no effect: drafts come from the text itself")
     prompt_cache_key: str | None = Field(None, description="no effect: the prefix cache is always used")
@@ -118,6 +137,7 @@ class ChatRequest(Sampling):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatRequest":
+        check_continuation(self)
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is allowed only with logprobs = true")
         if self.logprobs and self.token_details is not None:
@@ -170,7 +190,7 @@ def kind_of_prompt(prompt: Any) -> str:
 _SOME = Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(Sampling, RefusedCompletion):
     prompt: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[Ids, Field(min_length=1), Tag("ids")]
@@ -178,18 +198,14 @@ class CompletionRequest(Sampling):
         | Annotated[list[Ids], _SOME, at_most(MAX_PROMPTS), Tag("lists")],
         Discriminator(kind_of_prompt),
     ]
-    best_of: int | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     max_tokens: Count | None = Field(16, description="0 with echo: only score the prompt")
-    suffix: Literal[""] | None = None
     add_special_tokens: bool = True
     response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> "CompletionRequest":
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError(f"best_of is {self.best_of}; only n itself ({self.n or 1}) is supported")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens 0 is allowed only with echo = true")
         if self.constraint is not None and _is_json(self.response_format):
@@ -210,6 +226,18 @@ def _is_json(response_format: ResponseFormat | None) -> bool:
     return response_format is not None and response_format.type != "text"
 
 
+def check_continuation(request: "ChatRequest | TokenizeRequest") -> None:
+    """Raise ValueError unless the last message can be continued as requested; then no new message is begun."""
+    if not request.continue_final_message:
+        return
+    last = None if request.messages is None else request.messages[-1]
+    if request.add_generation_prompt and "add_generation_prompt" in request.model_fields_set:
+        raise ValueError("continue_final_message and add_generation_prompt exclude each other: leave out the latter")
+    if last is None or last.tool_calls or not last.text():
+        raise ValueError("continue_final_message: the last message has no text to continue")
+    request.add_generation_prompt = False
+
+
 class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
@@ -217,13 +245,17 @@ class TokenizeRequest(Strict):
     tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Annotated[None, Refused("a template is a program, and none is taken from a request")] = None
+    mm_processor_kwargs: Annotated[None, Refused("pictures and videos are read in one way", ({},))] = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        check_continuation(self)
         return self
 
 

@@ -1,6 +1,7 @@
 """The handlers of the server's routes. `routes.add_routes` says which route each handler serves."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from whorl.engine.tokenizer import Tokenizer
     from whorl.media import Processor
 
+_LOG = logging.getLogger("whorl.serve")
 _R = TypeVar("_R", bound=Sampling)
 
 
@@ -158,12 +160,24 @@ class Service:
         return f"{http.scope.get(KEY_INDEX)} {request.cache_salt or ''}"
 
     def model_name(self, name: str | None) -> str:
-        """Return the name by which the answer calls the model; ApiError 404 for a name that it does not have."""
+        """Return the name by which the answer calls the model, for the name in a request.
+
+        One model is served, so it answers to a name that is not its own as well; with `strict_model_name` that raises
+        ApiError 404.
+        """
         names = self.settings.names
-        if name is not None and name not in names:
-            message = f"the model {name!r} is not served here. Served: {', '.join(names)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return name or names[0]
+        if name is None or name in names:
+            return name or names[0]
+        if self.settings.strict_model_name:
+            raise self._unknown_model(name)
+        _LOG.warning(
+            "a request is for the model %.100r; %s answers it (--strict-model-name: none does)", name, names[0]
+        )
+        return names[0]
+
+    def _unknown_model(self, name: str) -> ApiError:
+        message = f"the model {name!r} is not served here. Served: {', '.join(self.settings.names)}"
+        return ApiError(404, message, param="model", code="model_not_found")
 
     # ---- tokens
 
@@ -178,7 +192,8 @@ class Service:
             variables = dict(request.chat_template_kwargs or {})
             items = await self._preparer.media(request.messages, max_tokens=MAX_IDS)
             template_input = request.messages, request.tools, request.add_generation_prompt, variables, items
-            ids = (await self._preparer.render(*template_input, max_tokens=MAX_IDS))["ids"]
+            continues = request.continue_final_message
+            ids = (await self._preparer.render(*template_input, max_tokens=MAX_IDS, continues=continues))["ids"]
         body = {"count": len(ids), "max_model_len": self._preparer.max_model_len, "tokens": ids}
         if request.return_token_strs:
             body["token_strs"] = [self._texts.name(i) for i in ids]
@@ -209,7 +224,9 @@ class Service:
 
     async def model(self, name: str) -> dict[str, Any]:
         """Describe one model."""
-        return self._card(self.model_name(name))
+        if name not in self.settings.names:
+            raise self._unknown_model(name)
+        return self._card(name)
 
     def _card(self, name: str) -> dict[str, Any]:
         fields = {"id": name, "object": "model", "created": self._created, "owned_by": "whorl"}

@@ -17,7 +17,8 @@ _JOB_LIMITS = ("job_seconds", "job_memory")  # of a job in a worker process
 class ServerSettings:
     """Validated settings of one server. Sizes are in bytes, times in seconds. Raises ValueError for invalid values.
 
-    names: what clients may call the model; answers use the first one. api_key: one key, or several, which then do not
+    names: what clients may call the model; answers use the first one. strict_model_name: refuse other names; else the
+    model answers to any, with a warning in the log. api_key: one key, or several, which then do not
     share the prefix cache; more_keys: further keys, with names and limits. allowed_hosts: accepted values of the header
     Host; empty or `*`: any. origins: origins of web pages that may send requests, beside the server's own page.
     max_body: size of a request; max_media_body: with pictures or videos; max_bodies: of all requests in progress, above
@@ -36,6 +37,7 @@ class ServerSettings:
     """
 
     names: tuple[str, ...] = (DEFAULT_NAME,)
+    strict_model_name: bool = False
     api_key: str | tuple[str, ...] | None = None
     more_keys: tuple[ApiKey, ...] = ()
     allowed_hosts: tuple[str, ...] = ()

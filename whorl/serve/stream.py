@@ -9,7 +9,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from .api_error import ApiError
-from .dialects import REQUEST_ID, dialect_for
+from .dialects import dialect_for, last_event
 from .gate import STEERING
 
 # Proxies must neither cache an answer nor buffer it before passing it on.
@@ -40,7 +40,7 @@ async def _events(chunks: AsyncIterator[dict[str, Any]], scope: Scope) -> AsyncI
     except STEERING:
         raise
     except BaseException as error:  # status 200 has been sent already, so the error is an event
-        yield dialect.last_event(ApiError.from_exception(error), scope.get(REQUEST_ID))
+        yield last_event(ApiError.from_exception(error), scope)
     else:
         yield dialect.done
 
