@@ -176,6 +176,28 @@ def test_vllm_ascend_is_vllm_on_an_npu() -> None:
     assert (report.framework, report.device, report.paths[0].runs_in) == ("vllm", "npu", "vllm-ascend")
 
 
+@pytest.mark.parametrize(
+    ("model", "change", "reason"),
+    [
+        ("glm4v_9b", {}, "Glm4vForConditionalGeneration needs GLM-4V's vision tower"),
+        ("gemma3_27b", {}, "Gemma3ForConditionalGeneration needs SigLIP's vision tower"),
+        ("qwen3_5_moe", {}, "Qwen3_5MoeForConditionalGeneration needs layers with a recurrent state"),
+        ("qwen3_8b", {"architectures": ["SpiralForCausalLM"]}, "known are DeepseekV32ForCausalLM"),
+        ("qwen3_8b", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("qwen3_8b", {"num_key_value_heads": 5}, "a multiple of"),
+        ("qwen3_8b", {}, None),
+    ],
+)
+def test_what_whorl_s_engine_refuses_is_an_error(
+    model: str, change: dict[str, Any], reason: str | None, tmp_path: Path
+) -> None:
+    values = json.loads((HERE / "models" / f"{model}.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    refusals = [f.found for f in check(tmp_path, framework="whorl").findings if f.code == "engine-refuses"]
+    assert len(refusals) == (reason is not None)
+    assert reason is None or reason in refusals[0]
+
+
 def test_inference_of_framework_and_device_is_said() -> None:
     report = check(EXAMPLES / "qwen3_vl_fixed")
     assert report.framework_because == "inferred from megatron_bridge in requirements.txt:1"

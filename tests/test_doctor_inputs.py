@@ -118,6 +118,36 @@ def test_vllm_overrides_change_the_model(flag: str, tmp_path: Path) -> None:
     assert report.findings == ()
 
 
+@pytest.mark.parametrize(
+    ("line", "framework"),
+    [
+        ("whorl serve . --max-model-len 4096 --tp 2", "whorl"),
+        (".venv/bin/whorl generate . -p hello", "whorl"),
+        ("python -m whorl chat . --gpu-memory-utilization 0.8", "whorl"),
+        ("whorl bench decode .", "whorl"),
+        ("whorl train qwen3-8b --training.seq_len 4096", "torchtitan"),
+        ("whorl doctor . && vllm serve m", "vllm"),
+        ("echo whorl", "hf"),
+    ],
+)
+def test_whorl_s_own_commands_name_a_framework(line: str, framework: str, tmp_path: Path) -> None:
+    shutil.copy(MODELS / "qwen3_8b.json", tmp_path / "config.json")
+    (tmp_path / "run.sh").write_text(line)
+    report = check(tmp_path)
+    assert report.framework == framework
+    assert framework == "hf" or "run.sh:1" in report.framework_because
+
+
+def test_a_folder_of_folders_names_those_to_give(tmp_path: Path) -> None:
+    for name in ("scripts/serve/run.sh", "configs/config.yaml", ".git/hook.sh", "a/b/c/d/e/deep.sh", "weights/x.bin"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("vllm serve m")
+    with pytest.raises(BadInput) as raised:
+        check(tmp_path)
+    folders = str(raised.value).partition("such as ")[2]
+    assert folders == f"{tmp_path}/configs, {tmp_path}/scripts/serve"
+
+
 def test_hugging_face_side_files_are_not_settings(tmp_path: Path) -> None:
     shutil.copy(MODELS / "qwen3_8b.json", tmp_path / "config.json")
     (tmp_path / "generation_config.json").write_text('{"max_model_len": 9}')

@@ -71,7 +71,9 @@ def doctor(
     ] = None,
     framework: Annotated[
         str | None,
-        typer.Option(help="megatron, mindspeed, mindspeed-mm, bridge, vllm, verl, hf or torchtitan. Default: guessed."),
+        typer.Option(
+            help="megatron, mindspeed, mindspeed-mm, bridge, vllm, verl, hf, torchtitan or whorl. Default: guessed."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")

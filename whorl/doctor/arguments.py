@@ -7,7 +7,11 @@ from typing import Final
 
 from whorl.doctor.settings import FlagWords, Setting, make_setting, parse_value
 
-COMMANDS: Final = r"vllm(\.entrypoints.*)?|verl\.trainer\S*|torchtitan\S*|(\S*/)?mindspeed_mm/\S+\.py"
+# A word, or two words, that start a framework. `whorl doctor` and the like start none.
+COMMANDS: Final = (
+    r"vllm(\.entrypoints.*)?|verl\.trainer\S*|torchtitan\S*|(\S*/)?mindspeed_mm/\S+\.py"
+    r"|(\S*/)?whorl (bench|chat|generate|serve|train)"
+)
 # A shell variable with such a name holds flags, so it is not the value of the flag before it.
 HOLDS_FLAGS: Final = r"\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\w*.*|\$\{\w+\[[@*]\]\}"
 
@@ -22,6 +26,7 @@ def read_arguments(text: str, where: str, *, values_may_wrap: bool = False) -> l
     variables: dict[str, str] = {}
     flag: FlagWords | None = None
     continued = False
+    last = ""
     for number, line in enumerate(text.splitlines(), 1):
         place = f"{where}:{number}"
         if not (values_may_wrap or continued):
@@ -39,10 +44,12 @@ def read_arguments(text: str, where: str, *, values_may_wrap: bool = False) -> l
                 settings, flag = settings + _flag_settings(flag), None
             elif flag is not None:
                 flag[1].append(word)
-            if re.fullmatch(COMMANDS, word):
-                settings.append(
-                    Setting(key="command", path=f"command {word}", value=word, kind="argument", where=place)
-                )
+            settings += [
+                Setting(key="command", path=f"command {command}", value=command, kind="argument", where=place)
+                for command in (word, f"{last} {word}")
+                if re.fullmatch(COMMANDS, command)
+            ]
+            last = word
     return settings + _flag_settings(flag)
 
 

@@ -18,6 +18,8 @@ SIGNS: Final = (
     ("mindspeed", r"(use_fused_rotary_pos_emb|use_fused_rmsnorm|use_fused_swiglu|mindspeed|mindspeed_llm)=.*"),
     ("mindspeed", r"spec=mindspeed_llm\..*|rope_scaling_(type|mscale|mscale_all_dim)=.*"),
     ("torchtitan", r"(model\.flavor|training\.local_batch_size|job\..*|torchtitan)=.*|command torchtitan.*"),
+    ("torchtitan", r"command \S*whorl train=.*"),
+    ("whorl", r"command \S*whorl .*"),
     ("vllm", r"command vllm.*"),
     ("vllm", r"(max_model_len|gpu_memory_utilization|enforce_eager|max_num_seqs|hf_overrides|vllm|vllm_ascend)=.*"),
     ("megatron", r"(.*\.)?(position_embedding_type|tensor_model_parallel_size|apply_rope_fusion|rotary_base)=.*"),

@@ -4,12 +4,14 @@ The result is one model config and a list of `Setting`s that remember the file a
 """
 
 import json
+import os
 import re
 import shlex
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +34,8 @@ PACKAGES: Final = (
     "transformers", "triton_ascend", "verl", "vllm", "vllm_ascend",
 )  # fmt: skip
 LONG_FILE: Final = 20_000_000  # bytes; launch files and logs worth reading are far smaller
+MOST_FOLDERS: Final = 8  # of a message
+DEEPEST: Final = 3  # levels of folders that are searched for something to read
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,13 +89,34 @@ def _readable_files(path: Path) -> list[Path]:
             f"{path}: no such file or folder. Give a model folder, a config.json or a file of launch flags; "
             "a Hugging Face model id is not downloaded"
         )
-    files = [file for file in sorted(path.iterdir()) if file.suffix in READ_SUFFIXES and file.is_file()]
-    files = [file for file in files if not NOT_SETTINGS.fullmatch(file.name) and file.stat().st_size < LONG_FILE]
+    if files := _files_of(path):
+        return files
+    if folders := list(islice(_folders_below(path), MOST_FOLDERS)):
+        raise BadInput(
+            f"{path}: holds nothing to read itself, and each launch is checked by itself. Give one of the folders in "
+            f"it, such as {', '.join(folders)}"
+        )
+    raise BadInput(f"{path}: holds nothing to read. Expected config.json or files of {', '.join(READ_SUFFIXES)}")
+
+
+def _folders_below(path: Path) -> Iterator[str]:
+    """Yield the folders below `path`, at most DEEPEST levels down, that hold something to read."""
+    for folder, below, names in os.walk(path):
+        depth = len(Path(folder).relative_to(path).parts)
+        below[:] = sorted(name for name in below if not name.startswith(".")) if depth < DEEPEST else []
+        if any(_is_readable(Path(folder) / name) for name in sorted(names)):
+            yield folder
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.iterdir()) if _is_readable(file)]
+
+
+def _is_readable(file: Path) -> bool:
+    if file.suffix not in READ_SUFFIXES or NOT_SETTINGS.fullmatch(file.name) or not file.is_file():
+        return False
     # A tokenizer's merges.txt is text too: a .txt counts only with flags or a traceback, or as a requirements file.
-    files = [file for file in files if file.suffix != ".txt" or _is_requirements(file) or _has_flags(file)]
-    if not files:
-        raise BadInput(f"{path}: holds nothing to read. Expected config.json or files of {', '.join(READ_SUFFIXES)}")
-    return files
+    return file.stat().st_size < LONG_FILE and (file.suffix != ".txt" or _is_requirements(file) or _has_flags(file))
 
 
 def _read_file(file: Path, inputs: Inputs) -> None:

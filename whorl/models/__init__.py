@@ -23,15 +23,20 @@ ARCHITECTURES = {
 }
 
 
-def find(values: Mapping[str, Any]) -> Any:
-    """Return the class of a model from the values of its config.json; raises ValueError for an unknown architecture."""
+def architecture(values: Mapping[str, Any]) -> str:
+    """Return the supported architecture that a config.json names; ValueError where it names none. Needs no torch."""
     names = values.get("architectures") or []
     for name in names if isinstance(names, list) else []:
         if isinstance(name, str) and name in ARCHITECTURES:
-            module, _, class_name = ARCHITECTURES[name].partition(":")
-            return getattr(import_module(module), class_name)
+            return name
     hint = next((reason for name in names if (reason := refusal(str(name)))), "") if isinstance(names, list) else ""
     raise ValueError(f"config.json: architectures is {names}; known are {', '.join(ARCHITECTURES)}{hint}")
 
 
-__all__ = ["ARCHITECTURES", "find", "refusal"]
+def find(values: Mapping[str, Any]) -> Any:
+    """Return the class of a model from the values of its config.json; raises ValueError for an unknown architecture."""
+    module, _, class_name = ARCHITECTURES[architecture(values)].partition(":")
+    return getattr(import_module(module), class_name)
+
+
+__all__ = ["ARCHITECTURES", "architecture", "find", "refusal"]

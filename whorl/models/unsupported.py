@@ -15,11 +15,26 @@ _MOE = "Qwen3MoeForCausalLM"
 _SHARED = "a shared expert beside the routed ones"
 _PARALLEL = "attention and feed-forward side by side after one LayerNorm"
 _STATE = "layers with a recurrent state in place of keys and values"
+_DELTA = f"{_STATE} (gated delta rule), and a gate after attention"
+_HALF = "norms after each part and rotation of half a head"
+_VISION = "Qwen3VLForConditionalGeneration"
 
 UNSUPPORTED: dict[str, Known] = {
+    "ApertusForCausalLM": Known("xIELU, a feed-forward part without a gate", "LlamaForCausalLM", ("apertus",)),
+    "ArceeForCausalLM": Known("a feed-forward part of squared ReLU without a gate", "LlamaForCausalLM", ("arcee",)),
+    "BambaForCausalLM": Known(_STATE, "LlamaForCausalLM"),
+    "BloomForCausalLM": Known("ALiBi in place of a rotation", "LlamaForCausalLM", ("bloom",)),
     "CohereForCausalLM": Known(_PARALLEL, "LlamaForCausalLM", ("command-r",)),
     "Cohere2ForCausalLM": Known(_PARALLEL, "MistralForCausalLM", ("cohere2",)),
     "DeepseekV2ForCausalLM": Known("V2's routing: softmax scores in place of V3's sigmoid", "DeepseekV3ForCausalLM"),
+    "DeepseekV4ForCausalLM": Known("several residual streams and compressed keys", "DeepseekV32ForCausalLM"),
+    "Dots1ForCausalLM": Known(f"{_SHARED}, and V3's sigmoid routing", _MOE, ("dots1",)),
+    "Ernie4_5ForCausalLM": Known("rotation of pairs", "LlamaForCausalLM", ("ernie4_5",)),
+    "Ernie4_5_MoeForCausalLM": Known(f"{_SHARED}, and rotation of pairs", _MOE, ("ernie4_5-moe",)),
+    "Ernie4_5_VLMoeForConditionalGeneration": Known(
+        "Ernie's vision tower and experts of vision", "Qwen3VLMoeForConditionalGeneration"
+    ),
+    "Exaone4ForCausalLM": Known("norms after each part and none before", "Gemma3ForCausalLM", ("exaone4",)),
     "FalconForCausalLM": Known(_PARALLEL, "LlamaForCausalLM", ("falcon",)),
     "GemmaForCausalLM": Known("Gemma's first form, without norms of heads", "Gemma3ForCausalLM", ("gemma",)),
     "Gemma2ForCausalLM": Known("softcaps of attention's scores and of logits", "Gemma3ForCausalLM", ("gemma2",)),
@@ -32,10 +47,18 @@ UNSUPPORTED: dict[str, Known] = {
     "Gemma4ForConditionalGeneration": Known(
         "head sizes and rotation that differ between layers", "Gemma3ForCausalLM", ("gemma4",)
     ),
-    "Glm4ForCausalLM": Known(
-        "norms after each part and rotation of half a head", "Gemma3ForCausalLM", ("glm4", "chatglm")
-    ),
+    "GlmForCausalLM": Known("rotation of half a head, in pairs", "LlamaForCausalLM"),
+    "Glm4ForCausalLM": Known(_HALF, "Gemma3ForCausalLM", ("glm4", "chatglm")),
     "Glm4MoeForCausalLM": Known(_SHARED, _MOE, ("glm4moe",)),
+    "Glm4vForConditionalGeneration": Known(f"GLM-4V's vision tower, {_HALF}", _VISION),
+    "Glm4vMoeForConditionalGeneration": Known(
+        f"GLM-4V's vision tower, {_SHARED}, and rotation of half a head", "Qwen3VLMoeForConditionalGeneration"
+    ),
+    "GlmOcrForConditionalGeneration": Known(f"GLM-OCR's vision tower and {_HALF}", _VISION),
+    "GlmMoeDsaForCausalLM": Known("an indexer that rotates pairs", "DeepseekV32ForCausalLM"),
+    "GPTJForCausalLM": Known(_PARALLEL, "LlamaForCausalLM", ("gptj",)),
+    "GPTNeoXForCausalLM": Known(_PARALLEL, "LlamaForCausalLM", ("gptneox",)),
+    "FalconH1ForCausalLM": Known(_STATE, "LlamaForCausalLM", ("falcon-h1",)),
     "GPT2LMHeadModel": Known("learned positions in place of a rotation", "LlamaForCausalLM", ("gpt2",)),
     "GptOssForCausalLM": Known(
         "attention sinks, experts with biases and a clamped SwiGLU, and weights in MXFP4", _MOE, ("gpt-oss", "gptoss")
@@ -43,33 +66,51 @@ UNSUPPORTED: dict[str, Known] = {
     "GraniteForCausalLM": Known(
         "factors of embeddings, residuals, attention and logits", "LlamaForCausalLM", ("granite",)
     ),
+    "HunYuanDenseV1ForCausalLM": Known("norms of heads after the rotation", "Qwen3ForCausalLM", ("hunyuan-dense",)),
+    "HunYuanMoEV1ForCausalLM": Known(f"{_SHARED}, and norms of heads after the rotation", _MOE, ("hunyuan-moe",)),
+    "InternVLForConditionalGeneration": Known("InternVL's vision tower", _VISION),
     "JambaForCausalLM": Known(_STATE, "LlamaForCausalLM", ("jamba",)),
+    "Lfm2ForCausalLM": Known("short convolutions in place of some attention", "Qwen3ForCausalLM", ("lfm2",)),
+    "Lfm2MoeForCausalLM": Known("short convolutions in place of some attention", _MOE, ("lfm2moe",)),
+    "LlavaForConditionalGeneration": Known("CLIP's vision tower", _VISION),
+    "LongcatFlashForCausalLM": Known(
+        "two attentions a layer, and experts that compute nothing", "DeepseekV3ForCausalLM"
+    ),
     "Llama4ForConditionalGeneration": Known(
         f"chunked attention, layers without rotation, and {_SHARED}", _MOE, ("llama4",)
     ),
     "MambaForCausalLM": Known(_STATE, "LlamaForCausalLM", ("mamba", "mamba2")),
+    "MiniMaxForCausalLM": Known(_STATE, _MOE),
     "MiniMaxM2ForCausalLM": Known("norms over all heads at once", _MOE, ("minimax-m2",)),
     "Mistral3ForConditionalGeneration": Known("Pixtral's vision tower", "MistralForCausalLM", ("mistral3",)),
     "MixtralForCausalLM": Known("experts stored as w1, w2 and w3", _MOE),
     "NemotronHForCausalLM": Known(_STATE, "LlamaForCausalLM", ("nemotron_h",)),
+    "NemotronForCausalLM": Known(
+        "LayerNorm, squared ReLU, and rotation of half a head", "LlamaForCausalLM", ("nemotron",)
+    ),
     "Olmo2ForCausalLM": Known("norms after each part and none before", "Gemma3ForCausalLM", ("olmo2",)),
+    "Olmo3ForCausalLM": Known("norms after each part and none before", "Gemma3ForCausalLM"),
+    "OlmoeForCausalLM": Known("norms over all heads at once", _MOE, ("olmoe",)),
+    "OPTForCausalLM": Known("learned positions in place of a rotation", "LlamaForCausalLM"),
     "PhiForCausalLM": Known(_PARALLEL, "LlamaForCausalLM", ("phi2",)),
     "Phi3ForCausalLM": Known(
         "q, k and v, and gate and up, stored as one tensor each", "LlamaForCausalLM", ("phi3", "phi4")
     ),
     "PhimoeForCausalLM": Known("SparseMixer's routing and LayerNorm", _MOE, ("phimoe",)),
     "Qwen2MoeForCausalLM": Known(f"{_SHARED}, with its own gate", _MOE, ("qwen2moe",)),
-    "Qwen2VLForConditionalGeneration": Known(
-        "Qwen2-VL's vision tower", "Qwen3VLForConditionalGeneration", ("qwen2vl",)
-    ),
-    "Qwen2_5_VLForConditionalGeneration": Known(
-        "a vision tower with windows", "Qwen3VLForConditionalGeneration", ("qwen2vl",)
-    ),
-    "Qwen3NextForCausalLM": Known(f"{_STATE} (gated delta rule), and a gate after attention", _MOE, ("qwen3next",)),
-    "Qwen3_5ForConditionalGeneration": Known(
-        f"{_STATE} (gated delta rule), and a gate after attention", "Qwen3VLForConditionalGeneration", ("qwen35",)
+    "Qwen2VLForConditionalGeneration": Known("Qwen2-VL's vision tower", _VISION, ("qwen2vl",)),
+    "Qwen2_5_VLForConditionalGeneration": Known("a vision tower with windows", _VISION, ("qwen2vl",)),
+    "Qwen2_5OmniForConditionalGeneration": Known("towers of sound and vision, and a speaker", _VISION),
+    "Qwen3NextForCausalLM": Known(f"{_DELTA}, and {_SHARED}", _MOE, ("qwen3next",)),
+    "Qwen3OmniMoeForConditionalGeneration": Known("towers of sound and vision, and a speaker", _VISION),
+    "Qwen3_5ForCausalLM": Known(_DELTA, "Qwen3ForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": Known(_DELTA, _VISION, ("qwen35",)),
+    "Qwen3_5MoeForCausalLM": Known(f"{_DELTA}, and {_SHARED}", _MOE),
+    "Qwen3_5MoeForConditionalGeneration": Known(
+        f"{_DELTA}, and {_SHARED}", "Qwen3VLMoeForConditionalGeneration", ("qwen35moe",)
     ),
     "SmolLM3ForCausalLM": Known("layers without rotation", "LlamaForCausalLM", ("smollm3",)),
+    "SmolVLMForConditionalGeneration": Known("SigLIP's vision tower", _VISION),
     "StableLmForCausalLM": Known("LayerNorm, and rotation of a quarter of a head", "LlamaForCausalLM", ("stablelm",)),
     "Starcoder2ForCausalLM": Known(
         "LayerNorm, and a feed-forward part without a gate", "Qwen2ForCausalLM", ("starcoder2",)

@@ -1,8 +1,11 @@
 """Checks of the model's config.json: what cannot be read, and the style of the sparse-attention indexer."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
 
+from whorl import models
 from whorl.contracts import interleaved_range_reason
 from whorl.doctor.checks.sections import is_interleaved
 from whorl.doctor.launch import Launch, rope_entries
@@ -67,6 +70,34 @@ def _is_explained_by_sections(launch: Launch) -> bool:
         return False
     wrong_sum = sum(sections) != launch.rope.rotary_dim // 2
     return wrong_sum or (is_interleaved(launch) and interleaved_range_reason(sections) is not None)
+
+
+@rule("engine-refuses")
+def engine_refuses(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    reason = _refusal(launch.inputs.model) if launch.framework == "whorl" and launch.inputs.model else None
+    if reason is None or reason == launch.rope_problem:
+        return
+    yield Problem(
+        where=launch.inputs.model_where,
+        found=reason,
+        expected="a model that whorl's engine runs",
+        why="whorl serve, chat and generate refuse this model before they load it.",
+        fix=("docs/models.md lists the architectures that run", "or serve it with vLLM: --framework vllm checks that"),
+    )
+
+
+def _refusal(model: Mapping[str, Any]) -> str | None:
+    """Return why whorl's engine refuses a config.json, or None.
+
+    Without torch, which the engine's own reader needs, only the architecture is looked at.
+    """
+    try:
+        models.architecture(model)
+        if find_spec("torch") is not None:
+            models.find(model).config_class.from_hf(model)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @rule("rope-key-ignored", "note")
