@@ -3,10 +3,12 @@
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from whorl.doctor.inputs import Inputs
 from whorl.doctor.launch import DEVICES, FRAMEWORKS, TRAINING, Launch, rope_entries, text_config
+from whorl.doctor.overrides import with_overrides
 from whorl.doctor.settings import BadInput, Setting
 from whorl.rope_config import RopeConfig, UnknownFamilyWarning
 
@@ -43,9 +45,10 @@ def build_launch(inputs: Inputs, *, framework: str | None, train: bool, device: 
         raise BadInput(f"--device {device!r}: choose one of {', '.join(DEVICES)}")
     framework, framework_because = (framework, "set by --framework") if framework else _infer_framework(inputs)
     device, device_because = (device, "set by --device") if device else _infer_device(inputs, framework)
-    text = text_config(_with_hf_overrides(inputs))
+    changed, rope_changed_by = with_overrides(inputs)
+    text = text_config(changed)
     rope, problem, caught = _rope_config(text)
-    return Launch(
+    launch = Launch(
         framework=framework,
         framework_because=framework_because,
         device=device,
@@ -55,9 +58,29 @@ def build_launch(inputs: Inputs, *, framework: str | None, train: bool, device: 
         text=text,
         rope=rope,
         rope_problem=problem,
+        rope_changed_by=rope_changed_by,
         rope_warnings=tuple(str(w.message) for w in caught if w.category is not UnknownFamilyWarning),
         unknown_family=next((str(w.message) for w in caught if w.category is UnknownFamilyWarning), None),
     )
+    return replace(launch, rope=_rope_of_flags(launch)) if inputs.model is None and launch.uses_megatron else launch
+
+
+def _rope_of_flags(launch: Launch) -> RopeConfig | None:
+    """Return the RopeConfig that Megatron's flags describe, without scaling and sections; None where they do not."""
+    length = launch.number("max_position_embeddings") or launch.number("sequence_length")
+    sizes = {
+        "head_dim": launch.number("qk_pos_emb_head_dim") if launch.is_mla else launch.number("kv_channels"),
+        "hidden_size": launch.number("hidden_size"),
+        "num_attention_heads": launch.number("num_attention_heads"),
+        "max_position_embeddings": length,
+        "rope_theta": launch.real("rotary_base"),
+        "partial_rotary_factor": launch.real("rotary_percent"),
+        "rope_interleave": launch.on("rotary_interleaved"),
+    }
+    try:
+        return RopeConfig.from_hf({name: value for name, value in sizes.items() if value is not None})
+    except ValueError:
+        return None  # a flag is missing or a shell variable: the checks that need sizes are left out
 
 
 def _path_and_value(setting: Setting) -> str:
@@ -85,27 +108,6 @@ def _infer_device(inputs: Inputs, framework: str) -> tuple[str, str]:
         if re.fullmatch(NPU_SIGNS, _path_and_value(setting), re.DOTALL):
             return "npu", f"inferred from {setting.path} in {setting.where}"
     return "cuda", "assumed: nothing names a device"
-
-
-def _with_hf_overrides(inputs: Inputs) -> dict[str, Any] | None:
-    """Return the model config with vLLM's --hf-overrides and --rope-... flags merged in, as vLLM merges them."""
-    if inputs.model is None:
-        return None
-    merged = dict(inputs.model)
-    for setting in inputs.settings:
-        if setting.key == "hf_overrides" and isinstance(setting.value, Mapping):
-            merged = _merge(merged, setting.value)
-        elif setting.kind == "argument" and setting.key in ("rope_scaling", "rope_parameters", "rope_theta"):
-            merged[setting.key] = setting.value
-    return merged
-
-
-def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
 
 
 def _rope_config(text: Mapping[str, Any] | None) -> tuple[RopeConfig | None, str | None, list[warnings.WarningMessage]]:

@@ -21,8 +21,9 @@ class Launch:
 
     framework_because and device_because: why these values hold, for the report; text: the language model's config, with
     --hf-overrides merged in; rope: its RopeConfig, None where it cannot be read; rope_problem: why RopeConfig refused
-    the config as it is written (`rope` is then that of a reduced config, see `build_launch`); rope_warnings and
-    unknown_family: the warnings of RopeConfig; scope: "verl actor" or "verl rollout" for a part, otherwise empty.
+    the config as it is written (`rope` is then that of a reduced config, see `build_launch`); rope_changed_by: the flag
+    that changed the rope dictionary of config.json, such as --hf-overrides; rope_warnings and unknown_family: the
+    warnings of RopeConfig; scope: "verl actor" or "verl rollout" for a part, otherwise empty.
     """
 
     framework: str
@@ -34,6 +35,7 @@ class Launch:
     text: Mapping[str, Any] | None
     rope: RopeConfig | None
     rope_problem: str | None
+    rope_changed_by: Setting | None = None
     rope_warnings: tuple[str, ...] = ()
     unknown_family: str | None = None
     scope: str = ""
@@ -117,9 +119,26 @@ class Launch:
 
     @property
     def model_sections(self) -> tuple[int, ...] | None:
-        """The sections of config.json, or those that its model_type implies."""
+        """The sections of config.json, or those that its model_type implies; without config.json the launch's."""
+        if self.text is None:
+            return as_sections(self.get("mrope_section"))
+        if self.dropped_sections is not None:
+            return None
         written = rope_entries(self.text).get("mrope_section")
         return as_sections(written) or (self.rope.sections if self.rope else None)
+
+    @property
+    def dropped_sections(self) -> tuple[int, ...] | None:
+        """The sections of config.json that an override of vLLM's left out; None where it left out none."""
+        if self.framework != "vllm" or self.rope_changed_by is None or rope_entries(self.text).get("mrope_section"):
+            return None
+        return as_sections(rope_entries(text_config(self.inputs.model)).get("mrope_section"))
+
+    @property
+    def rope_where(self) -> str:
+        """The place of the rope dictionary: config.json, or the flag that changed it."""
+        setting = self.rope_changed_by
+        return self.inputs.model_where if setting is None else f"{setting.where} ({setting.path})"
 
     @property
     def is_mrope(self) -> bool:
@@ -178,11 +197,14 @@ class Launch:
         return replace(self, framework=framework, train=train, inputs=inputs, scope=f"verl {scope}")
 
 
+TEXT_KEYS: Final = ("thinker_config", "text_config", "llm_config", "language_config")
+
+
 def text_config(model: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the config of the language model, with the keys of the outer config where it has none of its own."""
     if model is None:
         return None
-    for name in ("thinker_config", "text_config", "llm_config", "language_config"):
+    for name in TEXT_KEYS:
         if isinstance(model.get(name), Mapping):
             outer = {key: value for key, value in model.items() if key != name and key not in OTHER_TOWERS}
             return {**outer, **(text_config(model[name]) or {})}

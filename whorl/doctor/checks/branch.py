@@ -96,7 +96,7 @@ def mrope_branch_without_sections(launch: Launch, path: RotaryPath) -> Iterator[
 @rule("rope-branch-mismatch")
 def text_model_in_mrope_branch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     branch, _ = megatron_branch(launch)
-    if not launch.uses_megatron or launch.rope is None or launch.is_mrope or branch != "mrope":
+    if not launch.uses_megatron or launch.text is None or launch.rope is None or launch.is_mrope or branch != "mrope":
         return
     yield Problem(
         where=_branch_location(launch),

@@ -9,6 +9,7 @@ from whorl import models
 from whorl.contracts import interleaved_range_reason
 from whorl.doctor.checks.sections import is_interleaved
 from whorl.doctor.launch import Launch, rope_entries
+from whorl.doctor.overrides import ROPE_DICTS, inner_config, overrides_of
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
 from whorl.rope_config import RopeConfig
@@ -19,9 +20,10 @@ def config_refused(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     yield from _report_refused_config(
         launch,
         readable=True,
+        where=launch.rope_where,
         expected="a rotary configuration that can be computed",
         why="The frequencies of this config are not defined, so no framework can run it.",
-        fix="correct the named key in config.json",
+        fix="correct the named key" + (" in config.json" if launch.rope_changed_by is None else ""),
     )
 
 
@@ -30,20 +32,23 @@ def config_unread(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     yield from _report_refused_config(
         launch,
         readable=False,
+        where=launch.inputs.model_where,
         expected="a language model's config.json",
         why="Without the model's rotary sizes only the launch settings are checked.",
         fix="give the missing keys with --set, for example --set head_dim=128",
     )
 
 
-def _report_refused_config(launch: Launch, *, readable: bool, expected: str, why: str, fix: str) -> Iterator[Problem]:
+def _report_refused_config(
+    launch: Launch, *, readable: bool, where: str, expected: str, why: str, fix: str
+) -> Iterator[Problem]:
     """Report why RopeConfig refused the config.
 
     readable: report it only if the keys beside the rope dictionary can be read (True), or only if they cannot (False).
     """
     if launch.rope_problem is None or _is_explained_by_sections(launch) or _readable_without_rope(launch) != readable:
         return
-    yield Problem(where=launch.inputs.model_where, found=launch.rope_problem, expected=expected, why=why, fix=fix)
+    yield Problem(where=where, found=launch.rope_problem, expected=expected, why=why, fix=fix)
 
 
 def _readable_without_rope(launch: Launch) -> bool:
@@ -100,11 +105,28 @@ def _refusal(model: Mapping[str, Any]) -> str | None:
     return None
 
 
+@rule("override-without-effect", "warning")
+def override_misses_the_text_model(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    inner = inner_config(launch.inputs.model)
+    if launch.framework != "vllm" or inner is None:
+        return
+    settings = {name: s for s in launch.inputs.settings for name in overrides_of(s) if name in ROPE_DICTS}
+    for name, setting in settings.items():
+        yield Problem(
+            where=f"{setting.where} ({setting.path})",
+            found=f"{name} for the whole config, while the language model's is in {inner}",
+            expected=f"{name} inside {inner}",
+            why="vLLM sets the key where the override has it, and the language model does not read it there: it runs "
+            "with the frequencies of config.json.",
+            fix=f"""--hf-overrides '{{"{inner}": {{"{name}": ...}}}}'""",
+        )
+
+
 @rule("rope-key-ignored", "note")
 def key_without_effect(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     for message in launch.rope_warnings:
         yield Problem(
-            where=launch.inputs.model_where,
+            where=launch.rope_where,
             found=message,
             expected="keys that the rope type uses",
             why="Most frameworks ignore a misspelt key without an error.",

@@ -14,7 +14,9 @@ def _sections_location(launch: Launch) -> str:
     return (
         launch.where("mrope_section")
         if launch.find("mrope_section")
-        else f"{launch.inputs.model_where} (mrope_section)"
+        else f"{launch.rope_where} (mrope_section)"
+        if launch.rope_changed_by is None
+        else launch.rope_where
     )
 
 
@@ -50,11 +52,26 @@ def launch_differs_from_model(launch: Launch, path: RotaryPath) -> Iterator[Prob
         return
     yield Problem(
         setting="mrope_section",
-        found=f"mrope_section {setting.value} at launch, {list(model)} in {launch.inputs.model_where}",
+        found=f"mrope_section {setting.value} at launch, {list(model)} in {launch.rope_where}",
         expected=str(list(model)),
         why="The weights were trained with the sections of config.json. Other sections run without an error and give "
         "image tokens the wrong positions.",
         fix=f"mrope_section={list(model)}",
+    )
+
+
+@rule("mrope-section-dropped")
+def override_drops_sections(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    sections = launch.dropped_sections
+    if sections is None:
+        return
+    yield Problem(
+        where=launch.rope_where,
+        found=f"a rope dictionary without mrope_section, in place of {list(sections)} in {launch.inputs.model_where}",
+        expected=f"mrope_section {list(sections)} in the override as well",
+        why="vLLM replaces the rope dictionary by the override's. Without mrope_section it takes the model for one of "
+        "plain positions: nothing fails, and tokens of pictures get one position in place of three.",
+        fix=f'add "mrope_section": {list(sections)} to the override, and mrope_interleaved where config.json has it',
     )
 
 

@@ -38,7 +38,7 @@ def torchtitan_scales_softmax(launch: Launch, path: RotaryPath) -> Iterator[Prob
     if launch.framework != "torchtitan" or rope is None or rope.rope_type not in YARN or rope.attention_factor == 1.0:
         return
     yield Problem(
-        where=f"{launch.inputs.model_where} (rope_type {rope.rope_type})",
+        where=f"{launch.rope_where} (rope_type {rope.rope_type})",
         found=f"an attention factor of {rope.attention_factor:.4g} on torchtitan",
         expected="the factor applied once",
         why="torchtitan keeps the factor out of cos and sin: it belongs in the softmax scale, and a model that does "

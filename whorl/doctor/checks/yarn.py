@@ -84,6 +84,8 @@ def mindspeed_yarn_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem
     rope = launch.rope
     if not launch.uses_megatron or rope is None or launch.get("rope_scaling_type") != "yarn":
         return
+    if launch.text is None:
+        return  # there is no config.json to differ from
     if rope.rope_type not in YARN:
         yield _yarn_only_at_launch(launch)
         return
