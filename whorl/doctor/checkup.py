@@ -42,7 +42,7 @@ def check(
     launch = build_launch(inputs, framework=framework, train=train, device=device)
     paths, findings = _check_parts(launch) if inputs.model or inputs.settings else ((), [])
     for where, text in _logs(inputs, log):
-        findings += explain(text, where)
+        findings += explain(text, where, launch)
     ran = read_trace(trace) if trace is not None else {}
     if trace is not None:
         findings += compare(ran, paths, Path(trace).name)

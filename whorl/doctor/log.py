@@ -1,37 +1,46 @@
-"""Find the rotary failures in a log and turn each into a finding."""
+"""Find the failures that the doctor knows in a log and turn each into a finding."""
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
+from whorl.doctor.launch import Launch
 from whorl.doctor.report import Finding, as_steps
-from whorl.doctor.symptoms import SYMPTOMS, Symptom
+from whorl.doctor.symptom import Place, Symptom
+from whorl.doctor.symptoms import SYMPTOMS
 from whorl.doctor.tracebacks import Failure, Line, read_failures
 
 
-def explain(text: str, where: str) -> list[Finding]:
-    """Return one finding per rotary failure in a log, or a note that no known failure is in it."""
+def explain(text: str, where: str, launch: Launch | None = None) -> list[Finding]:
+    """Return one finding per failure in a log, or a note that no known failure is in it.
+
+    launch: that of the files beside the log, whose sizes some fixes are computed from.
+    """
     failures, lines = read_failures(text)
     findings: list[Finding] = []
     explained: set[tuple[str, int]] = set()
     for symptom in SYMPTOMS:
-        for line, message in _matches(symptom, failures, lines):
+        for line, message, place in _matches(symptom, failures, lines):
             if (symptom.code, line) not in explained:
                 explained.add((symptom.code, line))
-                findings.append(_finding(symptom, f"{where}:{line}", message))
+                symptom_here = symptom.at(replace(place, log=text, launch=launch))
+                findings.append(_finding(symptom_here, f"{where}:{line}", message))
                 break
     return findings or [_unknown(failures, lines, where)]
 
 
-def _matches(symptom: Symptom, failures: list[Failure], lines: list[Line]) -> Iterator[tuple[int, str]]:
+def _matches(symptom: Symptom, failures: list[Failure], lines: list[Line]) -> Iterator[tuple[int, str, Place]]:
     """Yield the line number and the text of every place where the symptom appears."""
     for failure in failures:
         match = re.search(symptom.text, failure.text)
         if match is None or not _is_raised_in(symptom, failure):
             continue
         offset = failure.text.count("\n", 0, match.start())
-        yield failure.lines[offset], _describe_match(failure.text.split("\n")[offset], symptom, failure)
-    if symptom.is_printed:
-        yield from ((line.number, line.text.strip()[:300]) for line in lines if _is_printed(symptom, line))
+        message = _describe_match(failure.text.split("\n")[offset], symptom, failure)
+        yield failure.lines[offset], message, Place(text=failure.text[match.start() :], failure=failure)
+    for line in lines if symptom.is_printed else ():
+        if _is_printed(symptom, line):
+            yield line.number, line.text.strip()[:300], Place(text=line.text)
 
 
 def _is_raised_in(symptom: Symptom, failure: Failure) -> bool:
@@ -71,7 +80,7 @@ def _unknown(failures: list[Failure], lines: list[Line], where: str) -> Finding:
         severity="note",
         where=where,
         found=message[:300] or "an empty log",
-        expected="one of the rotary failures listed in docs/doctor.md",
-        why="No known rotary failure is in this text; the cause may lie elsewhere.",
+        expected="one of the failures listed in docs/doctor.md",
+        why="No known failure of rotation or of memory is in this text; the cause may lie elsewhere.",
         fix=("run `whorl doctor` on the configuration itself",),
     )

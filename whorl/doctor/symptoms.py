@@ -1,31 +1,11 @@
-"""The messages that frameworks print when a rotary path fails, each with its cause and its fix."""
+"""The messages that frameworks print when a rotary path fails, or memory ends, each with its cause and its fix."""
 
-from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
 from whorl.doctor.checks.branch import BRIDGE_SECTIONS, mrope_settings
+from whorl.doctor.memory_symptoms import MEMORY_SYMPTOMS
 from whorl.doctor.report import Severity, Steps
-
-
-@dataclass(frozen=True, slots=True)
-class Symptom:
-    """The message of a failure, its cause and its fix. `code` is that of the check that reports it before the launch.
-
-    `text` is a pattern that is searched in the exception's name and message. An exception that any code can raise also
-    needs `raised_in`, a pattern that is searched in the frame that raised it ("file in function: code"). `is_printed`
-    marks a text that a library's logger writes on a separate line, without an exception.
-    """
-
-    code: str
-    text: str
-    _: KW_ONLY
-    cause: str
-    expected: str
-    fix: Steps
-    severity: Severity = "error"
-    raised_in: str | None = None
-    is_printed: bool = False
-
+from whorl.doctor.symptom import Symptom
 
 # Frames in which q and k are multiplied by cos and sin.
 _ROTATION = (
@@ -55,6 +35,7 @@ def table_lookup_symptom(text: str, *, cause: str, fix: Steps, severity: Severit
 
 _MROPE_FIX = mrope_settings(list(BRIDGE_SECTIONS), mindspeed=True)
 SYMPTOMS: Final = (
+    *MEMORY_SYMPTOMS,
     Symptom(
         "rope-branch-mismatch",
         r"MultimodalRotaryEmbedding' object has no attribute 'get_rotary_seq_len'",
