@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from whorl.doctor import check
-from whorl.doctor.memory_symptoms import PHASES
+from whorl.doctor.memory_numbers import PHASES
 from whorl.plan.model_shape import from_hugging_face
 from whorl.plan.serving import cache_bytes, weight_bytes
 
@@ -159,12 +159,12 @@ def test_when_it_happened_decides_the_fix(function: str, tmp_path: Path) -> None
 
 def test_fragments_weights_and_large_tensors_are_told_apart(tmp_path: Path) -> None:
     plain = explained(OOM.format(tried="20.00 MiB", loose="20.00 MiB"), tmp_path, None)
-    assert "5.64 GiB are held outside torch's tensors" in plain.why
+    assert "5.64 GiB were held outside torch" in plain.why
     fragmented = explained(OOM.format(tried="20.00 MiB", loose="5.00 GiB"), tmp_path, None)
     assert "fragments" in fragmented.why
     assert fragmented.fix[0] == "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     large = explained(OOM.format(tried="3.00 GiB", loose="20.00 MiB"), tmp_path, None)
-    assert "One tensor is that large" in large.why
+    assert "So large a tensor" in large.why
     with_weights = explained(OOM.format(tried="20.00 MiB", loose="20.00 MiB"), tmp_path)
     assert "The weights alone do not fit." in with_weights.why
     assert with_weights.fix[0] == "--tensor-parallel-size 2"
@@ -178,7 +178,7 @@ def test_an_npu_s_allocator_has_its_own_variable(tmp_path: Path) -> None:
     log += "already allocated; 10.24 GiB current active; 19.52 MiB free; 14.65 GiB reserved in total by PyTorch)"
     finding = explained(log, tmp_path, None)
     assert finding.fix[0] == "export PYTORCH_NPU_ALLOC_CONF=expandable_segments:True"
-    assert "46.30 GiB are held outside" in finding.why
+    assert "46.30 GiB were held outside" in finding.why
 
 
 @pytest.mark.parametrize(

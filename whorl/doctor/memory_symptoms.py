@@ -1,251 +1,9 @@
-"""The messages of memory that is too small: of torch, vLLM, SGLang and CANN, each with the number to change.
+"""The messages of memory that is too small: of torch, vLLM, SGLang and CANN, each with the number to change."""
 
-The numbers are those of the message, of the lines around it, and of `served_memory` where config.json is at hand.
-"""
-
-import math
-import re
 from typing import Final
 
-from whorl.doctor.served_memory import GIB, Served, served
-from whorl.doctor.symptom import Place, Symptom
-
-UNITS: Final = {"bytes": 2.0**-30, "KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "TiB": 2.0**10}
-SIZE: Final = r"(-?[\d.]+) ?(bytes|KiB|MiB|GiB|TiB)"
-SAME: Final = 0.05  # relative difference up to which two counts of bytes are of one model
-BLOCK: Final = 16  # tokens of a cache block of vLLM's
-DEFAULT_SHARE: Final = 0.9  # vLLM's gpu_memory_utilization
-MOST_SHARE: Final = 0.97  # of a device's memory: the rest is the driver's, the graphs' and the collectives'
-HUGE: Final = 0.1  # of a device's memory: a single tensor of this share is worth a word
-FRAGMENTED: Final = 0.5  # GiB, reserved and not allocated, from which on fragmentation is worth a word
-SMALLEST_OTHER: Final = 1.0  # GiB of other processes that are worth a word
-# The total memory of a device, as torch and vLLM log it, in GiB.
-TOTAL: Final = (
-    r"total capacity of ([\d.]+) GiB|([\d.]+) GiB total capacity|total_gpu_memory(?:=| \(|\s+)([\d.]+) ?GiB"
-    r"|Free memory on device (?:\S+ )?\([\d.]+/([\d.]+) GiB\)"
-)
-# Where a device ran out of memory: a pattern of the functions on the stack, what they do, what to change.
-PHASES: Final = (
-    (
-        r"^(?:load_model|load_weights|create_weights|initialize_model|from_pretrained)$",
-        "while the weights were loaded",
-        ("more ranks: --tensor-parallel-size", "or a quantised checkpoint"),
-    ),
-    (
-        r"^_?(?:capture|capture_model|capture_graphs?|capture_cudagraphs|warmup_graph)$",
-        "while graphs were captured, after the KV cache had taken its share",
-        ("lower --gpu-memory-utilization by 0.03", "or capture fewer sizes (--max-num-seqs), or --enforce-eager"),
-    ),
-    (
-        r"^(?:profile_run|determine_available_memory|determine_num_available_blocks|_?dummy_run)$",
-        "while vLLM measured a step of the largest batch",
-        ("halve --max-num-batched-tokens", "or lower --max-num-seqs, or fewer pictures a prompt"),
-    ),
-    (
-        r"^(?:initialize_kv_caches?|_?allocate_kv_caches?(?:_tensors)?)$",
-        "while the KV cache was allocated",
-        ("lower --gpu-memory-utilization: it counts what other processes hold as free",),
-    ),
-    (
-        r"^(?:backward|training_step|train_step|compute_loss|update_actor|update_policy)$",
-        "in a training step",
-        ("a smaller micro-batch, or activation checkpointing", "or more ranks: whorl train --plan counts them"),
-    ),
-)
-STEP: Final = ("lower --gpu-memory-utilization by 0.05", "or lower --max-num-batched-tokens and --max-num-seqs")
-
-
-def _size(text: str, *patterns: str) -> float | None:
-    """Return the GiB of the first pattern that the text has; a pattern writes a size as {}."""
-    for pattern in patterns:
-        if match := re.search(pattern.replace("{}", SIZE), text):
-            return float(match[1]) * UNITS[match[2]]
-    return None
-
-
-def _total(log: str) -> float | None:
-    """Return the GiB of the device, where a line of the log says it."""
-    match = re.search(TOTAL, log)
-    return next((float(group) for group in match.groups() if group), None) if match else None
-
-
-def _served(place: Place) -> Served | None:
-    return served(place.launch) if place.launch is not None and place.launch.text is not None else None
-
-
-def _share(place: Place) -> float:
-    """Return gpu_memory_utilization: the launch's, or that of the log, or vLLM's default."""
-    logged = re.search(r"gpu_memory_utilization\W{1,3}\s*(0?\.\d+|1\.0)", place.log)
-    stated = place.launch.real("gpu_memory_utilization") if place.launch else None
-    return stated or (float(logged[1]) if logged else DEFAULT_SHARE)
-
-
-def _raised_share(place: Place, missing: float) -> str:
-    """Say to which share of the device's memory vLLM must be raised to get so many more GiB."""
-    share, total = _share(place), _total(place.log)
-    if total is None:
-        return f"or raise --gpu-memory-utilization from {share:g} by {missing:.2f} divided by the device's GiB"
-    needed = math.ceil((share + missing / total) * 100) / 100
-    if needed > MOST_SHARE:
-        return f"raising --gpu-memory-utilization is not enough: {needed:.2f} of {total:.2f} GiB would be needed"
-    return f"or --gpu-memory-utilization {needed:.2f} in place of {share:g} ({missing:.2f} of {total:.2f} GiB more)"
-
-
-def _sentences(*parts: str | None) -> str:
-    return " ".join(part for part in parts if part)
-
-
-def _cache_for_one(symptom: Symptom, match: re.Match[str], place: Place) -> Symptom:
-    length, needed, available = int(match[1]), float(match[2]), float(match[3])
-    tokens = int(max(available, 0) / needed * length) // BLOCK * BLOCK if needed else 0
-    has_fp8 = place.launch is not None and place.launch.get("kv_cache_dtype") not in (None, "auto")
-    halved = "enough" if needed / 2 <= available else "still too much"
-    at_hand = _served(place)
-    token = at_hand.token() if at_hand else None
-    is_other = token is not None and abs(needed / length / token - 1) > SAME
-    return symptom.saying(
-        cause=_sentences(
-            f"{length} tokens take {needed:.2f} GiB, that is {needed / length * GIB / 1024:.0f} KiB a token, and "
-            f"{available:.2f} GiB are left after the weights and a step's activations.",
-            at_hand and at_hand.describe(),
-            "The log is of another model, number of ranks or cache dtype." if is_other else None,
-        ),
-        expected=f"at most {tokens} tokens, or {needed - available:.2f} GiB more for the cache",
-        fix=(
-            *((f"--max-model-len {tokens}",) if tokens else ()),
-            _raised_share(place, needed - available),
-            *(() if has_fp8 else (f"or --kv-cache-dtype fp8: {needed / 2:.2f} GiB, {halved}",)),
-            "or more ranks: --tensor-parallel-size",
-        ),
-    )
-
-
-def _cache_in_tokens(symptom: Symptom, match: re.Match[str], place: Place) -> Symptom:
-    length, tokens = int(match[1]), int(match[2])
-    at_hand = _served(place)
-    token = at_hand.token() if at_hand else None
-    more = None if token is None else (length - tokens) * token
-    return symptom.saying(
-        cause=_sentences(
-            f"The cache has room for {tokens} tokens, and one request may have {length}.",
-            at_hand and at_hand.describe(),
-        ),
-        expected=f"at most {tokens} tokens" + ("" if more is None else f", or {more:.2f} GiB more for the cache"),
-        fix=(
-            f"--max-model-len {tokens}",
-            "or raise --gpu-memory-utilization" if more is None else _raised_share(place, more),
-            "or --kv-cache-dtype fp8, which doubles the tokens",
-        ),
-    )
-
-
-def _no_cache(symptom: Symptom, match: re.Match[str], place: Place) -> Symptom:
-    left = _size(place.log, r"Available KV cache memory: {}")
-    at_hand, total, share = _served(place), _total(place.log), _share(place)
-    weights = at_hand.weights() if at_hand else None
-    weights = weights or _size(place.log, r"Model loading took {}", r"model weights take {}")
-    if total is None or weights is None:
-        sums = None
-    else:
-        sums = f"{share:g} of {total:.2f} GiB are {share * total:.2f} GiB, and the weights take {weights:.2f} of them."
-    ranks = at_hand.smallest_tp(0.8 * share * total) if at_hand and total else None
-    return symptom.saying(
-        cause=_sentences(None if left is None else f"{left:.2f} GiB are left.", at_hand and at_hand.describe(), sums),
-        expected="gpu_memory_utilization x the device's memory above the weights and a step's activations",
-        fix=(
-            f"raise --gpu-memory-utilization ({share:g} now; at most {MOST_SHARE})",
-            "or halve --max-num-batched-tokens and lower --max-num-seqs, which set the activations",
-            "or more ranks: --tensor-parallel-size" + ("" if ranks is None else f" {ranks}"),
-            "or a quantised checkpoint",
-        ),
-    )
-
-
-def _taken_at_start(symptom: Symptom, match: re.Match[str], place: Place) -> Symptom:
-    free, total, share, desired = (float(number) for number in match.groups())
-    largest = math.floor(free / total * 100) / 100
-    at_hand = _served(place)
-    weights, token = (at_hand.weights(), at_hand.token()) if at_hand else (None, None)
-    if weights is None or not token:
-        room = None
-    elif weights >= largest * total:
-        room = "In what is free not even the weights fit."
-    else:
-        room = (
-            f"At {largest:.2f} about {int((largest * total - weights) / token)} tokens of cache fit, less activations."
-        )
-    return symptom.saying(
-        cause=_sentences(
-            f"{share:g} of {total:.2f} GiB are {desired:.2f} GiB, and {free:.2f} GiB are free: other processes hold "
-            f"{total - free:.2f} GiB, often an earlier run that has not ended.",
-            at_hand and at_hand.describe(),
-            room,
-        ),
-        expected=f"{desired:.2f} GiB free, or a share of at most {largest:.2f}",
-        fix=(
-            "end the other processes (nvidia-smi, npu-smi info), or choose another device",
-            *(() if weights and weights >= largest * total else (f"or --gpu-memory-utilization {largest:.2f}",)),
-        ),
-    )
-
-
-def _out_of_memory(symptom: Symptom, match: re.Match[str], place: Place) -> Symptom:
-    """Explain torch's message; old and new wordings, of CUDA and of torch_npu, name the same numbers."""
-    text = place.text
-    tried, total = _size(text, r"[Tt]ried to allocate {}"), _size(text, r"total capacity of {}", r"{} total capacity")
-    free = _size(text, r"of which {} is free", r"{} free")
-    allocated = _size(text, r"{} is allocated by PyTorch", r"{} already allocated")
-    loose = _size(text, r"{} is reserved by PyTorch but unallocated")
-    reserved = _size(text, r"{} reserved in total by PyTorch")
-    if loose is None and reserved is not None and allocated is not None:
-        loose = reserved - allocated
-    at_hand = _served(place)
-    when, fix = _phase(place)
-    huge = tried is not None and total is not None and tried > HUGE * total
-    tensor = "One tensor is that large: it grows with the tokens of a step, or with their square." if huge else None
-    fix = (*(("lower --max-num-batched-tokens and --max-model-len first",) if huge else ()), *fix)
-    if tried is None or free is None or total is None:
-        asked = None if tried is None else f"{tried:.2f} GiB were asked for."
-        return symptom.saying(
-            cause=_sentences(when, asked, tensor, at_hand and at_hand.describe()),
-            expected="memory for the next tensor",
-            fix=fix,
-        )
-    others = total - free - (allocated or 0.0) - (loose or 0.0)
-    weights = at_hand.weights() if at_hand else None
-    ranks = at_hand.smallest_tp(0.8 * total) if at_hand else None
-    is_fragmented = loose is not None and loose > max(tried, FRAGMENTED)
-    allocator = "PYTORCH_NPU_ALLOC_CONF" if match[1] == "NPU" else "PYTORCH_CUDA_ALLOC_CONF"
-    return symptom.saying(
-        cause=_sentences(
-            when,
-            f"{tried:.2f} GiB were asked for, and {free:.2f} of {total:.2f} GiB were free.",
-            tensor,
-            None if allocated is None else f"torch's tensors hold {allocated:.2f} GiB.",
-            at_hand and at_hand.describe(),
-            None if weights is None or weights < 0.95 * total else "The weights alone do not fit.",
-            f"{loose:.2f} GiB are reserved and in no tensor: fragments." if is_fragmented else None,
-            f"{others:.2f} GiB are held outside torch's tensors: by other processes, collectives or graphs."
-            if allocated is not None and others > SMALLEST_OTHER
-            else None,
-        ),
-        expected=f"{tried - free:.2f} GiB more",
-        fix=(
-            *((f"export {allocator}=expandable_segments:True",) if is_fragmented else ()),
-            *((f"--tensor-parallel-size {ranks}",) if ranks and weights and weights > 0.8 * total else ()),
-            *fix,
-        ),
-    )
-
-
-def _phase(place: Place) -> tuple[str | None, tuple[str, ...]]:
-    """Return when the device ran out of memory, by the functions on the stack, and what to change then."""
-    functions = [frame.function.rpartition(".")[2] for frame in place.failure.frames] if place.failure else []
-    for pattern, when, fix in PHASES:
-        if any(re.search(pattern, function) for function in functions):
-            return f"It ran out {when}.", fix
-    return None, STEP
-
+from whorl.doctor.memory_numbers import STEP, cache_for_one, cache_in_tokens, no_cache, out_of_memory, taken_at_start
+from whorl.doctor.symptom import Symptom
 
 _NO_ROOM = "vLLM reserves a share of the device; what weights and activations leave of it is the KV cache."
 MEMORY_SYMPTOMS: Final = (
@@ -257,7 +15,7 @@ MEMORY_SYMPTOMS: Final = (
         expected="room for one request of the longest length",
         fix="lower --max-model-len",
         is_printed=True,
-        with_numbers=_cache_for_one,
+        with_numbers=cache_for_one,
     ),
     Symptom(
         "kv-cache-too-small",
@@ -266,7 +24,7 @@ MEMORY_SYMPTOMS: Final = (
         expected="room for one request of the longest length",
         fix="lower --max-model-len",
         is_printed=True,
-        with_numbers=_cache_in_tokens,
+        with_numbers=cache_in_tokens,
     ),
     Symptom(
         "kv-cache-too-small",
@@ -275,7 +33,7 @@ MEMORY_SYMPTOMS: Final = (
         expected="a share above the weights",
         fix="raise --gpu-memory-utilization",
         is_printed=True,
-        with_numbers=_no_cache,
+        with_numbers=no_cache,
     ),
     Symptom(
         "kv-cache-too-small",
@@ -295,7 +53,7 @@ MEMORY_SYMPTOMS: Final = (
         expected="a share that is free",
         fix="lower --gpu-memory-utilization",
         is_printed=True,
-        with_numbers=_taken_at_start,
+        with_numbers=taken_at_start,
     ),
     Symptom(
         "device-memory-taken",
@@ -321,7 +79,7 @@ MEMORY_SYMPTOMS: Final = (
         expected="memory for the next tensor",
         fix=STEP,
         is_printed=True,
-        with_numbers=_out_of_memory,
+        with_numbers=out_of_memory,
     ),
     Symptom(
         "device-memory-full",

@@ -94,8 +94,8 @@ def _stored_bytes(model: Mapping[str, Any]) -> float | None:
     if not isinstance(config, Mapping):
         return None
     groups = config.get("config_groups")
-    weights = next((g["weights"] for g in groups.values() if "weights" in g), {}) if isinstance(groups, Mapping) else {}
-    scheme = {**config, **(weights if isinstance(weights, Mapping) else {})}
+    schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    scheme = {**config, **(schemes[0] if schemes and isinstance(schemes[0], Mapping) else {})}
     bits = scheme.get("bits") or scheme.get("w_bit") or scheme.get("num_bits") or 8
     group = scheme.get("group_size") or scheme.get("q_group_size")
     scales = 16 / group if isinstance(group, int) and group > 0 else 0.0
