@@ -5,6 +5,7 @@ are on npu:0 and mix with no others; plain-torch kernels stand behind the npu op
 the vendor documents that the device refuses; a graph that is recorded, or a copy that may read freed memory, fails.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ CALLED = {
 }
 # By kind of weights; experts call the grouped matmul whatever they are stored in, the router and the head npu_linear.
 QUANTISED = {"w8a8": {"npu_quant_matmul", "npu_dynamic_quant"}, "w4a16": {"npu_weight_quant_batchmatmul"}}
+# What runs where AscendC's batch-invariant operators are installed.
+REPLACED = {
+    "npu_linear": "npu_mm_batch_invariant",
+    "npu_add_rms_norm": "npu_rms_norm",
+    "npu_fused_infer_attention_score": "npu_fused_infer_attention_score_batch_invariant",
+}
+LOGPROBS = {"npu_log_softmax_batch_invariant"}
 # Two arithmetics in bf16, in units of the logits' spread: observed up to 0.009. A mask that hides a query from itself
 # gives 0.25, a window that is one key short 0.016.
 ALLOWED = 0.0125
@@ -83,10 +91,11 @@ def test_blocks_are_what_the_backends_attention_takes(monkeypatch: pytest.Monkey
 # ---- the engine over the real schemas
 
 
-def prove(folder: Path, runs: tuple[str, ...]) -> dict[str, Any]:
+def prove(folder: Path, runs: tuple[str, ...], *packages: Path) -> dict[str, Any]:
     require_tools()
     with locked():
         environment = live_environment(build(find_wheel(VERSION)))
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, packages), environment["PYTHONPATH"]])
     return run_proof(folder / "found.json", [str(folder), *runs], script=ENGINE, **environment)
 
 
@@ -94,6 +103,25 @@ def prove(folder: Path, runs: tuple[str, ...]) -> dict[str, Any]:
 def test_the_engine_generates_on_an_npu_what_it_does_on_the_cpu(tmp_path: Path, runs: tuple[str, ...]) -> None:
     for run, row in prove(tmp_path, runs).items():
         judge(row, *run.split(":"))
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [("window:batch_invariant",), pytest.param(("qwen3:batch_invariant",), marks=pytest.mark.slow)],
+    ids=["padded prompts", "packed prompts"],
+)
+def test_with_batch_invariant_operators_a_request_has_the_bits_it_has_alone(
+    tmp_path: Path, runs: tuple[str, ...]
+) -> None:
+    for run, row in prove(tmp_path, runs, HERE / "npu" / "batch_invariant").items():
+        assert row["same_bits"] == [True] * 6
+        judge(row, *run.split(":"))
+
+
+@pytest.mark.slow
+def test_experts_run_with_batch_invariant_operators(tmp_path: Path) -> None:
+    (row,) = prove(tmp_path, ("experts:batch_invariant",), HERE / "npu" / "batch_invariant").values()
+    judge(row, "experts", "batch_invariant")
 
 
 def judge(row: dict[str, Any], model: str, kind: str) -> None:
@@ -106,7 +134,11 @@ def judge(row: dict[str, Any], model: str, kind: str) -> None:
         assert row["difference"]["worst"] < ALLOWED
     assert row["difference"]["gap"] > 1  # so that rounding did not decide a token
     assert row["block_size"] == 128
-    assert set(row["called"]) == CALLED[model] | QUANTISED.get(kind, set())
+    expected = CALLED[model] | QUANTISED.get(kind, set())
+    if kind == "batch_invariant":
+        expected = expected - set(REPLACED) | {REPLACED[name] for name in expected & set(REPLACED)} | LOGPROBS
+        expected |= {"npu_reduce_sum_batch_invariant"} if model == "experts" else set()
+    assert set(row["called"]) == expected
     assert row["fallbacks"] == []
     stats = row["stats"]
     assert stats["num_steps"] > 10  # prompts come in chunks
@@ -116,5 +148,5 @@ def judge(row: dict[str, Any], model: str, kind: str) -> None:
     else:
         # Two blocks of another's prompt; one, where its picture takes some of a step.
         assert max(row["cached"]) == (128 if model == "vision" else 256)
-    if kind not in ("plain", *QUANTISED):
+    if kind not in ("plain", "batch_invariant", *QUANTISED):
         assert stats["num_accepted"] > 20

@@ -153,7 +153,7 @@ def build(wheel: Path) -> Path:
 # Signatures.
 
 
-@pytest.mark.parametrize("name", [c.name for c in contracts.CONTRACTS.values() if c.namespace])
+@pytest.mark.parametrize("name", [c.name for c in contracts.CONTRACTS.values() if c.namespace in ("npu", "atb")])
 def test_contract_is_the_live_schema(proof: dict[str, Any], name: str) -> None:
     contract = contracts.CONTRACTS[name]
     parameters, returns = contracts.parse_schema(proof["signatures"][name])

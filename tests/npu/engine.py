@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch_npu  # noqa: F401 - registers the npu operators
 from attention_kernels import IN_PLACE, KERNELS
+from batch_invariant_kernels import KERNELS as BATCH_INVARIANT
+from batch_invariant_kernels import OPERATOR, coarse_attention
 from checkpoints import write_checkpoints
 from kernels import KERNELS as ROW_WISE
 from limits import refusing
@@ -64,7 +66,8 @@ LATENT |= {"n_group": 2, "topk_group": 1}
 CONFIGS["deepseek"] = DeepSeek.tiny(**SIZES, **LATENT, num_nextn_predict_layers=1)
 CONFIGS["deepseek_v3"] = DeepSeek.tiny(**SIZES, **LATENT, model_type="deepseek_v3")
 ALL_KERNELS = ROW_WISE | MOE | KERNELS | IN_PLACE | FULL_ATTENTION | SPARSE
-NPU_KERNELS = {name: refusing(name, kernel) for name, kernel in ALL_KERNELS.items()}
+NPU_KERNELS = {name: refusing(name, kernel) for name, kernel in (ALL_KERNELS | BATCH_INVARIANT).items()}
+COARSE = {f"{OPERATOR}_batch_invariant": refusing(OPERATOR, coarse_attention)}
 SLOW = ("torch reference runs", "every product unpacks")
 CYCLE = 12  # tokens that follow one another in a circle
 
@@ -78,6 +81,8 @@ def main(out: Path, folder: Path, cases: list[str]) -> None:
         model, kind = what.split(":")
         chosen = [(*request, []) for request in requests(is_crowded=kind == "crowded")]
         results[what] = compare(paths[model], KINDS[kind], with_pictures(chosen) if model == "vision" else chosen)
+        if kind == "batch_invariant":
+            results[what]["same_bits"] = same_bits(paths[model], chosen)
     out.write_text(json.dumps(results, indent=1))
 
 
@@ -110,6 +115,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mtp": {"speculate": lambda *_: MTP(k=2)},
     "w8a8": {"quantize": "w8a8"},
     "w4a16": {"quantize": "w4a16"},
+    "batch_invariant": {},
 }
 
 
@@ -170,6 +176,18 @@ def compare(path: Path, options: dict[str, Any], chosen: list[Any]) -> dict[str,
         "stats": on_npu["stats"],
         "cached": on_npu["cached"],
     }
+
+
+def same_bits(path: Path, chosen: list[Any]) -> list[bool]:
+    """Whether each request has the same logits alone as among the others, where none of its prompt is cut or reused."""
+    options = {"max_num_batched_tokens": 4096, "max_num_seqs": 8, "use_prefix_cache": False}
+    with there_is_an_npu(NPU_KERNELS | COARSE):
+        together = generate(path, "npu", chosen, **options)["logits"]
+        apart = [generate(path, "npu", [request], **options)["logits"][0] for request in chosen]
+    return [
+        mine.keys() == theirs.keys() and all(torch.equal(mine[i], theirs[i]) for i in mine)
+        for mine, theirs in zip(together, apart, strict=True)
+    ]
 
 
 def generate(path: Path, device: str, chosen: list[Any], speculate: Any = None, **options: Any) -> dict[str, Any]:

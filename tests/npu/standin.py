@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from whorl.ops import _op
+from whorl.ops._torch_npu import BATCH_INVARIANT
 
 NPU = torch.device("npu:0")
 Kernels = Mapping[str, Callable[..., Any]]
@@ -94,7 +95,7 @@ class Npu(TorchDispatchMode):
         return self.pinned[-1]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func.namespace == "npu":
+        if func.namespace in ("npu", BATCH_INVARIANT):
             name = func._schema.name.split("::")[1]
             self.called[name] += 1
             return self.kernels[name](*args, **kwargs)

@@ -1,6 +1,7 @@
 """The table of known operators, with the signatures of torch_npu 2.13."""
 
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final
 
 from .contract import Contract, from_schema
 from .sparse import SPARSE
@@ -349,4 +350,33 @@ _TABLE = (
         gradient="silently lost",
     ),
 )
-CONTRACTS: Final[dict[str, Contract]] = {contract.name: contract for contract in (*_TABLE, *SPARSE)}
+# AscendC's batch-invariant operators, a package of their own, which publishes no schemas: these are the calls that
+# vllm-ascend, SGLang and MindSpeed make (read in November 2026). Their callers pass tensors and dims by position; only
+# attention takes names, because vllm-ascend puts it in the place of torch_npu's.
+_PACKAGE: Final[dict[str, Any]] = {
+    "gradient": "silently lost",
+    "namespace": "batch_invariant_ops",
+    "library": "batch_invariant_ops",
+}
+_BATCH_INVARIANT = (
+    from_schema(
+        "npu_mm_batch_invariant",
+        "(Tensor a, Tensor b) -> Tensor",
+        first="1.0",
+        **_PACKAGE,
+        note="a [M, K] @ b [K, N] in fp16, bf16 or fp32, rounded to that dtype. There is no bias.",
+    ),
+    from_schema(
+        "npu_reduce_sum_batch_invariant", "(Tensor x, int dim, bool keepdim) -> Tensor", first="1.0", **_PACKAGE
+    ),
+    from_schema("npu_log_softmax_batch_invariant", "(Tensor x, int dim) -> Tensor", first="1.0", **_PACKAGE),
+    replace(
+        next(contract for contract in _TABLE if contract.name == "npu_fused_infer_attention_score"),
+        name="npu_fused_infer_attention_score_batch_invariant",
+        since="1.0",
+        **_PACKAGE,
+    ),
+)
+CONTRACTS: Final[dict[str, Contract]] = {
+    contract.name: contract for contract in (*_TABLE, *SPARSE, *_BATCH_INVARIANT)
+}

@@ -40,10 +40,9 @@ def call_arguments(op: str, available: Sequence[str], **requested: Any) -> dict[
             arguments[name] = value
         elif value is not parameters[name].default and value != parameters[name].default:
             argument = f"{name}={value!r}" if isinstance(value, str | int | float | list | tuple) else name
-            raise RuntimeError(
-                f"{op}: {argument} needs torch_npu {parameters[name].since} or newer; "
-                f"the installed schema has {list(available)}"
-            )
+            library = CONTRACTS[op].library
+            needed = f"torch_npu {parameters[name].since} or newer" if library == "torch_npu" else f"another {library}"
+            raise RuntimeError(f"{op}: {argument} needs {needed}; the installed schema has {list(available)}")
     return arguments
 
 

@@ -2,27 +2,59 @@
 
 import functools
 import importlib
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from whorl.contracts import Installed, check_installed, schema_arguments
+from whorl.contracts import CONTRACTS, Installed, check_installed, schema_arguments
+
+BATCH_INVARIANT = "batch_invariant_ops"  # AscendC's package of batch-invariant operators, and their namespace
 
 
 @functools.cache
 def installed() -> Installed:
-    """Return the operators of the installed torch_npu and the names of their arguments."""
+    """Return the operators of the installed torch_npu and the names of their arguments.
+
+    Those of AscendC's batch_invariant_ops are among them where that package is installed, too.
+    """
     torch_npu = importlib.import_module("torch_npu")
+    try:
+        importlib.import_module(BATCH_INVARIANT)  # registers its operators
+    except (ImportError, OSError) as error:
+        if not isinstance(error, ModuleNotFoundError) or error.name != BATCH_INVARIANT:
+            warnings.warn(
+                f"{BATCH_INVARIANT} is installed but cannot be imported ({error}), so torch_npu's own operators run and "
+                "the bits of a token may depend on the batch. Install it again for this CANN, or remove it.",
+                stacklevel=2,
+            )
     return check_installed(torch_npu.__version__, schema_arguments(torch.ops))
 
 
+def batch_invariant(op: str) -> Callable[..., Any] | None:
+    """Return AscendC's <op>_batch_invariant, or None where it is not installed.
+
+    Pass it arguments by position: the package publishes no names.
+    """
+    name = f"{op}_batch_invariant"
+    return getattr(getattr(torch.ops, BATCH_INVARIANT), name) if name in installed().arguments else None
+
+
+def batch_invariant_operators() -> dict[str, bool]:
+    """Return, for each of AscendC's batch-invariant operators that whorl uses, whether it is installed."""
+    names = [contract.name for contract in CONTRACTS.values() if contract.library == BATCH_INVARIANT]
+    return {name: name in installed().arguments for name in names}
+
+
 def call(op: str, **arguments: Any) -> Any:
-    """Call torch.ops.npu.<op> with those of the arguments that the installed version has.
+    """Call torch.ops.npu.<op>, or that of the operator's own namespace, with the arguments that the installed one has.
 
     Raises RuntimeError where it lacks the operator, or an argument whose value is not the default.
     """
-    return getattr(torch.ops.npu, op)(**installed().call_arguments(op, **arguments))
+    namespace = getattr(torch.ops, CONTRACTS[op].namespace or "npu")
+    return getattr(namespace, op)(**installed().call_arguments(op, **arguments))
 
 
 def missing(op: str, **arguments: Any) -> str | None:

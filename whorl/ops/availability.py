@@ -4,7 +4,7 @@ import json
 
 from whorl.device import BACKENDS, REFERENCE, default_device, device_name
 
-from . import OPS
+from . import OPS, _torch_npu
 
 
 def as_json() -> str:
@@ -14,7 +14,10 @@ def as_json() -> str:
     for name, op in OPS.items():
         backends = {b: {"available": why is None, "reason": why} for b, why in op.availability(device).items()}
         operators.append({"name": name, "schema": f"whorl::{name}{op.schema}", "backends": backends})
-    return json.dumps({"device": device, "device_name": device_name(device), "operators": operators}, indent=2)
+    report = {"device": device, "device_name": device_name(device), "operators": operators}
+    if device == "npu":
+        report["batch_invariant"] = _torch_npu.batch_invariant_operators()
+    return json.dumps(report, indent=2)
 
 
 def as_table() -> str:
@@ -27,4 +30,8 @@ def as_table() -> str:
         rows.append((name, *((reasons[b] or "yes") if b in reasons else "-" for b in backends)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join([f"device {device}: {device_name(device)}", "", *cells])
+    heading = [f"device {device}: {device_name(device)}"]
+    if device == "npu":
+        present = [name for name, is_installed in _torch_npu.batch_invariant_operators().items() if is_installed]
+        heading.append(f"batch-invariant operators of AscendC: {', '.join(present) or 'not installed'}")
+    return "\n".join([*heading, "", *cells])

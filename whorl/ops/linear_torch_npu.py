@@ -1,4 +1,8 @@
-"""The linear layer on Ascend: every product has 64 or 512 rows, so that a row has one of two possible results."""
+"""The linear layer on Ascend, where a row's bits should not depend on the other rows.
+
+With AscendC's npu_mm_batch_invariant they do not. It has no bias: that is added to the rounded product, so that y is
+rounded twice. Without it every product has 64 or 512 rows, so that a row has one of two possible results.
+"""
 
 import torch
 from torch import Tensor
@@ -21,6 +25,9 @@ def reason(x: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> str |
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if (mm := _torch_npu.batch_invariant("npu_mm")) is not None:
+        y: Tensor = mm(x.contiguous(), weight.t())
+        return (y if bias is None else (y + bias).to(x.dtype)).contiguous()
     count = x.shape[0]
     tile = FEW if count <= FEW else MANY
     padded = torch.nn.functional.pad(x, (0, 0, 0, -count % tile)).contiguous()

@@ -1,8 +1,11 @@
 """Log-probabilities: of every token of the vocabulary for samplers, or of one per row for trainers, with equal bits."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from . import _torch_npu
 from ._check import INTEGERS, check_like, check_range
 from ._draw import Draw, Sizes
 from ._gradient import Arguments
@@ -66,10 +69,15 @@ def log_softmax(logits: Tensor) -> Tensor:
 
         logprobs = ops.log_softmax(logits)
     """
-    wide = widen(logits).contiguous()
     # torch.log_softmax sums each row in one thread, in an order that V alone decides; torch.sum would share a single
-    # row among threads. torch.where stops the gradient at absent tokens, and a row of absent tokens gives no NaN.
-    return torch.where(wide == -torch.inf, wide.detach(), torch.log_softmax(wide, -1))
+    # row among threads.
+    return _with_absent(logits, torch.log_softmax)
+
+
+def _with_absent(logits: Tensor, function: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Apply a log_softmax: torch.where stops the gradient at absent tokens, and a row of them gives no NaN."""
+    wide = widen(logits).contiguous()
+    return torch.where(wide == -torch.inf, wide.detach(), function(wide, -1))
 
 
 @operator(check=_check_backward, sharding=_row_wise)
@@ -100,7 +108,11 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 
         loss = -ops.token_logprobs(logits, targets).mean()
     """
-    return log_softmax.reference(logits).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
+    return _pick(log_softmax.reference(logits), ids)
+
+
+def _pick(logprobs: Tensor, ids: Tensor) -> Tensor:
+    return logprobs.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
 
 
 @operator(check=_check_token_backward, sharding=_row_wise)
@@ -130,8 +142,18 @@ log_softmax_backward.impl("triton", "log_softmax_triton:backward", accepts=lambd
 token_logprobs.impl("triton", "log_softmax_triton:token_forward", accepts=_triton_reason)
 token_logprobs_backward.impl("triton", "log_softmax_triton:token_backward", accepts=_triton_reason)
 
-# torch_npu has no operator of its own for this; it implements torch's log_softmax on an NPU.
-for _op in (log_softmax, log_softmax_backward, token_logprobs, token_logprobs_backward):
+# torch_npu has no operator of its own for this; it implements torch's log_softmax on an NPU. AscendC has one.
+@log_softmax.impl("torch_npu")
+def _npu(logits: Tensor) -> Tensor:
+    return _with_absent(logits, _torch_npu.batch_invariant("npu_log_softmax") or torch.log_softmax)
+
+
+@token_logprobs.impl("torch_npu")
+def _(logits: Tensor, ids: Tensor) -> Tensor:
+    return _pick(_npu(logits), ids)
+
+
+for _op in (log_softmax_backward, token_logprobs_backward):
     _op.impl("torch_npu")(_op.reference)
 
 

@@ -195,7 +195,9 @@ def _(x, weight, eps, plus_one):  # type: ignore[no-untyped-def]
 @add_rms_norm.impl("torch_npu", accepts=_npu_reason)
 def _(x, residual, weight, eps, plus_one):  # type: ignore[no-untyped-def]
     gamma = _gamma(weight, plus_one)
-    if gamma.dtype != x.dtype:  # npu_add_rms_norm takes gamma only in x's dtype
+    # npu_add_rms_norm takes gamma only in x's dtype, and AscendC does not count it among the batch-invariant operators
+    # as it does npu_rms_norm.
+    if gamma.dtype != x.dtype or _torch_npu.batch_invariant("npu_mm"):
         total = (x + residual).contiguous()
         return _torch_npu.call("npu_rms_norm", input=total, gamma=gamma, epsilon=eps)[0], total
     y, _, total = _torch_npu.call("npu_add_rms_norm", x1=x, x2=residual, gamma=gamma, epsilon=eps)

@@ -2,8 +2,9 @@
 
 The operator takes lengths as integers, so each call reads them back once. There are three kinds of mask: none for one
 query per sequence; an explicit mask for a few queries, as verified drafts have; and for prompts the compressed causal
-triangle, of which a window takes a band. The device does not promise that a query's bits are independent of the other
-sequences.
+triangle, of which a window takes a band. torch_npu does not promise that a query's bits are independent of the other
+sequences. AscendC's batch-invariant operator does: where it is installed, a call holds only sequences that would have
+the same kind of mask and the same padding by themselves.
 
 Quantised caches: the operator takes int8 codes with one query per sequence, that is decode. Prompts over codes run in
 the reference, and `choose` gives the reason. fp8 has no operator.
@@ -28,6 +29,7 @@ from .. import _torch_npu
 from .._check import check_lengths
 from .._torch_npu import dtype_name
 
+OPERATOR = "npu_fused_infer_attention_score"
 FEW_QUERIES = 16  # queries of a sequence up to which an explicit mask is small
 PAGED_SCALES = 5  # antiquant mode: one scale for each token and head, in blocks as the codes are
 
@@ -121,6 +123,10 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
         raise ValueError(
             f"paged_attention: a sequence has {most} queries over quantised keys, expected one per sequence on an NPU"
         )
+    if arguments["k_scale"] is None and _torch_npu.batch_invariant(OPERATOR):
+        kinds = [_kind(*lengths, window, _takes_packed(q, 1)) for lengths in zip(counts, contexts, strict=True)]
+        if len(set(kinds) - {0}) > 1:
+            return _apart(q, (k_cache, v_cache), block_tables, arguments, counts, kinds)
     half = len(counts) // 2
     if half and sum(-(-length // k_cache.shape[1]) for length in contexts) > k_cache.shape[0]:
         # Sequences share prefixes, but the operator requires a cache of at least as many blocks as all sequences have
@@ -155,11 +161,45 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out.contiguous()
 
 
+def _kind(count: int, context: int, window: int, is_packed: bool) -> int:
+    """Return a number that is equal for sequences whose mask and padding are the same: 0 for no queries.
+
+    count: queries of the sequence; context: its keys; is_packed: whether prompts are packed, not padded.
+    """
+    if count == 1 and 0 < window < context:
+        return -1  # decode with a mask
+    return FEW_QUERIES + 1 if count > FEW_QUERIES and is_packed else count
+
+
+def _apart(
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    block_tables: Tensor,
+    arguments: dict[str, Any],
+    counts: list[int],
+    kinds: list[int],
+) -> Tensor:
+    """Call `attention` for the sequences of each kind; return the results in the order of q."""
+    queries = torch.diff(arguments["query_starts"])
+    results = list(q[: sum(counts)].split(counts))
+    for kind in sorted(set(kinds) - {0}):
+        members = [i for i, other in enumerate(kinds) if other == kind]
+        at = torch.tensor(members, device=q.device)
+        starts = torch.nn.functional.pad(queries[at].cumsum(0), (1, 0)).to(queries.dtype)
+        of_kind = arguments | {"query_starts": starts, "context_lens": arguments["context_lens"][at]}
+        out = attention(torch.cat([results[i] for i in members]), *caches, block_tables[at], **of_kind)
+        for i, part in zip(members, out.split([counts[i] for i in members]), strict=True):
+            results[i] = part
+    return torch.nn.functional.pad(torch.cat(results), (0, 0, 0, 0, 0, len(q) - sum(counts)))
+
+
 def _call(query: Tensor, layout: str, scale: float, **options: Any) -> Tensor:
     heads = query.shape[-2]
     unlimited = {"pre_tokens": 2**31 - 1, "next_tokens": 2**31 - 1}
     options = unlimited | options | {"num_heads": heads, "scale": scale, "input_layout": layout, "inner_precise": 0}
-    out, _ = _torch_npu.call("npu_fused_infer_attention_score", query=query, softmax_lse_flag=False, **options)
+    is_invariant = "key_antiquant_mode" not in options and _torch_npu.batch_invariant(OPERATOR)
+    name = f"{OPERATOR}_batch_invariant" if is_invariant else OPERATOR
+    out, _ = _torch_npu.call(name, query=query, softmax_lse_flag=False, **options)
     return out
 
 

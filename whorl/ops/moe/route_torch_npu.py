@@ -55,8 +55,15 @@ def route(
         if is_raw:  # the operator always renormalises sigmoid weights (and only those), so gather the raw scores
             weights = scores.gather(-1, ids.long())
     if renormalize and scoring == "softmax":
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+        weights = weights / _sum(weights).clamp_min(1e-20)
     return (weights * scale).contiguous(), ids.contiguous()
+
+
+def _sum(weights: Tensor) -> Tensor:
+    """Return the sum of each row, [T, 1]."""
+    reduce = _torch_npu.batch_invariant("npu_reduce_sum")
+    total: Tensor = weights.sum(-1, keepdim=True) if reduce is None else reduce(weights, -1, True)
+    return total
 
 
 def backward_reason(logits: Tensor, **_: object) -> str | None:
