@@ -47,7 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": Llama.tiny(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=64),
     "qwen3": Qwen3.tiny(**SIZES, num_attention_heads=4, num_key_value_heads=1) | {"head_dim": 128},
     "window": Qwen3.tiny(**SIZES, use_sliding_window=True, sliding_window=150, max_window_layers=1) | {"head_dim": 64},
-    "experts": Qwen3.tiny(**SIZES, num_experts=8, moe_intermediate_size=64) | {"head_dim": 64},
+    "experts": Qwen3.tiny(**SIZES, num_experts=8, moe_intermediate_size=64, norm_topk_prob=True) | {"head_dim": 64},
 }
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
 VISION = Qwen3VL.tiny(

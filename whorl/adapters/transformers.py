@@ -1,4 +1,4 @@
-"""whorl's operators in a Qwen3, Qwen3-MoE, Qwen3-VL or Llama model of transformers, by one explicit call.
+"""whorl's operators in a Llama, Qwen or GLM-4V model of transformers, by one explicit call; _FAMILIES lists them.
 
 `install(model)` sets methods on that model's modules; no class and no module of transformers changes, so another model
 in the same process stays as it was. Parameters, buffers, hooks and the state dict are not touched.
@@ -7,11 +7,11 @@ in the same process stays as it was. Parameters, buffers, hooks and the state di
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from types import CodeType, FunctionType, MethodType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +22,60 @@ from whorl.ops.rope import table_dtype
 
 _NAME = "whorl.adapters.transformers"
 _OLDEST = (5, 17)
-# By transformers' folder: the prefix of its class names, which is followed by one of _ROLES ("LlamaAttention").
-_FAMILIES = {
-    "llama": "Llama",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "qwen3_vl": "Qwen3VLText",
-    "qwen3_vl_moe": "Qwen3VLMoeText",
-}
 _ROLES = ("Attention", "Experts", "MLP", "RMSNorm", "RotaryEmbedding")
-# (module, class name) -> role, of the classes that `install` knows, and those of vision towers, which it leaves alone.
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """The classes of one of transformers' folders, and how they compute.
+
+    A class name is `prefix` and one of _ROLES ("LlamaAttention"), but for those in `names`. tower: the class of the
+    vision tower. layout: how the pairs of channels share the three axes of positions; style: which channels are a pair;
+    plus_one: whether norms multiply by 1 + weight.
+    """
+
+    prefix: str
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tower: str = ""
+    layout: Literal["chunked", "interleaved"] = "interleaved"
+    style: Literal["half", "pairs"] = "half"
+    plus_one: bool = False
+
+    def classes(self) -> Iterator[tuple[str, str]]:
+        """Yield each class name and its role."""
+        for role in _ROLES:
+            for name in self.names.get(role, (self.prefix + role,)):
+                yield name, role
+
+
+# By transformers' folder.
+_FAMILIES = {
+    "llama": _Family("Llama"),
+    "qwen3": _Family("Qwen3"),
+    "qwen3_moe": _Family("Qwen3Moe"),
+    "qwen3_vl": _Family("Qwen3VLText", tower="Qwen3VLVisionModel"),
+    "qwen3_vl_moe": _Family("Qwen3VLMoeText", tower="Qwen3VLMoeVisionModel"),
+    "qwen3_5": _Family(
+        "Qwen3_5", {"RotaryEmbedding": ("Qwen3_5TextRotaryEmbedding",)}, "Qwen3_5VisionModel", plus_one=True
+    ),
+    "qwen3_5_moe": _Family(
+        "Qwen3_5Moe", {"RotaryEmbedding": ("Qwen3_5MoeTextRotaryEmbedding",)}, "Qwen3_5MoeVisionModel", plus_one=True
+    ),
+    "qwen2_vl": _Family("Qwen2VL", {"MLP": ("Qwen2MLP",)}, "Qwen2VisionTransformerPretrainedModel", "chunked"),
+    "qwen2_5_vl": _Family("Qwen2_5_VL", {"MLP": ("Qwen2MLP",)}, "Qwen2_5_VisionTransformerPretrainedModel", "chunked"),
+    "glm4v": _Family("Glm4vText", {"RMSNorm": ("Glm4vRMSNorm",)}, "Glm4vVisionModel", "chunked", "pairs"),
+    "glm4v_moe": _Family(
+        "Glm4vMoeText", {"RMSNorm": ("Glm4vMoeTextRMSNorm", "Glm4vMoeRMSNorm")}, "Glm4vMoeVisionModel", "chunked"
+    ),
+}
+# (module, class name) -> role and family, of the classes that `install` knows; and the vision towers, of which it
+# replaces the RMSNorms alone.
 _KNOWN = {
-    (f"transformers.models.{family}.modeling_{family}", prefix + role): role
-    for family, prefix in _FAMILIES.items()
-    for role in _ROLES
+    (f"transformers.models.{folder}.modeling_{folder}", name): (role, family)
+    for folder, family in _FAMILIES.items()
+    for name, role in family.classes()
 }
-_VISION = {
-    (f"transformers.models.{family}.modeling_{family}", prefix.removesuffix("Text") + "VisionModel")
-    for family, prefix in _FAMILIES.items()
-    if prefix.endswith("Text")
-}
+_TOWERS = {(f"transformers.models.{folder}.modeling_{folder}", family.tower) for folder, family in _FAMILIES.items()}
 _APPLY = "apply_rotary_pos_emb"
 
 
@@ -112,7 +146,7 @@ def install(
 ) -> TransformersInstallation:
     """Make `model` use whorl's operators.
 
-    rope: rotate q and k of every layer with `ops.rope`, or `ops.mrope` in Qwen3-VL, by cos and sin in fp32.
+    rope: rotate q and k of every layer with `ops.rope`, or `ops.mrope` in vision models, by cos and sin in fp32.
     norm: compute every RMSNorm with `ops.rms_norm`.
     swiglu: compute gate and up with `ops.swiglu`; in experts, too, where transformers groups or batches them.
     qk_norm_rope: compute the norms of q and k and the rotation as one `ops.qk_norm_rope`, in place of `rope`.
@@ -138,7 +172,10 @@ def install(
             _install_norms(installation, modules, heads=not qk_norm_rope)
         if swiglu:
             _install_swiglu(installation, modules)
-    installation.kept += [Kept(tower.path, "the vision tower's own rotary, norms and MLP") for tower in modules.vision]
+    for tower in modules.towers:
+        has_norms = any(entry.path.startswith(f"{tower}.") for entry in modules.known.get("RMSNorm", ()))
+        parts = "rotary and MLP" if norm and has_norms else "rotary, norms and MLP"
+        installation.kept.append(Kept(tower, f"the vision tower's own {parts}"))
     return installation
 
 
@@ -147,10 +184,11 @@ def install(
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module of the model and its name there."""
+    """A module of the model, its name there and its family."""
 
     path: str
     module: Any  # an nn.Module, whose attributes depend on its role
+    family: _Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,17 +196,17 @@ class _Modules:
     """The known modules of a model, by role."""
 
     known: dict[str, list[_Module]] = field(default_factory=dict)
-    vision: list[_Module] = field(default_factory=list)
+    towers: list[str] = field(default_factory=list)  # paths of vision towers
 
     @classmethod
     def find(cls, model: nn.Module) -> "_Modules":
         modules = cls()
         for path, module in model.named_modules():
-            entry = _Module(path, module)
-            if (role := _role(module)) is not None:
-                modules.known.setdefault(role, []).append(entry)
-            elif any((c.__module__, c.__name__) in _VISION for c in type(module).__mro__):
-                modules.vision.append(entry)
+            if (known := _role(module)) is not None:
+                role, family = known
+                modules.known.setdefault(role, []).append(_Module(path, module, family))
+            elif any((c.__module__, c.__name__) in _TOWERS for c in type(module).__mro__):
+                modules.towers.append(path)
         return modules
 
     def require(self, role: str, switch: str) -> list[_Module]:
@@ -179,12 +217,12 @@ class _Modules:
         return self.known[role]
 
 
-def _role(module: nn.Module) -> str | None:
-    """Return a module's role; a subclass counts only if it has its base's forward, which is the one we know."""
+def _role(module: nn.Module) -> tuple[str, _Family] | None:
+    """Return a module's role and family; a subclass counts only if it has its base's forward, the one we know."""
     for base in type(module).__mro__:
-        role = _KNOWN.get((base.__module__, base.__name__))
-        if role is not None:
-            return role if type(module).forward is base.forward else None  # type: ignore[attr-defined]
+        known = _KNOWN.get((base.__module__, base.__name__))
+        if known is not None:
+            return known if type(module).forward is base.forward else None  # type: ignore[attr-defined]
     return None
 
 
@@ -214,24 +252,25 @@ def _install_rotation(installation: TransformersInstallation, modules: _Modules,
     for rotary in modules.require("RotaryEmbedding", switch):
         owner = rotary.path.rpartition(".")[0]
         sections = getattr(rotary.module, "mrope_section", None)
-        rows, kind_of_rows = (_rope_rows, "rows") if sections is None else (_mrope_rows, "rows of every axis")
-        installation.set_method(
-            rotary, "forward", rows, f"cos and sin in fp32, half width: {kind_of_rows} once a forward"
-        )
+        kind_of_rows = "rows" if sections is None else "rows of every axis"
+        why = f"cos and sin in fp32, half width: {kind_of_rows} once a forward"
+        installation.set_method(rotary, "forward", _rows_forward(rotary.family.style, sections), why)
         attentions = [entry for entry in all_attentions if entry.path.startswith(f"{owner}." if owner else "")]
         merged = None if sections is None else tuple(sections)
         kinds = {type(attention.module) for attention in attentions}
-        forwards = {kind: _rotating_forward(kind, merged, fused) for kind in kinds}
+        forwards = {kind: _rotating_forward(kind, rotary.family, merged, fused) for kind in kinds}
         for attention in attentions:
             installation.set_method(attention, "forward", *forwards[type(attention.module)])
 
 
-def _rotating_forward(kind: type, sections: tuple[int, ...] | None, fused: bool) -> tuple[Callable[..., Any], str]:
+def _rotating_forward(
+    kind: type, family: _Family, sections: tuple[int, ...] | None, fused: bool
+) -> tuple[Callable[..., Any], str]:
     """Return the forward of an attention class with whorl's rotation in it, and its description."""
     forward: Any = kind.forward  # type: ignore[attr-defined]
     names = set(_names(forward.__code__))
     if fused:
-        ours = _fused_attention(forward.__globals__, sections)
+        ours = _fused_attention(forward.__globals__, family, sections)
         _check_fused(kind, names, set(_names(ours.__code__)))
         return ours, "q and k through whorl.ops.qk_norm_rope"
     if _APPLY not in names:
@@ -240,7 +279,7 @@ def _rotating_forward(kind: type, sections: tuple[int, ...] | None, fused: bool)
             "supported. Pass rope=False."
         )
     why = f"q and k through whorl.ops.{'rope' if sections is None else 'mrope'}"
-    return _with_global(forward, _APPLY, _rotation(sections)), why
+    return _with_global(forward, _APPLY, _rotation(family, sections)), why
 
 
 def _check_fused(kind: type, theirs: set[str], ours: set[str]) -> None:
@@ -281,41 +320,46 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _rope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, None]:
-    """Replace a rotary module's forward: return ([B, S, R], None) in place of the (cos, sin) that every layer gets."""
-    rows = _own_rows(self, x, position_ids).to(table_dtype(x.device, x.dtype))
-    # Positions may be shared by all sequences. The rows are made contiguous here, once, and not in every layer.
-    return rows.expand(x.shape[0], -1, -1).contiguous(), None
+def _rows_forward(style: str, sections: Sequence[int] | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return the replacement of a rotary module's forward; what it returns stands for (cos, sin) in every layer.
 
-
-def _mrope_rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace the forward of an MRoPE module, for positions [3, B, S].
-
-    Returns, in place of (cos, sin), a table [3 * B * S, R] with one row per position and its row indices [3, B, S].
+    sections: of a module for positions on several axes, or None. Without them it returns rows [B, S, R] and None, with
+    them a table [A * B * S, R], one row for each position, and its row indices [A, B, S].
     """
-    axes, batch, length = position_ids.shape
-    # Where the three axes are equal, transformers' merge of the axes changes nothing and its forward gives plain rows.
-    equal_axes = position_ids.reshape(1, axes * batch, length).expand(axes, -1, -1)
-    table = _own_rows(self, x, equal_axes).flatten(0, 1).to(table_dtype(x.device, x.dtype))
-    index = torch.arange(table.shape[0], device=table.device).view(axes, batch, length)
-    return table, index.expand(-1, x.shape[0], -1).contiguous()
+
+    def rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, None]:
+        rows = _own_rows(self, x, position_ids, style).to(table_dtype(x.device, x.dtype))
+        # Positions may be shared by all sequences. The rows are made contiguous here, once, and not in every layer.
+        return rows.expand(x.shape[0], -1, -1).contiguous(), None
+
+    def rows_of_axes(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        position_ids = position_ids.expand(len(sections or ()), -1, -1)
+        axes, batch, length = position_ids.shape
+        # Where the axes are equal, transformers' merge of the axes changes nothing and its forward gives plain rows.
+        equal_axes = position_ids.reshape(1, axes * batch, length).expand(axes, -1, -1)
+        table = _own_rows(self, x, equal_axes, style).flatten(0, 1).to(table_dtype(x.device, x.dtype))
+        index = torch.arange(table.shape[0], device=table.device).view(axes, batch, length)
+        return table, index.expand(-1, x.shape[0], -1).contiguous()
+
+    return rows if sections is None else rows_of_axes
 
 
-def _own_rows(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
+def _own_rows(self: Any, x: Tensor, position_ids: Tensor, style: str) -> Tensor:
     """Return rows [cos | sin], [*tokens, R] in fp32, from transformers' own forward.
 
     So its frequencies, their scaling and their updates stay in force. That forward computes in fp32 and rounds to the
-    dtype of its x, from which it reads only dtype and device; it gets an empty fp32 x here, so nothing is rounded.
+    dtype of its x, from which it reads only dtype and device; it gets an empty fp32 x here, so nothing is rounded. It
+    gives each angle twice: the width of the table over again, or with adjacent pairs one beside the other.
     """
     cos, sin = type(self).forward(self, x.new_empty(0, dtype=torch.float32), position_ids)
-    half = cos.shape[-1] // 2
-    return torch.cat((cos[..., :half], sin[..., :half]), -1)
+    once = slice(0, None, 2) if style == "pairs" else slice(0, cos.shape[-1] // 2)
+    return torch.cat((cos[..., once], sin[..., once]), -1)
 
 
-def _rotation(sections: tuple[int, ...] | None) -> Callable[..., tuple[Tensor, Tensor]]:
+def _rotation(family: _Family, sections: tuple[int, ...] | None) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the replacement of apply_rotary_pos_emb.
 
-    Its arguments `cos` and `sin` are what the replaced rotary forward returned: `_rope_rows` or `_mrope_rows`.
+    Its arguments `cos` and `sin` are what the replaced rotary forward returned, see `_rows_forward`.
     """
 
     def apply_rotary_pos_emb(
@@ -325,16 +369,16 @@ def _rotation(sections: tuple[int, ...] | None) -> Callable[..., tuple[Tensor, T
         _check_rows(sin)
         q, k = ops.tokens_first(q, order), ops.tokens_first(k, order)
         if sections is None:
-            q, k = ops.rope(q, k, cos)
+            q, k = ops.rope(q, k, cos, style=family.style)
         else:
-            q, k = ops.mrope(q, k, cos, sin, sections, layout="interleaved")
+            q, k = ops.mrope(q, k, cos, sin, sections, layout=family.layout, style=family.style)
         return ops.tokens_first(q, order), ops.tokens_first(k, order)
 
     return apply_rotary_pos_emb
 
 
 def _check_rows(sin: Tensor | None) -> None:
-    """Raise ValueError if `sin` is transformers' own sine, and not None or the indices of `_mrope_rows`."""
+    """Raise ValueError if `sin` is transformers' own sine, and not None or the indices of `_rows_forward`."""
     if sin is not None and sin.is_floating_point():
         raise ValueError(
             f"{_NAME}: an attention layer got (cos, sin) of transformers. While installed, position_embeddings "
@@ -342,7 +386,7 @@ def _check_rows(sin: Tensor | None) -> None:
         )
 
 
-def _fused_attention(names: dict[str, Any], sections: tuple[int, ...] | None) -> FunctionType:
+def _fused_attention(names: dict[str, Any], family: _Family, sections: tuple[int, ...] | None) -> FunctionType:
     """Return transformers' attention with q norm, k norm and rotation as one operator.
 
     names: the globals of its module. The projections stay three modules, so that adapters and quantised ones keep
@@ -365,7 +409,7 @@ def _fused_attention(names: dict[str, Any], sections: tuple[int, ...] | None) ->
         num_heads = num_kv_heads * self.num_key_value_groups
         weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon
         sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "eps": eps}
-        heads = ops.qk_norm_rope(qkv, *weights, cos_sin, positions, **sizes, sections=sections, layout="interleaved")
+        heads = ops.qk_norm_rope(qkv, *weights, cos_sin, positions, **sizes, sections=sections, layout=family.layout)
         q, k, v = (ops.tokens_first(x, "bhsd") for x in heads)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
@@ -390,7 +434,14 @@ def _install_norms(installation: TransformersInstallation, modules: _Modules, *,
     skipped_paths = () if heads else tuple(f"{entry.path}." for entry in modules.known.get("Attention", ()))
     for norm in modules.require("RMSNorm", "norm"):
         if not norm.path.startswith(skipped_paths):
-            installation.set_method(norm, "forward", _norm_forward, "through whorl.ops.rms_norm")
+            forward = _plus_one_norm_forward if norm.family.plus_one else _norm_forward
+            installation.set_method(norm, "forward", forward, "through whorl.ops.rms_norm")
+
+
+def _plus_one_norm_forward(self: Any, x: Tensor) -> Tensor:
+    # transformers adds and multiplies in fp32 here, and returns x's dtype.
+    weight = self.weight if self.weight.dtype == x.dtype else self.weight.float()
+    return ops.rms_norm(x, weight, self.eps, plus_one=True)
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -401,22 +452,31 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 def _install_swiglu(installation: TransformersInstallation, modules: _Modules) -> None:
     gated = [*modules.known.get("MLP", ()), *modules.known.get("Experts", ())]
-    other_gates = [entry for entry in gated if not _is_silu(entry.module.act_fn)]
+    other_gates = [entry for entry in gated if not _is_silu(_activation(entry))]
     if len(other_gates) == len(gated):
-        names = {type(entry.module.act_fn).__name__ for entry in other_gates}
+        names = {type(_activation(entry)).__name__ for entry in other_gates}
         activations = sorted(names) or "no MLP or Experts modules"
         raise ValueError(f"{_NAME}: swiglu=True needs a SiLU gate; found {activations}. Pass swiglu=False.")
     for entry in gated:
         if entry in other_gates:
-            installation.kept.append(Kept(entry.path, f"its gate is {type(entry.module.act_fn).__name__}, not SiLU"))
-        elif entry in modules.known.get("MLP", ()):
-            why = "gate and up, joined, through whorl.ops.swiglu"
-            installation.set_method(entry, "forward", _mlp_forward, why)
-        else:
+            why = f"its gate is {type(_activation(entry)).__name__}, not SiLU"
+            installation.kept.append(Kept(entry.path, why))
+        elif entry not in modules.known.get("MLP", ()):
             installation.set_method(entry, "_apply_gate", _apply_gate, "gate and up through whorl.ops.swiglu")
             if entry.module.config._experts_implementation == "eager":
                 why = "the eager loop over experts; set_experts_implementation('grouped_mm') uses ours"
                 installation.kept.append(Kept(f"{entry.path}.forward", why))
+        elif hasattr(entry.module, "gate_up_proj"):
+            installation.set_method(entry, "forward", _joined_mlp_forward, "gate and up through whorl.ops.swiglu")
+        else:
+            why = "gate and up, joined, through whorl.ops.swiglu"
+            installation.set_method(entry, "forward", _mlp_forward, why)
+
+
+def _activation(entry: _Module) -> object:
+    """Return the activation of an MLP or of experts; GLM's name for it is its own."""
+    module = entry.module
+    return module.activation_fn if hasattr(module, "activation_fn") else module.act_fn
 
 
 def _is_silu(activation: object) -> bool:
@@ -426,6 +486,10 @@ def _is_silu(activation: object) -> bool:
 
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(ops.swiglu(torch.cat((self.gate_proj(x), self.up_proj(x)), -1)))
+
+
+def _joined_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    return self.down_proj(ops.swiglu(self.gate_up_proj(hidden_states)))
 
 
 def _apply_gate(self: Any, gate_up_out: Tensor) -> Tensor:
