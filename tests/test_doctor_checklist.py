@@ -76,6 +76,50 @@ def test_transformers_text_model_passes() -> None:
     assert "fail" not in by_name.values()
 
 
+def test_a_forward_may_call_its_first_parameter_as_it_likes() -> None:
+    model = qwen3_vl()
+    kind = type(model.rotary_emb)
+
+    class Renamed(kind):  # type: ignore[misc, valid-type]
+        def forward(this, x: torch.Tensor, position_ids: torch.Tensor) -> Any:  # noqa: N805
+            return kind.forward(this, x, position_ids)
+
+    class Static(kind):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            return kind.forward(model.rotary_emb, x, position_ids)
+
+    for other in (Renamed, Static):
+        model.rotary_emb.__class__ = other
+        answers = checklist(model, batch_of(model))
+        assert answers.passed, answers
+        assert answers["position ids"].found == f"position_ids {[3, BATCH, SEQ]}"
+
+
+def test_positions_under_another_name_are_said_to_be_unknown() -> None:
+    model = qwen3_vl()
+    kind = type(model.rotary_emb)
+
+    class Other(kind):  # type: ignore[misc, valid-type]
+        def forward(self, x: torch.Tensor, where: torch.Tensor) -> Any:
+            return kind.forward(self, x, where)
+
+    model.rotary_emb.__class__ = Other
+    answers = checklist(model, batch_of(model))
+    assert answers["position ids"].outcome == "fail"
+    assert "was called with x, where, expected position_ids" in answers["position ids"].found
+    case = answers["npu_mrope arguments"]
+    assert (case.outcome, case.found[:36]) == ("does not apply", "its positions are unknown: the rotar")
+
+
+def test_a_forward_that_raises_first_leaves_no_positions() -> None:
+    model = qwen3_vl()
+    answers = checklist(model, {"input_ids": "no tokens"})
+    assert "the forward raised" in answers["position ids"].found
+    assert answers["npu_mrope arguments"].outcome == "does not apply"
+    assert not any("TypeError: int()" in case.found for case in answers.cases)
+
+
 def test_a_model_without_rotation_is_refused() -> None:
     with pytest.raises(ValueError, match="no module with a rotary_pos_emb"):
         checklist(torch.nn.Linear(1, 1), {})

@@ -116,7 +116,8 @@ def register_backend(
     identifier, or when both `package` and `missing` are given. Example::
 
         register_backend("ember", device="xpu", package="ember_kernels")
-        rms_norm.impl("ember", ember_rms_norm)
+        rms_norm.impl("ember", "ember_kernels.norms:rms_norm")  # imported when it is first chosen
+        swiglu.impl("ember")(ember_swiglu)  # a function
     """
     if not name.isidentifier() or not device.isidentifier():
         raise ValueError(f"backend {name!r} on device {device!r}: both must be identifiers, such as 'triton' and 'xpu'")

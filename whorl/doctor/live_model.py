@@ -5,7 +5,7 @@ Every fact is read by attribute name, so `guard` works on any nn.Module and impo
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -242,16 +242,28 @@ def _watch_first_forward(owner: RotaryOwner, action: Literal["raise", "warn"]) -
 
     def examine(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         handle.remove()
-        arguments = _arguments(module, positional, keywords)
+        arguments = arguments_by_name(own_forward(module), positional, keywords)
         _raise_or_warn(_report(module, list(_check_first_call(owner, arguments))), action)
 
     handle = owner.rotary.register_forward_pre_hook(examine, with_kwargs=True)
 
 
-def _arguments(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Map argument names to values. A call that does not fit the signature is accepted here and reported later."""
-    names = list(inspect.signature(module.forward).parameters)
-    return dict(zip(names, positional, strict=False)) | keywords
+def own_forward(module: Any) -> Callable[..., Any]:
+    """Return the forward of a module's class, bound to the module, whatever its first parameter is called.
+
+    What a hook sees are the arguments of this one, also where another forward was set on the module itself.
+    """
+    forward: Callable[..., Any] = inspect.getattr_static(type(module), "forward").__get__(module, type(module))
+    return forward
+
+
+def arguments_by_name(
+    function: Callable[..., Any], positional: Sequence[Any], keywords: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Map parameter names of `function` to the values of a call; a call that does not fit the signature is accepted."""
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind in named]
+    return dict(zip(names, positional, strict=False)) | dict(keywords)
 
 
 def _check_first_call(owner: RotaryOwner, arguments: dict[str, Any]) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from whorl.doctor.live_model import RotaryOwner
+from whorl.doctor.live_model import RotaryOwner, arguments_by_name, own_forward
 from whorl.rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -96,20 +96,12 @@ def replace_functions(
             setattr(scope, name, function)
 
 
-def arguments_by_name(
-    function: Callable[..., Any], positional: Sequence[Any], keywords: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Map parameter names of `function` to the values of a call; a call that does not fit the signature is accepted."""
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
-    return dict(zip(names, positional, strict=False)) | dict(keywords)
-
-
 def record_forward(model: Any, owner: RotaryOwner, batch: Any) -> ForwardRecord:
     """Run one forward of `batch` and record the calls of the rotary object and of the rotating functions."""
     record = ForwardRecord()
 
     def record_rotary(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        record.rotary.append(arguments_by_name(type(module).forward, positional, keywords))
+        record.rotary.append(arguments_by_name(own_forward(module), positional, keywords))
 
     def recording(function: Callable[..., Any]) -> Callable[..., Any]:
         def call_and_record(*positional: Any, **keywords: Any) -> Any:
@@ -149,7 +141,7 @@ def rotated_tensors(model: Any, batch: Any) -> "list[Tensor]":
     tensors: list[Tensor] = []
 
     def record(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        arguments = arguments_by_name(type(module).forward, positional, keywords)
+        arguments = arguments_by_name(own_forward(module), positional, keywords)
         tensors.extend(arguments[name].clone() for name in ("query", "key") if name in arguments)
 
     cores = [module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] == "core_attention"]
@@ -263,7 +255,7 @@ def compute_angles(owner: RotaryOwner, positions: "Tensor", **options: Any) -> "
     """
     import torch
 
-    names = list(inspect.signature(type(owner.rotary).forward).parameters)[1:]
+    names = list(inspect.signature(own_forward(owner.rotary)).parameters)
     device = owner.rotary.inv_freq.device
     positions = positions.to(device)
     with torch.no_grad():

@@ -157,13 +157,23 @@ def _position_ids(subject: Subject) -> Answer:
     positions = subject.positions
     shape = getattr(positions, "shape", None)
     if positions is None:
-        return "fail", subject.record.failure or "the rotary object was not called"
+        return "fail", _no_positions(subject)
     if shape is None and not subject.is_mrope:
         return "does not apply", f"Megatron's plain RoPE takes a sequence length ({positions}) and no position ids"
     if shape is None:
         return "fail", f"called with a sequence length ({positions}), expected position_ids"
     findings = list(check_position_shape(subject.owner, tuple(shape))) if subject.is_mrope else []
     return _answer([*findings, *check_position_values(subject.owner, positions)], f"position_ids {list(shape)}")
+
+
+def _no_positions(subject: Subject) -> str:
+    """Say why no positions are known."""
+    if subject.record.failure is not None:
+        return f"the forward raised {subject.record.failure}"
+    if not subject.record.rotary:
+        return "the rotary object was not called"
+    names = ", ".join(subject.record.rotary[0]) or "no arguments"
+    return f"the rotary object was called with {names}, expected position_ids, positions or max_seq_len"
 
 
 def _switches(subject: Subject) -> Answer:
@@ -179,6 +189,10 @@ def _switches(subject: Subject) -> Answer:
 
 def _npu_mrope(subject: Subject) -> Answer:
     config, positions = subject.owner.config, subject.positions
+    if positions is None:
+        return "does not apply", f"its positions are unknown: {_no_positions(subject)}"
+    if not hasattr(config, "num_attention_heads"):
+        return "does not apply", "the model has no config with num_attention_heads, from which q and k get their shapes"
     heads = int(config.num_attention_heads)
     groups = int(getattr(config, "num_query_groups", None) or getattr(config, "num_key_value_heads", None) or heads)
     size = int(getattr(config, "kv_channels", None) or getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -121,12 +121,20 @@ class Op:
         in the reference's package. accepts(**arguments) returns None, or the reason that the backend cannot take these
         arguments. slower(**arguments) returns None, or the reason that a backend tried later was measured to be
         faster; this backend then runs only where it is forced or no other backend takes the arguments.
-        Raises ValueError for an unknown backend or a second implementation, TypeError for another signature.
+        Raises ValueError for an unknown backend or a second implementation, TypeError for another signature or another
+        kind of `where`.
         """
         if backend not in BACKENDS:
             raise ValueError(
                 f"{self.name}: backend is {backend!r}, expected one of {', '.join(BACKENDS)}; register_backend adds "
                 "another"
+            )
+
+        if not isinstance(where, str) or (where and not all(where.partition(":"))):
+            function = getattr(where, "__name__", "function")
+            raise TypeError(
+                f"{self.name}: impl({backend!r}, {where!r}): expected 'module:function'; to add a function itself, write "
+                f"{self.name}.impl({backend!r})({function})"
             )
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
