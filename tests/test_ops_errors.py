@@ -1,5 +1,6 @@
 """Every wrong input is a ValueError that names the operator, the argument, what was found and what was expected."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,24 @@ def test_wrong_input(name: str, what: str) -> None:
     values = arguments(name)
     with pytest.raises(ValueError, match=rf"^{name}: .*{message}"):
         OPS[name](**(values | change(values)))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_dtype_is_expected_once(name: str) -> None:
+    """Not "expected torch.float32 or torch.float32" where x itself is in fp32."""
+    op = OPS[name]
+    values = op.make(**op.cases[0], dtype=torch.float32, device="cpu")
+    values |= {n: torch.ones(3) for n in ("bias", "residual", "k_scale", "v_scale") if n in values and values[n] is None}
+    for argument, value in values.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        for other in (value.half(), value.double(), value[..., :0]):
+            try:
+                op(**(values | {argument: other}))
+            except ValueError as error:
+                assert not re.search(r"(?:torch\.float|fp)32,? or (?:torch\.float|fp)32", str(error)), error
+            except Exception:  # noqa: S110 - what is refused, and how, is the business of other tests
+                pass
 
 
 @pytest.mark.parametrize("name", WRONG)

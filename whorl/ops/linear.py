@@ -17,6 +17,7 @@ from whorl.device import HOST
 from whorl.host_memory import free_memory
 
 from . import linear_torch_npu
+from ._check import check_bias
 from ._draw import Draw, Sizes
 from ._gradient import Arguments
 from ._op import Values, narrow, operator, widen
@@ -36,10 +37,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"linear: x is {list(x.shape)}, weight {list(weight.shape)}, expected [T, K] and [N, K]")
     if weight.dtype != x.dtype:
         raise ValueError(f"linear: weight is {weight.dtype}, expected x's {x.dtype}")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in (x.dtype, torch.float32)):
-        raise ValueError(
-            f"linear: bias is {list(bias.shape)} {bias.dtype}, expected [{weight.shape[0]}] in {x.dtype} or fp32"
-        )
+    check_bias("linear", bias, weight.shape[0], x.dtype)
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:

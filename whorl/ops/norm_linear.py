@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ._check import or_fp32
 from ._draw import Draw, Sizes
 from ._op import Values, narrow, operator, widen
 from .linear import multiply
@@ -22,7 +23,7 @@ def _check(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor, eps
     if weight.dtype != x.dtype or residual.dtype != x.dtype or norm_weight.dtype not in (x.dtype, torch.float32):
         raise ValueError(
             f"norm_linear: residual is {residual.dtype}, norm_weight {norm_weight.dtype}, weight {weight.dtype}, "
-            f"expected x's {x.dtype}, or fp32 for norm_weight"
+            f"expected x's {x.dtype}, and {or_fp32(x.dtype)} for norm_weight"
         )
     if not eps > 0:
         raise ValueError(f"norm_linear: eps is {eps}, expected a positive number")

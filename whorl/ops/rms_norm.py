@@ -8,7 +8,7 @@ from torch import Tensor
 from whorl.contracts import rms_norm_limit
 
 from . import _torch_npu
-from ._check import check_like
+from ._check import check_like, or_fp32
 from ._draw import Draw, Sizes
 from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
@@ -20,7 +20,7 @@ def _check(name: str, x: Tensor, weight: Tensor, eps: float) -> None:
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"{name}: weight is {list(weight.shape)}, expected the last dim of x, {list(x.shape[-1:])}")
     if weight.dtype not in (x.dtype, torch.float32):
-        raise ValueError(f"{name}: weight is {weight.dtype}, expected x's {x.dtype} or torch.float32")
+        raise ValueError(f"{name}: weight is {weight.dtype}, expected x's {or_fp32(x.dtype)}")
     if not eps > 0:
         raise ValueError(f"{name}: eps is {eps}, expected a positive number")
 

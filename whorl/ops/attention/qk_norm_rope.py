@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whorl.device import REFERENCE
 
-from .._check import check_like
+from .._check import check_like, or_fp32
 from .._draw import Draw
 from .._op import Op, Values, operator
 from ..rms_norm import rms_norm, rms_norm_backward
@@ -56,7 +56,7 @@ def check_qkv(
         if weight.shape != q.shape[-1:] or weight.dtype not in (qkv.dtype, torch.float32):
             raise ValueError(
                 f"{name}: {argument} is {list(weight.shape)} {weight.dtype}, "
-                f"expected [{q.shape[-1]}] in {qkv.dtype} or torch.float32"
+                f"expected [{q.shape[-1]}] in {or_fp32(qkv.dtype)}"
             )
     if not eps > 0:
         raise ValueError(f"{name}: eps is {eps}, expected a positive number")

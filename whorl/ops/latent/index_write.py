@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._check import or_fp32
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from ..rope import rope
@@ -24,7 +25,7 @@ def _check(k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tens
     if cos_sin.shape[1] > k.shape[1]:
         raise ValueError(f"{name}: cos_sin has {cos_sin.shape[1]} channels, expected at most {k.shape[1]} as k has")
     if not {weight.dtype, bias.dtype} <= {k.dtype, torch.float32}:
-        raise ValueError(f"{name}: weight is {weight.dtype}, bias {bias.dtype}, expected k's {k.dtype} or fp32")
+        raise ValueError(f"{name}: weight is {weight.dtype}, bias {bias.dtype}, expected k's {or_fp32(k.dtype)}")
     if not eps > 0:
         raise ValueError(f"{name}: eps is {eps}, expected a positive number")
 

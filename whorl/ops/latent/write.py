@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._check import or_fp32
 from .._draw import Draw, Sizes
 from .._op import Values, operator
 from ..rms_norm import rms_norm
@@ -35,7 +36,7 @@ def _check(
             f"{kv.shape[1]}, the channels of kv"
         )
     if weight.dtype not in (kv.dtype, torch.float32):
-        raise ValueError(f"{name}: weight is {weight.dtype}, expected kv's {kv.dtype} or torch.float32")
+        raise ValueError(f"{name}: weight is {weight.dtype}, expected kv's {or_fp32(kv.dtype)}")
     if not eps > 0:
         raise ValueError(f"{name}: eps is {eps}, expected a positive number")
 

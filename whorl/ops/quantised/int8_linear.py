@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._check import check_bias
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator
 from ..quant import dynamic_quant
@@ -29,10 +30,7 @@ def _check(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Non
             "[N, K]"
         )
     check_int8(name, "codes", codes, scales, x.shape[1])
-    if bias is not None and (bias.shape != codes.shape[:1] or bias.dtype not in (x.dtype, torch.float32)):
-        raise ValueError(
-            f"{name}: bias is {list(bias.shape)} {bias.dtype}, expected [{codes.shape[0]}] in {x.dtype} or fp32"
-        )
+    check_bias(name, bias, codes.shape[0], x.dtype)
 
 
 def _fake(x: Tensor, codes: Tensor, **_: object) -> Tensor:

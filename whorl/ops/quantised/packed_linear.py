@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._check import check_bias
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from ..linear import multiply
@@ -60,9 +61,7 @@ def _check(
     if x.dim() != 2 or not x.is_floating_point() or not x.shape[1]:
         raise ValueError(f"{name}: x is {list(x.shape)} {x.dtype}, expected [T, K] floating point")
     check_weight(name, "codes", codes, scales, zeros, layout, dims=2, columns=x.shape[1], rows=rows, group=columns)
-    num_rows = find(layout).num_rows(codes)
-    if bias is not None and (bias.shape != (num_rows,) or bias.dtype not in (x.dtype, torch.float32)):
-        raise ValueError(f"{name}: bias is {list(bias.shape)} {bias.dtype}, expected [{num_rows}] in {x.dtype} or fp32")
+    check_bias(name, bias, find(layout).num_rows(codes), x.dtype)
 
 
 def _fake(x: Tensor, codes: Tensor, layout: str, **_: object) -> Tensor:
