@@ -194,7 +194,8 @@ def test_what_is_packed_is_unpacked_where_it_fits(tmp_path: Path, monkeypatch: p
         assert (model.model.layers[0].mlp.down_proj.format != DENSE) == is_packed
     assert "words" in dict(model.model.layers[0].mlp.down_proj.named_parameters())
     assert sum(p.nbytes for p in model.parameters()) < 0.6 * sum(p.nbytes for p in load(path, unpack=True).parameters())
-    assert weights._unpacks(model, torch.device("cuda")) is False
+    with weights.open_checkpoint(path) as checkpoint:
+        assert weights._unpacks(model, checkpoint, torch.device("cuda")) is False
 
 
 def test_memory_of_this_machine() -> None:

@@ -22,7 +22,7 @@ from .encoder import NO_WORK, Encoder
 from .generate import Prompt, generate_all
 from .launch import RankPlace
 from .load import load
-from .memory import memory_left, need_accelerator
+from .memory import check_cache, memory_left, named_errors, need_accelerator
 from .output import Delta, Output
 from .placing import Placement, place
 from .request_limits import check_request
@@ -106,8 +106,9 @@ class LLM:
             speculate.check(model, tokenizer)
             speculate.load(checkpoint_path, model)
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
-        self._make_cache(settings, device)
-        self._make_runner(settings, device)
+        with named_errors("allocating the cache"):
+            self._make_cache(settings, device)
+            self._make_runner(settings, device)
         self._weights = WeightVersions(model)
         self._budget = StepBudget(settings.step_tokens, device=device, fixed=settings.max_prompt_tokens)
         tower = getattr(model, "tower", None)
@@ -128,22 +129,23 @@ class LLM:
 
     def _make_cache(self, settings: EngineSettings, device: str) -> None:
         """Create the block pool: by default what fits into memory, up to what `max_num_seqs` full sequences need."""
-        model, num_blocks = self.model, settings.num_blocks
+        model, num_blocks, memory = self.model, settings.num_blocks, settings.memory
         self.cache_specs = specs = cache_specs(model, settings.kv_cache_dtype)
         if (draft_head := self._draft_head) is not None:
             specs = [*specs, *cache_specs(draft_head, settings.kv_cache_dtype)]
         block_size = cache_block_size(specs, device, settings.block_size)
+        block_bytes = block_size * token_bytes(specs)
         max_len = _checked_max_len(settings.max_model_len, model.max_length, "the model's context")
         if num_blocks is None:
             share = settings.memory_share
-            memory = settings.memory if share is None else memory_left(share, device)
-            block_bytes = block_size * token_bytes(specs)
+            memory = memory if share is None else memory_left(share, device)
             max_blocks = settings.max_num_seqs * -(-max_len // block_size)
             fit = (cache_memory(device) if memory is None else memory) // block_bytes
             fits = fit if self._lead is None else self._lead.num_blocks(block_size, memory, draft_head)
             num_blocks = min(max_blocks, fits)
             if share is not None and self._lead is not None:  # other ranks' devices may have less free memory
                 num_blocks = min(num_blocks, self._lead.num_blocks(block_size, None, draft_head))
+        check_cache(num_blocks, block_bytes, device, memory=memory)
         self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=settings.use_prefix_cache)
         limit = min(max_len, num_blocks * block_size)
         self.max_model_len = _checked_max_len(settings.max_model_len, limit, "the cache")

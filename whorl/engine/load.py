@@ -9,6 +9,7 @@ from whorl.nn import Model
 from whorl.streams import leave_default_stream
 
 from .launch import RankPlace
+from .memory import named_errors
 from .settings import EngineSettings
 from .tensor_parallel import Lead
 from .tensor_parallel import load as load_shared
@@ -45,10 +46,12 @@ def load(
     place = RankPlace.find(settings.tp)
     options: dict[str, Any] = {"device": device, "dtype": getattr(torch, settings.dtype) if settings.dtype else None}
     options |= {"max_length": settings.max_model_len, "unpack": settings.unpack, "quantize": settings.quantize}
-    if place.size == 1:
-        model = load_model(folder, **options)
-        return model, tokenizer or FileTokenizer.from_path(folder), None
-    tokenizer = tokenizer or FileTokenizer.from_path(folder)
-    options |= {"kv_cache_dtype": settings.kv_cache_dtype, "proposer": proposer}
-    lead = load_shared(folder, place, **options)
-    return lead.model, tokenizer, lead
+    options["reserve"] = settings.memory or 0
+    with named_errors(f"loading {folder}"):
+        if place.size == 1:
+            model = load_model(folder, **options)
+            return model, tokenizer or FileTokenizer.from_path(folder), None
+        tokenizer = tokenizer or FileTokenizer.from_path(folder)
+        options |= {"kv_cache_dtype": settings.kv_cache_dtype, "proposer": proposer}
+        lead = load_shared(folder, place, **options)
+        return lead.model, tokenizer, lead

@@ -39,7 +39,7 @@ class EngineSettings:
     )
     unpack: bool | None = option(
         None,
-        "Unpack quantised weights to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
+        "Unpack weights of fewer bits to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
         "--unpack/--no-unpack",
         panel=MODEL,
     )
@@ -117,7 +117,8 @@ class EngineSettings:
     )
     memory: int | None = option(
         None,
-        "Bytes of the KV cache on each device. Default: most of an accelerator's free memory; 1 GiB on a CPU.",
+        "Bytes of the KV cache on each device. Default: most of an accelerator's free memory; on a CPU 1 GiB, or half of "
+        "what is free if that is less.",
         "--cache-memory",
         vllm=("--kv-cache-memory-bytes",),
         panel=CACHE,

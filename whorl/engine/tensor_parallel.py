@@ -80,6 +80,7 @@ def load(
     max_length: int | None,
     unpack: bool | None = None,
     quantize: str | None = None,
+    reserve: int = 0,
     kv_cache_dtype: str = "auto",
     proposer: "Proposer | None" = None,
     progress: bool = True,
@@ -100,7 +101,7 @@ def load(
     if proposer is not None and proposer.wants_hidden:
         proposer.check(meta, None)
         draft_path = str(proposer.shared_path(path))
-    options: dict[str, Any] = {"max_length": max_length, "unpack": unpack, "quantize": quantize}
+    options: dict[str, Any] = {"max_length": max_length, "unpack": unpack, "quantize": quantize, "reserve": reserve}
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     settings: dict[str, Any] = {"path": str(path), "draft_path": draft_path, "kv_cache_dtype": kv_cache_dtype}
     settings["options"] = {"dtype": name, **options}

@@ -9,7 +9,6 @@ from whorl import ops
 
 from .ranks import ONE, Ranks
 from .weight import Destination, Format, Formats, Index, Matrix, Part, Routing, Weighted
-from .weights.dense import Dense
 
 
 class Experts(Weighted):
@@ -106,7 +105,7 @@ class StackedExperts(Experts):
     """
 
     def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
-        if not isinstance(self.gate_up_proj.format, Dense):
+        if not self.gate_up_proj.format.has_weight:
             yield from super().destinations(name)
             return
         num, width, inner = self.num_experts, self.down_proj.shape[1], self.down_proj.parts[0].shape[1]

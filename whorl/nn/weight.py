@@ -113,6 +113,7 @@ class Format(ABC):
 
     unit = Unit()  # rows and columns that shards must not separate
     is_weight_only = True  # products equal those of `values`, so the matrix may be unpacked to the model's dtype
+    has_weight = False  # values lie in a parameter `weight` of the matrix's shape
 
     @abstractmethod
     def tensors(self, matrix: "Matrix") -> dict[str, Tensor]:

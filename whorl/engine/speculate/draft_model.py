@@ -14,6 +14,7 @@ from whorl.device import default_device, require
 from whorl.engine.blocks import BlockPool
 from whorl.engine.caches import block_size as cache_block_size
 from whorl.engine.caches import cache_memory, token_bytes
+from whorl.engine.memory import check_cache
 from whorl.engine.runner import Runner
 from whorl.engine.sequence import Sequence as Seq
 from whorl.nn import Model
@@ -89,6 +90,7 @@ class DraftModel(Proposer):
         if num_blocks is None:
             memory = cache_memory(device) // _SHARE if memory is None else memory
             num_blocks = memory // (block_size * token_bytes(specs))
+        check_cache(num_blocks, block_size * token_bytes(specs), device, memory=memory, name="cache of the draft model")
         self.pool = BlockPool(num_blocks, block_size)
         self.max_len = min(model.max_length, num_blocks * block_size)
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))

@@ -20,7 +20,9 @@ from whorl.device import HOST, accelerator, default_device, numbered
 from whorl.host_memory import free_memory
 from whorl.nn import ONE, Matrix, Model, Ranks, create_parameters, weighted
 from whorl.nn import weights as formats
+from whorl.nn.weights import stored
 
+from .. import memory
 from . import dcp
 from .checkpoint import Checkpoint, Source, read_config
 from .fill import check_fit, fill
@@ -57,6 +59,7 @@ def load_model(
     max_length: int | None = None,
     unpack: bool | None = None,
     quantize: str | None = None,
+    reserve: int = 0,
     progress: bool = True,
 ) -> Model:
     """Load a model with its weights on `device`, ready for inference.
@@ -64,11 +67,12 @@ def load_model(
     path_or_id: as `resolve` takes it. dtype: every weight is converted to it; default: what config.json says (GGUF:
     bf16), and fp32 on a CPU. tp: read only this rank's shard of the weights.
     max_length: the longest sequence; default: the model's context length, see `whorl.nn.Rope`.
-    unpack: hold quantised weights as plain values in `dtype`; default: on a CPU if they fit into memory, and elsewhere
-    for GGUF files. It changes memory and speed, but no result.
+    unpack: hold quantised weights, and on a CPU those of 16 bits, as plain values in `dtype`; default: on a CPU if they
+    fit into memory, and elsewhere for GGUF files. It changes memory and speed, but no result.
     quantize: round weights to "w4a16", "w8a8" or "fp8" as they are read, as `whorl quantize` does, or to "cpu4", 4 bits
     for Arm CPUs.
-    Raises ValueError if the checkpoint cannot be read or does not fit its config.json.
+    reserve: bytes of memory that are needed for other things than weights.
+    Raises ValueError if the checkpoint cannot be read, does not fit its config.json or does not fit into memory.
     Example: `load_model("Qwen/Qwen3-0.6B", device="cpu")`
     """
     device = numbered(torch.device(device or default_device()))
@@ -78,15 +82,16 @@ def load_model(
         dcp.check_digests(path)
     with open_checkpoint(path, device=device) as checkpoint:
         kind = _dtype(dtype, checkpoint.config, device)
-        checkpoint = rounded(checkpoint, quantize)
+        checkpoint = _with_stored(rounded(checkpoint, quantize), kind, device)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
         check_fit(model, checkpoint)  # before memory is allocated for the sizes in config.json
         if unpack is None:
-            unpack = _unpacks(model, device, is_gguf=checkpoint.packed is not None, num_ranks=(tp or ONE).size)
+            unpack = _unpacks(model, checkpoint, device, reserve, num_ranks=(tp or ONE).size)
         if checkpoint.packed is not None and not unpack:
             checkpoint = checkpoint.packed()
             model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
             check_fit(model, checkpoint)
+        memory.check_weights(model, checkpoint.path, device, unpack=unpack, reserve=reserve)
         fill(_allocated(model, device), checkpoint, progress=progress, unpack=unpack)
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
     if (line := formats.describe(quantize, matrices)) is not None and (tp or ONE).rank == 0:
@@ -105,7 +110,8 @@ def load_prediction(path_or_id: str | Path | None, target: Any, *, progress: boo
                 "the layer of multi-token prediction is missing from this checkpoint"
             )
         check_fit(model, checkpoint)
-        unpack = _unpacks(model, _device(target), num_ranks=target.ranks.size)
+        unpack = _unpacks(model, checkpoint, _device(target), num_ranks=target.ranks.size)
+        memory.check_weights(model, checkpoint.path, _device(target), unpack=unpack)
         fill(_allocated(model, _device(target)), checkpoint, progress=progress, unpack=unpack)
     return model  # type: ignore[no-any-return]
 
@@ -198,17 +204,40 @@ def _dtype(dtype: torch.dtype | str | None, config: Mapping[str, Any], device: t
     return DTYPES[name]
 
 
-def _unpacks(model: Any, device: torch.device, *, is_gguf: bool = False, num_ranks: int = 1) -> bool:
-    """Return whether to unpack quantised weights: on a CPU if plain weights fit twice into memory, because the CPU's
-    library keeps a reordered copy for small products. All ranks on CPUs may be on this machine.
+def _with_stored(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Checkpoint:
+    """Return the checkpoint with `packed`, if it is a plain one of 16 bits that would become fp32 on a CPU."""
+    is_quantised = checkpoint.packed is not None or formats.find(checkpoint.config) is not formats.ALL_DENSE
+    if is_quantised or dtype != torch.float32 or accelerator(device.type) is not None:
+        return checkpoint
+    tensors = {name: (len(source.shape), source.gives) for name, source in checkpoint.sources.items()}
+    if (settings := stored.settings(tensors)) is None:
+        return checkpoint
+    as_stored = replace(checkpoint, config={**checkpoint.config, "quantization_config": settings})
+    return replace(checkpoint, packed=lambda: as_stored)
+
+
+def _unpacks(
+    model: Model, checkpoint: Checkpoint, device: torch.device, reserve: int = 0, *, num_ranks: int = 1
+) -> bool:
+    """Return whether to unpack weights of fewer bits: on a CPU if plain ones fit into memory, those of quantised
+    checkpoints twice, because the CPU's library keeps a reordered copy for small products. All ranks on CPUs may be on
+    this machine.
 
     On accelerators GGUF blocks are unpacked, because no kernel multiplies them.
     """
     if accelerator(device.type) is not None:
-        return is_gguf
-    num_bytes = 2 * num_ranks * model.dtype.itemsize * sum(layer.num_values for _, layer in weighted(model))
-    free = free_memory()
-    return free is None or num_bytes <= free
+        return checkpoint.packed is not None
+    num_bytes, free = num_ranks * memory.weight_bytes(model, unpack=True), free_memory()
+    if formats.find(checkpoint.config) is formats.ALL_DENSE and checkpoint.path.suffix != ".gguf":
+        unpacks = free is None or num_bytes + memory.largest_bytes(model) + reserve <= free
+        if checkpoint.packed is not None and not unpacks:
+            log.warning(
+                "the weights stay in 16 bits, because in %s they would take %.3g GB and %.3g GB are free: products "
+                "take longer, with the same results",
+                *(str(model.dtype).removeprefix("torch."), num_bytes / 1e9, (free or 0) / 1e9),
+            )
+        return unpacks
+    return free is None or 2 * num_bytes <= free
 
 
 @contextmanager

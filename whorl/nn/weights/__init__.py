@@ -30,8 +30,9 @@ FORMATS: dict[str, str] = {
     "gptq": "whorl.nn.weights.gptq:formats",
     "gguf": "whorl.nn.weights.gguf:formats",
 }
-# Likewise, of weights that are rounded while they are read (`LOADED`) to a format that no checkpoint has.
-LOADED_FORMATS = {"cpu4": "whorl.nn.weights.cpu4:formats"}
+# Likewise, of formats that the loader chooses and no config.json names: of weights that are rounded while they are read
+# (`LOADED`), and of those that stay in 16 bits.
+LOADED_FORMATS = {"cpu4": "whorl.nn.weights.cpu4:formats", "stored": "whorl.nn.weights.stored:formats"}
 # Methods that are not supported, with the description that the error gives.
 REFUSED = {
     "mxfp4": "MXFP4: e2m1 values in blocks of 32, as gpt-oss has them",

@@ -15,6 +15,8 @@ from whorl.ops.linear import pack
 class Dense(Format):
     """Stores every value in the model's dtype."""
 
+    has_weight = True
+
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
         return {"weight": torch.empty(matrix.shape, dtype=matrix.dtype)}
 
