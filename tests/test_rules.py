@@ -95,8 +95,6 @@ WITH_RAY = ("ray_router",)  # of whorl/cluster: extends a class of Ray's, which 
 WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "moments_triton", "register")
 WITHOUT_TORCHTITAN += ("rotary", "swap_memory", "swap_optimizer", "swap_update", "train_command", "upstream_names")
 WITHOUT_TORCHTITAN += ("worker",)
-LINES = 500
-LONGER: dict[str, str] = {}  # name of a file: why it is longer
 
 
 def part_of(path: Path) -> str:
@@ -188,16 +186,9 @@ def test_the_rule_tells_our_model_from_torchtitans() -> None:
 
 @pytest.mark.parametrize("path", ALL_SOURCES, **ids)
 def test_files(path: Path) -> None:
-    name = str(path.relative_to(ROOT))
     text = path.read_text(encoding="utf-8")
     assert path.stem not in ("utils", "common", "helpers", "manager", "base"), "a file is named for what is in it"
     assert text.isascii(), [line for line in text.splitlines() if not line.isascii()]
-    assert len(text.splitlines()) <= LINES or name in LONGER, f"over {LINES} lines: split it, or say why in LONGER"
-
-
-def test_exceptions_are_still_needed() -> None:
-    for name in LONGER:
-        assert len((ROOT / name).read_text().splitlines()) > LINES, f"{name} is short again: take it out of LONGER"
 
 
 # ---- public names

@@ -21,11 +21,23 @@ class Parameter(Option):
     """A sampling parameter that is a number.
 
     array: the type of its array in a call, "f4" or "i4", if `ops.sample` takes it. is_advised: a model's
-    generation_config.json may have it.
+    generation_config.json may have it. is_in_apis: every API has a field of its name. api_least, api_most: bounds of
+    that field, where they differ from its own.
     """
 
     array: str | None = None
     is_advised: bool = False
+    is_in_apis: bool = True
+    api_least: float | None = None
+    api_most: float | None = None
+
+    @property
+    def api_bounds(self) -> tuple[float | None, float | None]:
+        """The bounds, both inclusive, of the field of an API."""
+        return (
+            self.least if self.api_least is None else self.api_least,
+            self.most if self.api_most is None else self.api_most,
+        )
 
 
 def parameter(default: float | None, text: str, *names: str, **more: Any) -> Any:
@@ -47,12 +59,29 @@ class SamplingParams:
     """
 
     max_tokens: int | None = parameter(
-        None, "Longest answer, in tokens.", "--max-tokens", "--n-predict", "-n", least=1, most=2**31 - 1
+        None,
+        "Longest answer, in tokens.",
+        "--max-tokens",
+        "--n-predict",
+        "-n",
+        least=1,
+        most=2**31 - 1,
+        is_in_apis=False,
     )
-    min_tokens: int = parameter(0, "Shortest answer, in tokens; before that no stop ends it.", least=0)
-    temperature: float = parameter(1.0, "0: greedy.", "--temperature", "-t", least=0, array="f4", is_advised=True)
+    min_tokens: int = parameter(
+        0, "Shortest answer, in tokens; before that no stop ends it.", least=0, is_in_apis=False
+    )
+    temperature: float = parameter(
+        1.0, "0: greedy.", "--temperature", "-t", least=0, api_most=100, array="f4", is_advised=True
+    )
     top_k: int = parameter(
-        0, "Sample from the N most likely tokens; 0: all.", least=0, most=2**31 - 1, array="i4", is_advised=True
+        0,
+        "Sample from the N most likely tokens; 0: all.",
+        least=0,
+        most=2**31 - 1,
+        api_least=-1,
+        array="i4",
+        is_advised=True,
     )
     top_p: float = parameter(
         1.0,
@@ -71,24 +100,28 @@ class SamplingParams:
         is_advised=True,
     )
     repetition_penalty: float = parameter(
-        1.0, "Make tokens of the prompt and the answer less likely; 1: none.", above=0, is_advised=True
+        1.0, "Make tokens of the prompt and the answer less likely; 1: none.", above=0, api_most=100, is_advised=True
     )
-    presence_penalty: float = parameter(0.0, "Subtracted from the logits of tokens in the answer; 0: none.")
+    presence_penalty: float = parameter(
+        0.0, "Subtracted from the logits of tokens in the answer; 0: none.", api_least=-2, api_most=2
+    )
     frequency_penalty: float = parameter(
-        0.0, "Subtracted from a token's logit for each time that the answer has it; 0: none."
+        0.0, "Subtracted from a token's logit for each time that the answer has it; 0: none.", api_least=-2, api_most=2
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = parameter(
         None, "The same seed gives the same text; none: a new one each time.", least=-(2**63), most=2**63 - 1
     )
-    n: int = parameter(1, "Answers to each prompt.", least=1)
+    n: int = parameter(1, "Answers to each prompt.", least=1, is_in_apis=False)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False  # keep a stop string in the text
     ignore_eos: bool = False
     skip_special: bool = True  # leave special tokens out of the text
-    logprobs: int | None = parameter(None, "Alternatives reported with each token.", least=0)
-    prompt_logprobs: int | None = parameter(None, "Alternatives reported with each token of the prompt.", least=0)
+    logprobs: int | None = parameter(None, "Alternatives reported with each token.", least=0, is_in_apis=False)
+    prompt_logprobs: int | None = parameter(
+        None, "Alternatives reported with each token of the prompt.", least=0, is_in_apis=False
+    )
     embed: bool = False
     allow: "Callable[[abc.Sequence[int]], Tensor | None] | None" = None
     cache_salt: str | None = None

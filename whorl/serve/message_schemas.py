@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from .refused_fields import RefusedMessages
+from .sampling_fields import SamplingFields
 from .schema_parts import MAX_PARTS, Lenient, Stop, Strict
 
 _MEDIA = Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
@@ -179,13 +180,10 @@ class MessagesError(BaseModel):
     request_id: str | None
 
 
-class MessagesRequest(CountRequest, RefusedMessages):
+class MessagesRequest(CountRequest, SamplingFields, RefusedMessages):
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
     stream: bool | None = None
     stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     metadata: dict[str, Any] | None = Field(None, description="no effect")
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description="no effect")
     inference_geo: str | None = Field(None, description="no effect")

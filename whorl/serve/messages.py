@@ -23,6 +23,7 @@ from .message_schemas import (
     ToolUseBlock,
 )
 from .replies import Run
+from .sampling_fields import SAMPLING
 from .schemas import ChatRequest
 from .turns import Event, Kind, Section, TurnReply
 
@@ -71,7 +72,7 @@ def chat_request(request: CountRequest) -> ChatRequest:
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
     }
     if isinstance(request, MessagesRequest):
-        fields |= {name: getattr(request, name) for name in ("stream", "temperature", "top_k", "top_p")}
+        fields |= {name: getattr(request, name) for name in ("stream", *SAMPLING)}
         fields |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
     if request.messages[-1].role == "assistant":  # its beginning, which the answer continues
         fields["continue_final_message"] = True

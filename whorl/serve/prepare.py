@@ -15,6 +15,7 @@ from .api_error import ApiError
 from .grammar import Grammar, Grammars
 from .media_intake import MediaIntake, media_parts
 from .parsers import AUTO, choose_form, separates_thinking
+from .sampling_fields import sampling_values
 from .schema_parts import MAX_IDS, ChatMessage, Tool
 from .schemas import ChatRequest, CompletionRequest, Sampling
 from .template_messages import template_message
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 # Template variables that are fields of a request.
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-_SAMPLING = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,9 +243,7 @@ class Preparer:
 
         fields: further fields of `SamplingParams`.
         """
-        sampling = self.tokenizer.sampling | {
-            name: value for name in _SAMPLING if (value := getattr(request, name)) is not None
-        }
+        sampling = self.tokenizer.sampling | sampling_values(request)
         if sampling.get("top_k") is not None:
             sampling["top_k"] = max(int(sampling["top_k"]), 0)
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -263,7 +261,6 @@ class Preparer:
             ignore_eos=request.ignore_eos,
             logit_bias=request.logit_bias or {},
             n=request.n or 1,
-            seed=request.seed,
             stop=tuple(stop),
             stop_token_ids=tuple(request.stop_token_ids or ()),
             include_stop=request.include_stop_str_in_output,

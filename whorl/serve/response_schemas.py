@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from .refused_fields import Refused, RefusedResponses
+from .sampling_fields import SamplingFields
 from .schema_parts import MAX_PARTS, Lenient, StreamOptions, Strict
 from .schemas import MAX_TOP_LOGPROBS, Stop
 from .structured import Guided
@@ -182,12 +183,10 @@ class TokensRequest(Strict):
             raise ValueError("this server keeps no responses: send the whole conversation in input")
 
 
-class ResponsesRequest(TokensRequest, Guided, RefusedResponses):
+class ResponsesRequest(TokensRequest, Guided, SamplingFields, RefusedResponses):
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     # Fields of chat completions that this interface takes too.
@@ -195,12 +194,8 @@ class ResponsesRequest(TokensRequest, Guided, RefusedResponses):
     chat_template_kwargs: dict[str, Any] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     skip_special_tokens: bool = True
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     # OpenAI's fields that have no effect here.
     background: Annotated[None, Refused("nothing is stored here: send stream for a long answer", (False,))] = None
     max_tool_calls: int | None = Field(None, description="no effect: the client runs the tools")

@@ -24,6 +24,7 @@ from .response_schemas import (
     TextFormat,
     TokensRequest,
 )
+from .sampling_fields import SAMPLING
 from .schemas import ChatRequest
 from .structured import Guided
 from .turns import Event, Kind, Section, TurnReply
@@ -33,17 +34,12 @@ if TYPE_CHECKING:
 
 _SAME_FIELDS = (
     "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
+    *SAMPLING,
     "stop",
     "cache_salt",
     "chat_template_kwargs",
     "ignore_eos",
     "include_stop_str_in_output",
-    "repetition_penalty",
     "skip_special_tokens",
 )
 _PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}

@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from .refused_fields import Refused, RefusedChat, RefusedCompletion, RefusedSampling
+from .sampling_fields import SamplingFields
 from .schema_parts import (
     MAX_IDS,
     Count,
@@ -36,7 +37,7 @@ MAX_BIASES = 1024
 MAX_PROMPTS = 4096
 
 
-class Sampling(Guided, RefusedSampling):
+class Sampling(Guided, SamplingFields, RefusedSampling):
     """The fields that chat and completions share."""
 
     model: str | None = None
@@ -47,7 +48,6 @@ class Sampling(Guided, RefusedSampling):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="the prefix cache is shared only with requests of the same salt"
     )
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     ignore_eos: bool = False
     logit_bias: (
         Annotated[
@@ -55,12 +55,8 @@ class Sampling(Guided, RefusedSampling):
         ]
         | None
     ) = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_tokens: Count = 0
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool | None = Field(None, description="no effect: the tokenizer's files say it")
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
@@ -68,9 +64,6 @@ class Sampling(Guided, RefusedSampling):
     include_stop_str_in_output: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: all")] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
         None, description="a longer prompt loses its beginning; -1: as much of it as does not fit"
     )

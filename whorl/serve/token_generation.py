@@ -16,6 +16,7 @@ from whorl.engine.sequence import Logprob
 from .engine_thread import StepOutput
 from .logprobs import finite
 from .replies import Reply, Run
+from .sampling_fields import SamplingFields
 from .schema_parts import Count, Ids, StreamOptions, Strict, TokenId
 from .schemas import MAX_N, MAX_TOP_LOGPROBS, CompletionRequest
 from .validation import validation_error
@@ -24,20 +25,12 @@ if TYPE_CHECKING:
     from .service import Service
 
 
-class GenerateParams(Strict):
+class GenerateParams(SamplingFields):
     """Sampling parameters. Those that are left out come from the model's recommendations, as for the other routes."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(16, description="null: as many as fit")
     min_tokens: Count = 0
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    seed: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
