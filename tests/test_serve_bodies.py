@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import random
 import socket
 import threading
@@ -213,6 +214,7 @@ def open_request(served: Served, size: int) -> socket.socket:
 def test_the_body_of_a_client_that_left_is_not_parsed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sent: float
 ) -> None:
+    caplog.set_level(logging.INFO, "whorl.serve.access")
     parsed: list[int] = []
     monkeypatch.setattr(Body, "parse", lambda self: parsed.append(self.size) or {})
     data = json.dumps({"prompt": "a" * (1 << 20)}).encode()

@@ -59,12 +59,14 @@ class EmbeddingRequest(Strict):
     )
     add_special_tokens: bool = True
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     user: str | None = Field(None, description="no effect")
 
     @property
     def prompts(self) -> CompletionRequest:
         """The completion request with the same prompts."""
         fields = {"prompt": self.input, "add_special_tokens": self.add_special_tokens, "max_tokens": 1}
+        fields["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         return CompletionRequest.model_validate(fields)
 
 

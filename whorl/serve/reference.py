@@ -1,8 +1,11 @@
 """The page at /docs: every endpoint and the fields of its requests, written from /openapi.json. It loads nothing."""
 
+import json
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
+
+from .refused_fields import REFUSED
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
@@ -33,10 +36,13 @@ def reference(openapi: Mapping[str, Any]) -> str:
 
 def _rows(schema: Mapping[str, Any]) -> Iterator[str]:
     required = schema.get("required", ())
-    for name, field in schema["properties"].items():
-        note = "required" if name in required else f"default {field['default']!r}" if "default" in field else ""
-        about = escape(field.get("description", ""))
-        yield f"<tr><td><code>{escape(name)}</code><td>{escape(_kind(field))}<td>{escape(note)}<td>{about}"
+    fields = schema["properties"].items()
+    for name, field in sorted(fields, key=lambda field: field[1].get("description", "").startswith(REFUSED)):
+        note = (
+            "required" if name in required else f"default {json.dumps(field['default'])}" if "default" in field else ""
+        )
+        cells = (f"<code>{escape(name)}</code>", *map(escape, (_kind(field), note, field.get("description", ""))))
+        yield "<tr><td>" + "<td>".join(cells)
 
 
 def _kind(field: Mapping[str, Any]) -> str:
@@ -44,7 +50,7 @@ def _kind(field: Mapping[str, Any]) -> str:
     if "$ref" in field:
         return _name(field)
     if (values := field.get("enum", [field["const"]] if "const" in field else None)) is not None:
-        return " or ".join(map(repr, values))
+        return " or ".join(map(json.dumps, values))
     for several in ("anyOf", "oneOf"):
         if several in field:
             return " or ".join(dict.fromkeys(map(_kind, field[several])))

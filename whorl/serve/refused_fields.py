@@ -9,6 +9,8 @@ from pydantic_core import CoreSchema, core_schema
 
 from .schema_parts import Strict
 
+REFUSED = "refused otherwise"  # how the descriptions of these fields begin
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:
@@ -22,7 +24,7 @@ class Refused:
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Mapping[str, Any]:
-        return {"enum": [None, *self.neutral], "description": f"refused otherwise: {self.why}"}
+        return {"enum": [None, *self.neutral], "description": f"{REFUSED}: {self.why}"}
 
     def _check(self, value: Any) -> None:
         if value is not None and not any(

@@ -170,9 +170,7 @@ class Service:
             return name or names[0]
         if self.settings.strict_model_name:
             raise self._unknown_model(name)
-        _LOG.warning(
-            "a request is for the model %.100r; %s answers it (--strict-model-name: none does)", name, names[0]
-        )
+        _LOG.warning("a request for the model %.100r: %s answers it; --strict-model-name refuses it", name, names[0])
         return names[0]
 
     def _unknown_model(self, name: str) -> ApiError:

@@ -37,6 +37,8 @@ class GenerateParams(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     detokenize: bool = Field(False, description="no effect: there is no text")
+    skip_special_tokens: bool = Field(True, description="no effect: there is no text")
+    spaces_between_special_tokens: bool = Field(True, description="no effect: there is no text")
 
 
 class GenerateRequest(Strict):
@@ -49,7 +51,7 @@ class GenerateRequest(Strict):
 
     def completion(self) -> CompletionRequest:
         """Return the equivalent completion request, which validates the fields that both have."""
-        excluded = {"prompt_logprobs", "detokenize"}
+        excluded = {"prompt_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"}
         fields = self.sampling_params.model_dump(exclude=excluded, exclude_none=True)
         fields["max_tokens"] = self.sampling_params.max_tokens
         outer = {name: getattr(self, name) for name in ("model", "cache_salt", "stream", "stream_options")}
