@@ -151,7 +151,7 @@ FIELDS = {
 # Classes, and the attributes that their methods set on self and our code reads.
 ATTRIBUTES = {
     "torchtitan.components.checkpoint:CheckpointManager": (
-        "enable initial_load_path keep_latest_k purge_queue sd_adapter states"
+        "enable initial_load_path keep_latest_k pg purge_queue sd_adapter stager states"
     ),
     "torchtitan.components.metrics:MetricsProcessor": (
         "device_memory_monitor job_config logger model_parts parallel_dims"
@@ -187,12 +187,15 @@ NAMES = [
     "torchtitan.protocols.train_spec:ParallelizeFunction",
     "torchtitan.protocols.train_spec:_extra_train_specs",
     "torchtitan.tools.logging:logger",
+    "torchtitan.tools.utils:GarbageCollection.collect",
     "torchtitan.tools.utils:device_module",
     "torchtitan.tools.utils:device_type",
 ]
 
 # Functions that we reimplement, by the hash of their source: when one changes, our version has to be reviewed.
 SOURCES = {
+    "torchtitan.components.checkpoint:CheckpointManager.dcp_load": "cfff5db492fa",
+    "torchtitan.components.checkpoint:CheckpointManager.dcp_save": "a78bf5cedc1c",
     "torchtitan.components.checkpoint:CheckpointManager._purge_stale_checkpoints": "fdc0bb37bc45",
     "torchtitan.components.metrics:_get_metrics_rank": "48f8e522d285",
     "torchtitan.distributed.expert_parallel:ReordererSequenceParallel._prepare_inputput_fn": "26f12e079e1c",
