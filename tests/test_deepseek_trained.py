@@ -243,6 +243,14 @@ def everything(folder: Path) -> dict[str, torch.Tensor]:
     return {name: s.read(tuple(slice(0, size) for size in s.shape)) for name, s in sources.items()}
 
 
+def refusal(folder: Path) -> str | None:
+    try:
+        everything(folder)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_damage_ends_in_a_sentence(tmp_path: Path) -> None:
     """Whichever byte of an index or of data is another one: a ValueError that names the folder, or tensors with other
@@ -255,10 +263,8 @@ def test_damage_ends_in_a_sentence(tmp_path: Path) -> None:
             damaged = bytearray(data)
             damaged[draw.randrange(len(data))] = draw.randrange(256)
             path.write_bytes(damaged)
-            try:
-                everything(folder)
-            except ValueError as error:
-                assert str(error).startswith(str(folder)), error
+            if (problem := refusal(folder)) is not None:
+                assert problem.startswith(str(folder))
                 num_refused += 1
         path.write_bytes(data)
     assert num_refused > 150

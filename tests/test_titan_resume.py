@@ -213,6 +213,16 @@ def test_falling_back_is_asked_for(plain: Any, tmp_path: Path) -> None:
     assert resumed.losses == {step: plain[1].losses[step] for step in (3, 4, 5, 6)}
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk(mode: str, plain: Any, tmp_path: Path) -> None:
+    job = flags(tmp_path, "--checkpoint.async_mode", mode)
+    reason = titan_job.run(job, function=titan_tasks.without_space)[0].answer
+    folder = tmp_path / "checkpoint" / "step-2"
+    assert reason == f"{folder}/__0_0.distcp: cannot be written: File too large"
+    assert not (folder / ".metadata").exists()
+    assert titan_job.run(job)[0].losses == plain[1].losses, "it starts from the first step again"
+
+
 def test_initial_weights_that_were_changed(plain: Any, tmp_path: Path) -> None:
     source = copy_checkpoint(plain[0] / "checkpoint", tmp_path / "source", 4) / "step-4"
     flip(source / "__0_0.distcp")

@@ -1,6 +1,7 @@
 """What tests do inside a rank of titan_job, beside plain training."""
 
 import hashlib
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from titan_job import build, digest
 
+from whorl.titan import worker
 from whorl.titan.folder_lock import FILE
 
 Tell = Callable[[tuple[Any, ...]], None]
@@ -103,6 +105,17 @@ def folder_rules(flags: list[str], tell: Tell) -> dict[str, Any]:
     except ValueError as e:
         folders["model_alone"] = str(e)
     return folders
+
+
+def without_space(flags: list[str], tell: Tell) -> str | None:
+    """The reason that the log of a rank ends with when the disk is full: no file may have more than 100 kB."""
+    trainer = build(flags, tell)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    try:
+        trainer.train()
+    except BaseException as error:
+        return worker.reason_of(error)
+    return None
 
 
 def first_weights(flags: list[str], tell: Tell) -> bool:

@@ -375,7 +375,6 @@ def _plan(model: str, cards: int, options: PlanOptions, as_json: bool) -> int:
 def _train(recipe: str, options: list[str], ranks: int | None, fresh: bool, torchrun: str, dry_run: bool) -> int:
     need_torch()
     from whorl.titan import train_command
-    from whorl.titan.folder_lock import check_free
 
     with exit_on_bad_usage():
         job = train_command.build_job(recipe, options, ranks=ranks, torchrun=torchrun)
@@ -383,9 +382,7 @@ def _train(recipe: str, options: list[str], ranks: int | None, fresh: bool, torc
         print(shlex.join(job.command))
         return 0
     with exit_on_bad_usage():
-        check_free(job.locked)
-    if fresh and (aside := train_command.set_aside(job.folder)):
-        print(f"the earlier run is now in {aside}")
+        train_command.prepare(job, is_fresh=fresh)
     return train_command.run(job)
 
 

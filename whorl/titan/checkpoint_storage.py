@@ -29,6 +29,7 @@ from torchtitan.components.checkpoint import DATALOADER, AsyncMode
 
 from whorl import digests
 from whorl.checkpoint_index import read_index, why_unreadable
+from whorl.files import CannotWrite
 from whorl.titan.checkpoint_files import BadCheckpoint
 from whorl.titan.served_files import NAMES
 
@@ -45,8 +46,11 @@ class _DigestedFiles(FileSystem):
     def create_stream(self, path: Path, mode: str) -> Iterator[IO[bytes]]:
         if mode != "wb":
             raise ValueError(f"{path} is opened with mode {mode}, expected wb")
-        with digests.DigestedFile(path) as file:
-            yield file
+        try:
+            with digests.DigestedFile(path) as file:
+                yield file
+        except OSError as error:
+            raise CannotWrite(f"{path}: cannot be written: {error.strerror or error}") from error
         self.digests[path.name] = file.digest()
 
     def rename(self, path: Path, new_path: Path) -> None:
@@ -159,11 +163,11 @@ def read_states(states: dict[str, Any], folder: str | Path, *, no_dist: bool = F
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist disables it
         try:
             dcp.load(states, storage_reader=_Reader(folder), planner=_Planner(), no_dist=no_dist)
-        except CheckpointException as e:  # of all ranks, with their traces
+        except CheckpointException as e:
             error = first_error(e)
             raise BadCheckpoint(f"its data cannot be read: {why_unreadable(error)}") from e
 
 
 def first_error(errors: CheckpointException) -> BaseException:
-    """Return the error of the first rank that has one."""
+    """Return the error of the first rank that has one; torch raises those of all ranks with their traces."""
     return min(errors.failures.items())[1][0]

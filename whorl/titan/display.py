@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from whorl.files import output_file
+
 FILE = "metrics.jsonl"
 Line = dict[str, Any]
 # Title, key in metrics.jsonl, and format of each column.
@@ -174,7 +176,7 @@ class Display:
 def plot(folders: list[Path], output: Path) -> None:
     """Plot loss, gradient norm and indexer KL over the steps into an image, one curve for each run.
 
-    Raises ValueError when a folder has no metrics file or no logged step.
+    Raises ValueError when a folder has no metrics file or no logged step, and CannotWrite when the image cannot be.
     """
     import matplotlib
 
@@ -194,5 +196,6 @@ def plot(folders: list[Path], output: Path) -> None:
     if len(runs) > 1:
         axes[0].legend()
     figure.tight_layout()
-    figure.savefig(output, dpi=120)
+    with output_file(output) as path:
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -15,6 +15,7 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
+from whorl.files import CannotWrite
 from whorl.plan.hardware import A3
 from whorl.titan.display import FILE
 
@@ -66,8 +67,11 @@ class JsonLines(BaseLogger):
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise CannotWrite(f"{self._file.name}: cannot be written: {error.strerror}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from whorl.files import output_file
+
 CONFIG = "config.json"
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"),
@@ -50,7 +52,8 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy the files of a tokenizer that exist in `source`."""
     for name in TOKENIZER:
         if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            with output_file(folder / name) as path:
+                shutil.copyfile(source / name, path)
 
 
 def describer(config: dict[str, Any], *, is_bytes: bool, assets: Path) -> Callable[[Path], None]:
@@ -68,6 +71,7 @@ def describer(config: dict[str, Any], *, is_bytes: bool, assets: Path) -> Callab
         else:
             copy_tokenizer(assets, folder)
         for name, values in files.items():
-            (folder / name).write_text(json.dumps(values, indent=1), encoding="utf-8")
+            with output_file(folder / name) as path:
+                path.write_text(json.dumps(values, indent=1), encoding="utf-8")
 
     return write

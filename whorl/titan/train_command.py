@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from whorl.extras import how_to_install
+from whorl.files import CannotWrite
 
 RECIPES = Path(__file__).parent / "recipes"
 CONFIG = "whorl.titan.config"
 LOGS = "logs"
 SHOWN_LINES = 25  # how many lines at the end of a failed rank's log are printed
+REASON = "whorl: training failed: "  # begins the last message in the log of a rank, if the reason is known
 STOPPED = "stopped; the same command resumes from the last checkpoint, if the recipe writes checkpoints"
 
 
@@ -181,13 +183,28 @@ def set_aside(folder: Path) -> Path | None:
     return folder.rename(aside)
 
 
+def prepare(job: Job, *, is_fresh: bool = False) -> None:
+    """Create the folders of a run; is_fresh: rename the folder of an earlier run first.
+
+    Raises FolderLocked when another run writes into the folder, and CannotWrite when this one could not.
+    """
+    from whorl.titan.folder_lock import check_free
+
+    try:
+        check_free(job.locked)
+        if is_fresh and (aside := set_aside(job.folder)):
+            print(f"the earlier run is now in {aside}")
+        (job.folder / LOGS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotWrite(f"{error.filename or job.folder}: cannot be written: {error.strerror}") from error
+
+
 def run(job: Job) -> int:
-    """Run a job; return 0, or 1 when it was stopped or a rank failed. The end of the failed rank's log is printed."""
+    """Run a prepared job; return 0, or 1 when it was stopped or a rank failed: its reason is printed."""
     from whorl.titan import ending
     from whorl.titan.display import Display
 
     logs = job.folder / LOGS
-    logs.mkdir(parents=True, exist_ok=True)
     before = set(logs.iterdir())
     with ending.Signals() as signals:
         process = ending.start(job.command)
@@ -215,13 +232,17 @@ def _print_end(job: Job, num_steps: int) -> None:
 
 
 def _print_failure(folders: set[Path], errors: str, code: int) -> None:
-    print(f"whorl: training failed (torchrun: exit {code})", file=sys.stderr)
     log = first_failure(folders)
-    if log is None:
-        print(errors.strip(), file=sys.stderr)
+    text = errors.strip() if log is None else log.read_text(encoding="utf-8", errors="replace").rstrip()
+    _, is_known, reason = text.rpartition(f"\n{REASON}")
+    if is_known:
+        print(f"{REASON}{reason} (log: {log})", file=sys.stderr)
         return
-    text = log.read_text(encoding="utf-8", errors="replace").rstrip()
-    print(f"--- {log}", *text.splitlines()[-SHOWN_LINES:], sep="\n", file=sys.stderr)
+    print(f"whorl: training failed (torchrun: exit {code})", file=sys.stderr)
+    if log is None:
+        print(text, file=sys.stderr)
+    else:
+        print(f"--- {log}", *text.splitlines()[-SHOWN_LINES:], sep="\n", file=sys.stderr)
 
 
 def first_failure(folders: set[Path]) -> Path | None:
