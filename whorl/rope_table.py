@@ -130,6 +130,8 @@ class RopeTable:
         """
         table, positions = self._table_for(positions, seq_len)
         sections, layout = self.config.sections, self.config.layout
+        if positions.dim() > 1 and (axes := self.config.spread) is not None:
+            return _spread_rows(table, positions, axes)
         if sections and layout and positions.dim() > 1:
             return ops.merge_mrope(table, positions, sections, layout)
         return table[positions]
@@ -165,6 +167,8 @@ class RopeTable:
             return ops.rope(q, k, rows_or_positions, **options)
         dtype = table_dtype(q.device, q.dtype)
         table, positions = self._table_for(rows_or_positions, seq_len, dtype)
+        if positions.dim() > 1 and config.spread is not None:
+            return ops.rope(q, k, _spread_rows(table, positions, config.spread), **options)
         if config.is_mrope and positions.dim() > 1:
             return ops.mrope(q, k, table, positions, config.sections, layout=config.layout, **options)
         return ops.rope(q, k, table, positions, **options)
@@ -239,8 +243,18 @@ class RopeTable:
 def _cos_sin(config: RopeConfig, positions: Tensor, seq_len: int | None) -> Tensor:
     """Return rows [T, R] for positions [T], with angles in fp32 whatever the default dtype and autocast are."""
     frequencies = torch.from_numpy(config.frequencies(seq_len)).to(positions.device)
-    angles = positions[:, None].to(torch.float32) * frequencies
+    places = positions[:, None]
+    if config.rope_type == "mllama4":
+        columns, rows = config.patch_places(places)
+        places = torch.cat([axis.expand(-1, config.rotary_dim // 4) for axis in (columns, rows)], dim=-1)
+    angles = places.to(torch.float32) * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * config.attention_factor_at(seq_len)
+
+
+def _spread_rows(table: Tensor, positions: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Return rows [*tokens, R] whose pair i has the angle of axis axes[i]; positions [A, *tokens]."""
+    rows = table[positions].unflatten(-1, (2, -1))  # [A, *tokens, cos and sin, R/2]
+    return torch.stack([rows[axis][..., pair] for pair, axis in enumerate(axes)], dim=-1).flatten(-2)
 
 
 def _with_index(device: torch.device | str) -> torch.device:

@@ -14,17 +14,25 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .checks import LAYOUTS, REQUIRED, STYLES, WHERE, check, check_choice, check_positive, check_types, require
+from .axes import spread_axes
+from .checks import LAYOUTS, STYLES, UNCOMPUTABLE, WHERE, YARN_TYPES, check, check_positive, check_types, require
 from .families import DEFAULT_BASE
 from .frequencies import FREQUENCIES, yarn_mscale
 from .hugging_face import SCALING_KEYS, UnknownFamilyWarning, keywords
+from .scaling import first, rope_type_of, rotary_size, scaling_fields, sections_of
 
-__all__ = ["LAYOUTS", "STYLES", "WHERE", "DualChunkPositions", "RopeConfig", "UnknownFamilyWarning"]
+__all__ = [
+    "LAYOUTS",
+    "STYLES",
+    "UNCOMPUTABLE",
+    "WHERE",
+    "YARN_TYPES",
+    "DualChunkPositions",
+    "RopeConfig",
+    "UnknownFamilyWarning",
+]
 
 Array = TypeVar("Array")
-
-# "mrope" says only that there are sections, so the frequencies are the default ones; "su" is longrope's first name.
-_ALIASES = {"mrope": "default", "su": "longrope"}
 
 
 class DualChunkPositions(NamedTuple, Generic[Array]):
@@ -76,6 +84,8 @@ class RopeConfig:
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
     long_attention_factor: float | None = None
+    # rope_type "ntk": how fast the slowing grows with the pair's index, which it is raised to.
+    mixed_b: float = 1.0
     # rope_type "proportional": the share of head_dim whose frequency is not zero.
     proportion: float = 1.0
     chunk_size: int | None = None
@@ -111,18 +121,19 @@ class RopeConfig:
         if unknown:
             raise ValueError(f"RopeConfig: unknown keywords {unknown}; known scaling keys are {sorted(SCALING_KEYS)}")
         check_types(scaling)
-        rope_type = _rope_type(scaling)
+        rope_type = rope_type_of(scaling)
         require(rope_type, scaling)
         check_positive("head_dim", head_dim)
         check_positive("max_position", max_position)
-        sections = _sections(scaling)
+        sections = sections_of(scaling)
         if sections is not None and layout is None:
-            layout = "interleaved" if scaling.get("mrope_interleaved") else "chunked"
+            interleaved = "spread" if rope_type == "openpangu" else "interleaved"
+            layout = interleaved if scaling.get("mrope_interleaved") else "chunked"
         return cls(
             head_dim=head_dim,
-            rotary_dim=_rotary_dim(head_dim, rotary_dim, scaling.get("partial_rotary_factor"), rope_type),
+            rotary_dim=rotary_size(head_dim, rotary_dim, scaling.get("partial_rotary_factor"), rope_type),
             max_position=max_position,
-            base=float(_first(scaling.get("rope_theta"), base)),
+            base=float(first(scaling.get("rope_theta"), base)),
             rope_type=rope_type,
             style=style,
             pairs_out=pairs_out,
@@ -132,7 +143,7 @@ class RopeConfig:
             layout=layout,
             chunk_size=chunk_size,
             local_size=local_size,
-            **_scaling_fields(rope_type, scaling, max_position),
+            **scaling_fields(rope_type, scaling, max_position),
         )
 
     @classmethod
@@ -163,11 +174,14 @@ class RopeConfig:
     def table_rows(self) -> int:
         """How many rows a cos/sin table needs for every position that the model supports.
 
-        YaRN reaches factor x original length, whatever max_position is; dual chunk folds positions into two chunks.
+        YaRN reaches factor x original length, whatever max_position is; dual chunk folds positions into two chunks; a
+        Llama 4 vision tower has a row for each patch and one for the class token.
         """
         if self.chunk_size is not None and self.local_size is not None:
             return 2 * self.chunk_size - self.local_size
-        if self.rope_type in ("yarn", "deepseek_yarn") and self.original_max_position is not None:
+        if self.rope_type == "mllama4":
+            return self.max_position + 1  # the class token's row follows those of the patches
+        if self.rope_type in YARN_TYPES and self.original_max_position is not None:
             return max(self.max_position, math.ceil(self.factor * self.original_max_position))
         return self.max_position
 
@@ -193,6 +207,21 @@ class RopeConfig:
         """Return the frequencies [R/2] in float32, computed in float64; longrope and dynamic depend on seq_len."""
         return self.direction * FREQUENCIES[self.rope_type](self, seq_len).astype(np.float32)
 
+    @property
+    def spread(self) -> tuple[int, ...] | None:
+        """Return the axis of each rotary pair in layout "spread", which no operator merges; None for other layouts."""
+        return spread_axes(self.sections) if self.layout == "spread" and self.sections else None
+
+    def patch_places(self, positions: Array) -> tuple[Array, Array]:
+        """Return column and row, from 1, of the patches of a Llama 4 vision tower (mllama4), for their indices.
+
+        max_position is the number of patches, a square; the index after the last is the class token's, at 0 and 0.
+        """
+        side = math.isqrt(self.max_position)
+        index: Any = positions
+        is_patch = index < self.max_position
+        return (index % side + 1) * is_patch, (index // side + 1) * is_patch
+
     def dual_chunk_positions(self, positions: Array) -> DualChunkPositions[Array]:
         """Return the five positions of dual chunk attention for an integer numpy array or torch tensor."""
         if self.chunk_size is None or self.local_size is None:
@@ -206,89 +235,3 @@ class RopeConfig:
             succ_critical=intra + stride,
             inter_critical=intra + chunk,
         )
-
-
-def _first(*values: Any) -> Any:
-    """Return the first value that is not None, or None."""
-    return next((value for value in values if value is not None), None)
-
-
-def _rope_type(scaling: Mapping[str, Any]) -> str:
-    names = [scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None]
-    kinds = [_ALIASES.get(name, name) for name in names] or ["default"]
-    if kinds[0] != kinds[-1]:
-        raise ValueError(f"RopeConfig: rope_type {names[0]!r} and type {names[1]!r} disagree; remove one")
-    check_choice("rope_type", kinds[0], tuple(REQUIRED))
-    return kinds[0]
-
-
-def _sections(scaling: Mapping[str, Any]) -> tuple[int, ...] | None:
-    values = [tuple(scaling[key]) for key in ("mrope_section", "xdrope_section") if scaling.get(key) is not None]
-    if values and values[0] != values[-1]:
-        raise ValueError(f"RopeConfig: mrope_section {values[0]} and xdrope_section {values[1]} disagree; remove one")
-    return tuple(int(size) for size in values[0]) if values else None
-
-
-def _rotary_dim(head_dim: int, rotary_dim: int | None, partial: float | None, rope_type: str) -> int:
-    if partial is not None and not 0 < partial <= 1:
-        raise ValueError(f"RopeConfig: partial_rotary_factor must be in (0, 1], found {partial}")
-    is_full = partial is None or rope_type == "proportional"
-    expected = head_dim if is_full else int(head_dim * float(partial or 1))
-    if rotary_dim is None or rotary_dim == expected:
-        return expected
-    if partial is not None:
-        raise ValueError(
-            f"RopeConfig: rotary_dim {rotary_dim} disagrees with partial_rotary_factor {partial}, "
-            f"which gives {expected} of head_dim {head_dim}"
-        )
-    return rotary_dim
-
-
-def _scaling_fields(rope_type: str, scaling: Mapping[str, Any], max_position: int) -> dict[str, Any]:
-    """Return the RopeConfig fields of a rope dict, including those that Hugging Face derives from others."""
-    original = scaling.get("original_max_position_embeddings")
-    if original is None and rope_type in ("yarn", "deepseek_yarn", "longrope", "llama3"):
-        original = max_position
-    factor = scaling.get("factor")
-    if factor is None:
-        factor = max_position / original if original and rope_type != "llama3" else 1.0
-    short, long = scaling.get("short_factor"), scaling.get("long_factor")
-    ntk_by_alpha = rope_type in ("dynamic", "xdrope") and scaling.get("alpha")
-    fields: dict[str, Any] = {
-        "original_max_position": original,
-        "factor": float(factor),
-        "alpha": float(scaling["alpha"]) if ntk_by_alpha else None,
-        "attention_factor": _attention_factor(rope_type, scaling, float(factor), original),
-        "long_attention_factor": scaling.get("long_mscale") if rope_type == "longrope" else None,
-        "beta_fast": float(scaling.get("beta_fast") or 32),
-        "beta_slow": float(scaling.get("beta_slow") or 1),
-        "truncate": bool(_first(scaling.get("truncate"), True)),
-        "mscale": scaling.get("mscale"),
-        "mscale_all_dim": scaling.get("mscale_all_dim"),
-        "short_factor": None if short is None else tuple(map(float, short)),
-        "long_factor": None if long is None else tuple(map(float, long)),
-    }
-    if rope_type == "llama3":
-        fields |= {key: float(scaling[key]) for key in ("low_freq_factor", "high_freq_factor")}
-    if rope_type == "proportional":
-        fields["proportion"] = float(_first(scaling.get("partial_rotary_factor"), 1.0))
-    return fields
-
-
-def _attention_factor(rope_type: str, scaling: Mapping[str, Any], factor: float, original: int | None) -> float:
-    if rope_type not in ("yarn", "deepseek_yarn", "longrope"):
-        return 1.0
-    explicit = scaling.get("attention_factor")
-    if explicit is not None:
-        return float(explicit)
-    if rope_type == "longrope":
-        short = scaling.get("short_mscale")
-        assert original is not None
-        derived = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        return derived if short is None else float(short)
-    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if rope_type == "deepseek_yarn":
-        return yarn_mscale(factor, _first(mscale, 1.0)) / yarn_mscale(factor, _first(mscale_all_dim, 0.0))
-    if mscale and mscale_all_dim:
-        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
-    return yarn_mscale(factor)

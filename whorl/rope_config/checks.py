@@ -13,8 +13,13 @@ STYLES = ("half", "pairs")
 # where: whether the first or the last R of the D channels of a head rotate.
 WHERE = ("leading", "trailing")
 # layout: which axis the R/2 rotary pairs follow. chunked: contiguous bands t, h, w; interleaved: h and w have every
-# third pair, t the others; hwt: h and w alternate, then t.
-LAYOUTS = ("chunked", "interleaved", "hwt")
+# third pair, t the others; hwt: h and w alternate, then t; spread: as axes.py spreads them.
+LAYOUTS = ("chunked", "interleaved", "hwt", "spread")
+YARN_TYPES = ("yarn", "deepseek_yarn", "deepseek_llama_scaling", "telechat3-yarn")
+# Types that vLLM's get_rope knows and that no configuration suffices for, with what is missing.
+UNCOMPUTABLE = {
+    "fope": "the coefficients that mix its cosines and sines were learned (cos_coef and sin_coef of the checkpoint)",
+}
 # The keys that each type requires. `dynamic` requires factor or alpha, which is checked separately.
 REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -22,11 +27,20 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "dynamic": (),
     "yarn": ("factor",),
     "deepseek_yarn": ("factor",),
+    "deepseek_llama_scaling": ("factor",),
+    "telechat3-yarn": ("factor",),
+    "ntk": ("factor",),
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "proportional": (),
     "xdrope": ("alpha", "xdrope_section"),
+    "openpangu": ("mrope_section", "mrope_interleaved"),
+    "mllama4": (),
 }
+
+
+# Keys of a rope dict whose value is true or false.
+SWITCHES = ("mrope_interleaved", "truncate", "apply_yarn_scaling", "use_fope")
 
 
 def check_positive(name: str, value: Any) -> None:
@@ -39,6 +53,14 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless value is one of the choices."""
     if value not in choices:
         raise ValueError(f"RopeConfig: {name} {value!r} is unknown; known are {list(choices)}")
+
+
+def check_computable(rope_type: str) -> None:
+    """Raise ValueError for a type whose frequencies a configuration does not determine."""
+    if rope_type in UNCOMPUTABLE:
+        raise ValueError(
+            f"RopeConfig: {rope_type!r} cannot be computed from a configuration: {UNCOMPUTABLE[rope_type]}"
+        )
 
 
 def check(config: "RopeConfig") -> None:
@@ -72,11 +94,14 @@ def _check_sections(config: "RopeConfig") -> None:
         return
     check_choice("layout", config.layout, LAYOUTS)
     subject = f"sections {list(sections)}, layout {config.layout!r}"
-    if len(sections) not in (3, 4) or min(sections) < 0:
-        raise ValueError(f"RopeConfig: {subject}: expected 3 or 4 counts of channels")
+    if len(sections) not in ((2, 3) if config.layout == "spread" else (3, 4)) or min(sections) < 0:
+        expected = "2 or 3" if config.layout == "spread" else "3 or 4"
+        raise ValueError(f"RopeConfig: {subject}: expected {expected} counts of channels")
     if sum(sections) != pairs:
         raise ValueError(f"RopeConfig: {subject}: sum is {sum(sections)}, rotary pairs (rotary_dim / 2) are {pairs}")
-    if config.layout != "chunked" and len(sections) != 3:
+    if config.layout == "spread" and sections[0] == 0:
+        raise ValueError(f"RopeConfig: {subject}: the last pair follows the first axis, whose count must be above 0")
+    if config.layout in ("interleaved", "hwt") and len(sections) != 3:
         raise ValueError(f"RopeConfig: {subject}: this layout has exactly 3 axes, found {len(sections)}")
     if config.layout == "interleaved" and max(3 * sections[1] - 2, 3 * sections[2] - 1) >= pairs:
         raise ValueError(f"RopeConfig: {subject}: stride 3 runs past the {pairs} rotary pairs and loses channels")
@@ -86,12 +111,16 @@ def _check_sections(config: "RopeConfig") -> None:
 
 def _check_scaling(config: "RopeConfig") -> None:
     kind, pairs = config.rope_type, config.rotary_dim // 2
-    if kind in ("yarn", "deepseek_yarn", "longrope", "llama3") and config.original_max_position is None:
+    if kind in (*YARN_TYPES, "longrope", "llama3") and config.original_max_position is None:
         raise ValueError(f"RopeConfig: rope_type {kind!r} needs original_max_position, found None")
     if kind == "xdrope" and (config.alpha is None or config.sections is None):
         raise ValueError(
             f"RopeConfig: rope_type 'xdrope' needs alpha and sections, found {config.alpha} and {config.sections}"
         )
+    if kind == "openpangu" and config.layout != "spread":
+        raise ValueError(f"RopeConfig: rope_type 'openpangu' has layout 'spread', found {config.layout!r}")
+    if kind == "mllama4":
+        _check_patches(config)
     if kind in ("dynamic", "xdrope") and config.rotary_dim <= 2:
         raise ValueError(f"RopeConfig: rope_type {kind!r} needs rotary_dim above 2, found {config.rotary_dim}")
     if kind == "llama3" and config.low_freq_factor >= config.high_freq_factor:
@@ -104,6 +133,15 @@ def _check_scaling(config: "RopeConfig") -> None:
         if factors is None or len(factors) != pairs:
             length = "None" if factors is None else len(factors)
             raise ValueError(f"RopeConfig: {name} needs one number per rotary pair: {pairs}, found {length}")
+
+
+def _check_patches(config: "RopeConfig") -> None:
+    patches, size = config.max_position, config.rotary_dim
+    if math.isqrt(patches) ** 2 != patches or size % 4 or config.style != "pairs" or config.sections:
+        raise ValueError(
+            f"RopeConfig: rope_type 'mllama4' needs a square number of patches (max_position), rotary_dim a multiple "
+            f"of 4, style 'pairs' and no sections; found {patches}, {size}, {config.style!r} and {config.sections}"
+        )
 
 
 def _check_dual_chunk(config: "RopeConfig") -> None:
@@ -125,7 +163,7 @@ def check_types(scaling: Mapping[str, Any]) -> None:
     rope_type and type are strings, sections, short_factor and long_factor lists of numbers, all others numbers.
     """
     for name, value in scaling.items():
-        if value is None or (name in ("mrope_interleaved", "truncate") and isinstance(value, bool)):
+        if value is None or (name in SWITCHES and isinstance(value, bool)):
             continue
         if name in ("rope_type", "type"):
             is_right, expected = isinstance(value, str), "a name"

@@ -71,6 +71,19 @@ def _yarn(config: "RopeConfig", seq_len: int | None) -> Frequencies:
     return plain / config.factor * slowed + plain * (1 - slowed)
 
 
+def _ntk(config: "RopeConfig", seq_len: int | None) -> Frequencies:
+    """Slow down pair i by factor to the power ((i + 1) / (R/2)) ** mixed_b: the last pair by the whole factor."""
+    pairs = config.rotary_dim // 2
+    shares = (np.arange(1, pairs + 1, dtype=np.float64) / pairs) ** config.mixed_b
+    return _plain_frequencies(config) * config.factor**-shares
+
+
+def _mllama4(config: "RopeConfig", seq_len: int | None) -> Frequencies:
+    """Return frequencies that the first half of the pairs has for columns, and the other half again for rows."""
+    half = config.rotary_dim // 2
+    return np.tile(config.base ** -_exponents(half, half), 2)
+
+
 def _longrope(config: "RopeConfig", seq_len: int | None) -> Frequencies:
     factors = config.long_factor if config.is_long(seq_len) else config.short_factor
     return _plain_frequencies(config) / np.asarray(factors, dtype=np.float64)
@@ -100,8 +113,13 @@ FREQUENCIES: dict[str, Callable[["RopeConfig", int | None], Frequencies]] = {
     "dynamic": _dynamic,
     "yarn": _yarn,
     "deepseek_yarn": _yarn,
+    "deepseek_llama_scaling": _yarn,
+    "telechat3-yarn": _yarn,
+    "ntk": _ntk,
     "longrope": _longrope,
     "llama3": _llama3,
     "proportional": _proportional,
     "xdrope": _dynamic,
+    "openpangu": _default,
+    "mllama4": _mllama4,
 }

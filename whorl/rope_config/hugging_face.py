@@ -9,14 +9,14 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .families import LLAMA, MODELS, Model
+from .families import DEFAULT_BASE, LLAMA, MODELS, Model
 
 # The keys of a rope dict (`rope_parameters`, before transformers 5.0 `rope_scaling`) that RopeConfig reads.
 SCALING_KEYS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "alpha", "original_max_position_embeddings",
     "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor",
     "high_freq_factor", "short_factor", "long_factor", "short_mscale", "long_mscale", "mrope_section",
-    "mrope_interleaved", "xdrope_section",
+    "mrope_interleaved", "xdrope_section", "mixed_b", "apply_yarn_scaling", "use_fope",
 }  # fmt: skip
 # The keys of the text model inside a composite configuration, outermost first.
 _TEXT_KEYS = ("thinker_config", "text_config", "llm_config", "language_config")
@@ -31,19 +31,34 @@ class UnknownFamilyWarning(UserWarning):
 def keywords(config: Mapping[str, Any] | object, layer_type: str | None) -> dict[str, Any]:
     """Return the arguments of `RopeConfig.from_keywords` for one rotary embedding of a configuration."""
     values = _text_model(config)
+    if values.get("model_type") == "llama4_vision_model":
+        return _patches(values)
     model = _model(values.get("model_type"))
     values = _layer_values(values, layer_type)
     rope = _rope_dict(values, model, layer_type)
     if rope.get("mrope_section") is None and rope.get("xdrope_section") is None and model.sections:
         rope["mrope_section"] = model.sections
     if model.deepseek_yarn and _type_name(rope) == "yarn":
-        rope = {key: value for key, value in rope.items() if key != "type"} | {"rope_type": "deepseek_yarn"}
+        name = "deepseek_llama_scaling" if rope.get("apply_yarn_scaling") is False else "deepseek_yarn"
+        rope = {key: value for key, value in rope.items() if key != "type"} | {"rope_type": name}
     return {
         **_scaling(rope),
         **_channels(values, rope, model, layer_type == "indexer"),
         "max_position": _number(values, "max_position_embeddings", "n_positions", "seq_length"),
         "layout": _layout(rope, model),
         **_dual_chunk(values),
+    }
+
+
+def _patches(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for Llama 4's vision tower, whose positions are indices of patches."""
+    rope = values.get("rope_parameters") or values
+    return {
+        "rope_type": "mllama4",
+        "rope_theta": _real("rope_theta", rope.get("rope_theta", DEFAULT_BASE)),
+        "head_dim": _head_dim(values),
+        "max_position": (_number(values, "image_size") // _number(values, "patch_size")) ** 2,
+        "style": "pairs",
     }
 
 
@@ -206,7 +221,7 @@ def _layout(rope: Mapping[str, Any], model: Model) -> str | None:
         return None
     interleaved = _first(rope.get("mrope_interleaved"), rope.get("interleaved"))
     if interleaved:
-        return "interleaved"
+        return "spread" if _type_name(rope) == "openpangu" else "interleaved"
     return "chunked" if interleaved is False and model.layout == "interleaved" else model.layout
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Final
 
-from whorl.doctor.checks.yarn import YARN
 from whorl.doctor.launch import Launch
 from whorl.doctor.paths import megatron_branch
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
+from whorl.rope_config import YARN_TYPES
 
 # Settings that name the precision of angles, frequencies or the buffers that hold them.
 ANGLE_DTYPES: Final = ("inv_freq_dtype", "rotary_dtype", "rope_dtype", "angle_dtype", "buffer_dtype")
@@ -35,7 +35,12 @@ def cos_above_one(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
 @rule("yarn-factor-ignored", "warning")
 def torchtitan_scales_softmax(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     rope = launch.rope
-    if launch.framework != "torchtitan" or rope is None or rope.rope_type not in YARN or rope.attention_factor == 1.0:
+    if (
+        launch.framework != "torchtitan"
+        or rope is None
+        or rope.rope_type not in YARN_TYPES
+        or rope.attention_factor == 1.0
+    ):
         return
     yield Problem(
         where=f"{launch.rope_where} (rope_type {rope.rope_type})",

@@ -1,15 +1,13 @@
 """Checks that the YaRN settings of a launch are those of config.json."""
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from whorl.doctor.launch import Launch, rope_entries
 from whorl.doctor.paths import megatron_branch
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
-from whorl.rope_config import RopeConfig
-
-YARN: Final = ("yarn", "deepseek_yarn")
+from whorl.rope_config import YARN_TYPES, RopeConfig
 
 
 class YarnFlag(NamedTuple):
@@ -30,7 +28,7 @@ class YarnFlag(NamedTuple):
 @rule("yarn-factor-ignored")
 def yarn_not_in_the_launch(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     rope = launch.rope
-    if not launch.uses_megatron or rope is None or rope.rope_type not in YARN:
+    if not launch.uses_megatron or rope is None or rope.rope_type not in YARN_TYPES:
         return
     if launch.find("position_embedding_type") is None and not launch.uses_mindspeed_llm:
         return
@@ -86,7 +84,7 @@ def mindspeed_yarn_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem
         return
     if launch.text is None:
         return  # there is no config.json to differ from
-    if rope.rope_type not in YARN:
+    if rope.rope_type not in YARN_TYPES:
         yield _yarn_only_at_launch(launch)
         return
     wrong = [(flag, text) for flag in _flags(launch, rope) if (text := _difference(launch, flag)) is not None]
