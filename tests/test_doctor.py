@@ -171,6 +171,63 @@ def test_failing_example_by_any_megatron_name(framework: str) -> None:
     assert report.framework_because == "set by --framework"
 
 
+ASCEND = {
+    "ascend_torchair": "torch",
+    "ascend_torchair_deepseek": "npu_interleave_rope",
+    "ascend_own_operator": "ascend_rotary_embedding",
+    "ascend_own_operator_not_compiled": "_npu_rotary_embedding",
+    "ascend_0_10_deepseek": "_npu_rotary_embedding",
+    "ascend_0_10_deepseek_float16": "ascend_rotary_embedding",
+    "ascend_0_10_310p": "_npu_rotary_embedding",
+    "ascend_310p_mrope": "npu_apply_rotary_pos_emb",
+    "ascend_310p_half_of_a_head": "npu_apply_rotary_pos_emb",
+    "ascend_310p_other_heads": "_npu_rotary_embedding",
+}
+
+
+@pytest.mark.parametrize("name", ASCEND)
+def test_branches_of_vllm_ascend(name: str, tmp_path: Path) -> None:
+    (path,) = report_of(name, tmp_path)["paths"]
+    assert (path["runs_in"], path["operator"]) == ("vllm-ascend", ASCEND[name])
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
+def test_torchair_s_qwen_looks_cos_and_sin_up_once(model_type: str, tmp_path: Path) -> None:
+    values = json.loads((HERE / "models" / "qwen3_8b.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = {"additional_config": {"torchair_graph_config": {"enabled": True}}, "vllm_ascend": "0.10.1"}
+    (path,) = check(tmp_path, framework="vllm-ascend", settings=config).paths
+    assert (path.operator, path.passed_over[0][0]) == ("npu_apply_rotary_pos_emb", "_npu_rotary_embedding")
+    newer = check(tmp_path, framework="vllm-ascend", settings=config | {"vllm_ascend": "0.13.0"}).paths[0]
+    assert newer.operator == "triton_rope"
+
+
+CLASSES = {
+    "NTKScalingRotaryEmbedding": {"rope_type": "ntk", "factor": 4.0, "mixed_b": 0.7},
+    "DynamicNTKAlphaRotaryEmbedding": {"rope_type": "dynamic", "alpha": 1000.0},
+    "DynamicNTKScalingRotaryEmbedding": {"rope_type": "dynamic", "factor": 4.0},
+    "TeleChat3RoPEScaledRotaryEmbedding": {"rope_type": "telechat3-yarn", "factor": 4.0},
+    "DeepseekScalingRotaryEmbedding": {"rope_type": "deepseek_llama_scaling", "factor": 4.0},
+    "MRotaryEmbeddingInterleaved": {
+        "rope_type": "openpangu", "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+    },
+    "FourierRotaryEmbedding": {"rope_type": "default", "use_fope": True, "num_inv_freq": 24},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_of_get_rope(name: str, tmp_path: Path) -> None:
+    values = json.loads((HERE / "models" / "qwen3_8b.json").read_text()) | {"rope_scaling": CLASSES[name]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    report = check(tmp_path, framework="vllm")
+    assert report.paths[0].branch == name
+    assert not report.failed
+    expected = ["rope-config-unread"] if name == "FourierRotaryEmbedding" else []
+    assert [code for code in codes(report) if code != "rope-key-ignored"] == expected
+    if expected:
+        assert "cos_coef and sin_coef of the checkpoint" in report.findings[0].found
+
+
 def test_vllm_ascend_is_vllm_on_an_npu() -> None:
     report = check(HERE / "models" / "qwen3_vl_8b.json", framework="vllm-ascend")
     assert (report.framework, report.device, report.paths[0].runs_in) == ("vllm", "npu", "vllm-ascend")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from whorl.doctor import BadInput, check
 from whorl.doctor.command import run
 from whorl.doctor.log import explain
-from whorl.doctor.paths import OPERATORS
+from whorl.doctor.rotary_operators import OPERATORS
 from whorl.doctor.symptoms import SYMPTOMS
 from whorl.doctor.trace import EVIDENCE, UNFUSED, operators_of, read_trace
 from whorl.doctor.tracebacks import read_failures
@@ -135,6 +135,7 @@ SEEN = {
     "void transformer_engine::fused_rope_thd_forward_kernel<bf16>": "te_fused_rope_thd",
     "rotary_fwd_q_kernel": "mla_fused_rope",
     "_C::rotary_embedding": "vllm_rotary_embedding",
+    "_C_ascend::rotary_embedding": "ascend_rotary_embedding",
     "void vllm::rotary_embedding_kernel<c10::BFloat16, true>(long const*)": "vllm_rotary_embedding",
     "triton_poi_fused_add_cat_cos_mul_neg_sin_0": "inductor",
     "triton_poi_fused_cat_mul_neg_3": "inductor",

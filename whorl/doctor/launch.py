@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from whorl.doctor.inputs import OTHER_TOWERS, Inputs
 from whorl.doctor.settings import Setting
-from whorl.rope_config import RopeConfig
+from whorl.rope_config import UNCOMPUTABLE, RopeConfig
 
 FRAMEWORKS: Final = ("megatron", "bridge", "mindspeed", "mindspeed-mm", "verl", "vllm", "hf", "torchtitan", "whorl")
 MEGATRON_FAMILY: Final = ("megatron", "bridge", "mindspeed")
@@ -143,6 +143,13 @@ class Launch:
     @property
     def is_mrope(self) -> bool:
         return self.model_sections is not None
+
+    @property
+    def uncomputable(self) -> str | None:
+        """The rope type where no configuration suffices for its frequencies (fope), else None."""
+        entries = rope_entries(self.text)
+        kind = "fope" if entries.get("use_fope") else str(entries.get("rope_type") or entries.get("type"))
+        return kind if kind in UNCOMPUTABLE else None
 
     @property
     def style(self) -> str:

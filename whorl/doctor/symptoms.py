@@ -267,6 +267,14 @@ SYMPTOMS: Final = (
         fix=("compare shapes and dtypes with the operator's document", "or use plain torch for this model"),
     ),
     Symptom(
+        "rotary-offsets",
+        r"Batched rotary embedding is currently not supported on NPU",
+        cause="The rotary class got offsets into a table of several scalings, as adapters with a context length of "
+        "their own pass them; vllm-ascend rotates by one table.",
+        expected="adapters of one context length",
+        fix="remove --long-lora-scaling-factors",
+    ),
+    Symptom(
         "operator-missing",
         r"module 'torch_npu' has no attribute '_?npu_(?:rotary|mrope|apply_rotary|interleave_rope)\w*'"
         r"|'_OpNamespace' '(?:npu|atb)' object has no attribute '_?npu_(?:rotary|mrope|apply_rotary|interleave_rope)",

@@ -23,11 +23,13 @@ EVIDENCE: Final = {
     r"RotaryPositionEmbedding": "npu_rotary_mul npu_rotary_position_embedding",
     r"whorl::m?rope|_m?rope_kernel|qk_norm_rope": "whorl",
     r"triton_mrope": "triton_mrope",
+    r"_C_ascend::rotary_embedding": "ascend_rotary_embedding",
     r"rope_forward_triton|_triton_rope|npu_rotary_embedding": "triton_rope",
     r"fused_apply_mla_rope|rotary_fwd_(q|kv)_kernel": "mla_fused_rope",
     r"fused_rope_thd": "te_fused_rope_thd",
     r"fused_rope|FusedRoPE": "te_fused_rope te_fused_rope_thd",
-    r"rotary_embedding(_kernel)?\b": "vllm_rotary_embedding",
+    # vllm-ascend 0.10 registers its operator under vLLM's name.
+    r"rotary_embedding(_kernel)?\b": "vllm_rotary_embedding ascend_rotary_embedding",
     r"triton_\w*(neg|cat)\w*(cos|sin|mul)\w*": "inductor",
     r"aten::view_as_complex": "torch_complex",
 }

@@ -56,8 +56,8 @@ def _readable_without_rope(launch: Launch) -> bool:
 
     If so, the rope dictionary is invalid; if not, the doctor does not know this kind of config.
     """
-    if rope_entries(launch.text).get("rope_type") == "axial":
-        return False  # the config of a vision tower alone
+    if launch.uncomputable or rope_entries(launch.text).get("rope_type") == "axial":
+        return False  # learned in the checkpoint, or the config of a vision tower alone
     plain = {**(launch.text or {}), "rope_parameters": None, "rope_scaling": None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # build_launch has already recorded these warnings

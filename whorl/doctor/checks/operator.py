@@ -6,9 +6,9 @@ from typing import Final
 from whorl.contracts import CONTRACTS, SUPPORTED_TORCH_NPU
 from whorl.doctor.launch import Launch, rope_entries
 from whorl.doctor.operator_limits import LIMITS
-from whorl.doctor.paths import VLLM_ASCEND_MROPE_SECTIONS
 from whorl.doctor.report import RotaryPath
 from whorl.doctor.rules import Problem, rule
+from whorl.doctor.vllm_paths import VLLM_ASCEND_MROPE_SECTIONS, is_310p, is_old
 
 COMPILE_KEYS: Final = ("torch_compile", "compile", "use_torch_compile")
 
@@ -89,6 +89,8 @@ def operator_keeps_first_table(launch: Launch, path: RotaryPath) -> Iterator[Pro
 def operator_rotates_whole_heads(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     rope = launch.rope
     whole_heads = ("_npu_rotary_embedding", "npu_apply_rotary_pos_emb")
+    if launch.framework == "vllm" and is_310p(launch) and not is_old(launch):
+        return  # this branch slices the rotary channels off first
     if rope is None or rope.rotary_dim == rope.head_dim or launch.is_mla or path.operator not in whole_heads:
         return
     yield Problem(
@@ -194,6 +196,20 @@ def ascend_mrope_is_half(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         why=f"For mrope_section {list(VLLM_ASCEND_MROPE_SECTIONS)} vllm-ascend passes rotary_mode='half' whatever the "
         "model needs, so the result is silently wrong (vllm-project/vllm-ascend#12765).",
         fix="run vLLM's native forward for this model until vllm-ascend is fixed",
+    )
+
+
+@rule("rotary-offsets")
+def offsets_on_npu(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+    if launch.framework != "vllm" or launch.device != "npu" or launch.get("long_lora_scaling_factors") is None:
+        return
+    yield Problem(
+        setting="long_lora_scaling_factors",
+        found="long_lora_scaling_factors on an NPU",
+        expected="adapters of one context length",
+        why="Adapters with a scaling of their own pass offsets into a table of several scalings; vllm-ascend raises "
+        "NotImplementedError for offsets.",
+        fix=launch.removal("long_lora_scaling_factors"),
     )
 
 
