@@ -325,7 +325,9 @@ def test_what_is_refused(registry: None) -> None:
         ops.register_backend("ember", device="cpu", package="ember", missing=lambda: None)
     with pytest.raises(ValueError, match="rms_norm: backend is 'ember', expected one of torch_cuda, triton"):
         ops.rms_norm.impl("ember", "ember.kernels:forward")
-    wrong = r"rms_norm: impl\('triton', <function .*\): expected 'module:function'; .* rms_norm.impl\('triton'\)\(mine\)"
+    wrong = (
+        r"rms_norm: impl\('triton', <function .*\): expected 'module:function'; .* rms_norm.impl\('triton'\)\(mine\)"
+    )
 
     def mine(x: Any, weight: Any, eps: float, plus_one: bool) -> Any: ...
 

@@ -223,6 +223,20 @@ def test_the_programs_of_the_readme_run(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", block], cwd=tmp_path, check=True, timeout=300)
 
 
+@pytest.mark.slow
+def test_the_program_of_passes_runs(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "passes.md").read_text()
+    (program,) = [block for _, block in _FENCE.findall(text) if "init_process_group" in block]
+    (tmp_path / "sp.py").write_text(program)
+    words = "--standalone --nproc-per-node 2 sp.py".split()
+    assert f"torchrun {shlex.join(words)}" in text
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "equal bits: True" in result.stdout
+    assert "3 of 3 collectives rewritten" in result.stdout
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_programs_compile(page: Path) -> None:
     for language, block in _FENCE.findall(page.read_text()):

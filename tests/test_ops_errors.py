@@ -161,7 +161,9 @@ def test_a_dtype_is_expected_once(name: str) -> None:
     """Not "expected torch.float32 or torch.float32" where x itself is in fp32."""
     op = OPS[name]
     values = op.make(**op.cases[0], dtype=torch.float32, device="cpu")
-    values |= {n: torch.ones(3) for n in ("bias", "residual", "k_scale", "v_scale") if n in values and values[n] is None}
+    values |= {
+        n: torch.ones(3) for n in ("bias", "residual", "k_scale", "v_scale") if n in values and values[n] is None
+    }
     for argument, value in values.items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue

@@ -377,6 +377,4 @@ _BATCH_INVARIANT = (
         **_PACKAGE,
     ),
 )
-CONTRACTS: Final[dict[str, Contract]] = {
-    contract.name: contract for contract in (*_TABLE, *SPARSE, *_BATCH_INVARIANT)
-}
+CONTRACTS: Final[dict[str, Contract]] = {contract.name: contract for contract in (*_TABLE, *SPARSE, *_BATCH_INVARIANT)}

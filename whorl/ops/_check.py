@@ -29,9 +29,7 @@ def or_fp32(dtype: torch.dtype) -> str:
 def check_bias(name: str, bias: Tensor | None, count: int, dtype: torch.dtype) -> None:
     """Raise ValueError unless the bias is None or [count] in x's dtype or fp32. dtype: that of x."""
     if bias is not None and (bias.shape != (count,) or bias.dtype not in (dtype, torch.float32)):
-        raise ValueError(
-            f"{name}: bias is {list(bias.shape)} {bias.dtype}, expected [{count}] in {or_fp32(dtype)}"
-        )
+        raise ValueError(f"{name}: bias is {list(bias.shape)} {bias.dtype}, expected [{count}] in {or_fp32(dtype)}")
 
 
 def check_range(name: str, argument: str, ids: Tensor, end: int, *, start: int = 0) -> None:

@@ -142,6 +142,7 @@ log_softmax_backward.impl("triton", "log_softmax_triton:backward", accepts=lambd
 token_logprobs.impl("triton", "log_softmax_triton:token_forward", accepts=_triton_reason)
 token_logprobs_backward.impl("triton", "log_softmax_triton:token_backward", accepts=_triton_reason)
 
+
 # torch_npu has no operator of its own for this; it implements torch's log_softmax on an NPU. AscendC has one.
 @log_softmax.impl("torch_npu")
 def _npu(logits: Tensor) -> Tensor:
