@@ -1,4 +1,4 @@
-"""Our operators in Megatron-Bridge's own Qwen3-VL classes: its rotary embedding and its self-attention, from its wheels.
+"""Our operators in Megatron-Bridge's own Qwen3-VL classes, the rotary embedding and the self-attention of its wheels.
 
 The package imports Transformer Engine, which needs a GPU; the modules of these two classes do not. So they are loaded
 from the unpacked wheel, with the packages above them left empty, into a small Megatron model on the CPU.

@@ -228,7 +228,7 @@ def test_the_program_of_passes_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "passes.md").read_text()
     (program,) = [block for _, block in _FENCE.findall(text) if "init_process_group" in block]
     (tmp_path / "sp.py").write_text(program)
-    words = "--standalone --nproc-per-node 2 sp.py".split()
+    words = ["--standalone", "--nproc-per-node", "2", "sp.py"]
     assert f"torchrun {shlex.join(words)}" in text
     command = [sys.executable, "-m", "torch.distributed.run", *words]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

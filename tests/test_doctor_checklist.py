@@ -81,7 +81,7 @@ def test_a_forward_may_call_its_first_parameter_as_it_likes() -> None:
     kind = type(model.rotary_emb)
 
     class Renamed(kind):  # type: ignore[misc, valid-type]
-        def forward(this, x: torch.Tensor, position_ids: torch.Tensor) -> Any:  # noqa: N805
+        def forward(this, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
             return kind.forward(this, x, position_ids)
 
     class Static(kind):  # type: ignore[misc, valid-type]

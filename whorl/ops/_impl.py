@@ -42,6 +42,17 @@ class LazyFunction:
         return function
 
 
+def check_where(operator: str, backend: str, where: object) -> None:
+    """Raise TypeError unless `where` is "" or "module:function"."""
+    if where == "" or (isinstance(where, str) and all(where.partition(":"))):
+        return
+    function = getattr(where, "__name__", "function")
+    raise TypeError(
+        f"{operator}: impl({backend!r}, {where!r}): expected 'module:function'; to add a function itself, write "
+        f"{operator}.impl({backend!r})({function})"
+    )
+
+
 class Impl:
     """One backend's function, and two functions of the arguments that return None or a reason not to choose it.
 

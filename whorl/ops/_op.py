@@ -20,7 +20,7 @@ from whorl.device import BACKENDS, HOST, REFERENCE, load_backends, unavailable
 from ._draw import Draw
 from ._forced import Forced
 from ._gradient import Formula, Gradient, Values
-from ._impl import Choice, Impl, LazyFunction, Reason, check_signature, no_reason
+from ._impl import Choice, Impl, LazyFunction, Reason, check_signature, check_where, no_reason
 from ._plan import NOT_DESCRIBED, Impls, Key, Plan, Plans, describer
 from ._schema import literals, torch_schema
 from ._tracing import PLAIN, VALUE_READS, has_autocast, has_dtensor, is_transformed, is_watched, needs_node, no_autocast
@@ -121,8 +121,7 @@ class Op:
         in the reference's package. accepts(**arguments) returns None, or the reason that the backend cannot take these
         arguments. slower(**arguments) returns None, or the reason that a backend tried later was measured to be
         faster; this backend then runs only where it is forced or no other backend takes the arguments.
-        Raises ValueError for an unknown backend or a second implementation, TypeError for another signature or another
-        kind of `where`.
+        Raises ValueError for an unknown backend or a second implementation, TypeError for another signature or `where`.
         """
         if backend not in BACKENDS:
             raise ValueError(
@@ -130,12 +129,7 @@ class Op:
                 "another"
             )
 
-        if not isinstance(where, str) or (where and not all(where.partition(":"))):
-            function = getattr(where, "__name__", "function")
-            raise TypeError(
-                f"{self.name}: impl({backend!r}, {where!r}): expected 'module:function'; to add a function itself, write "
-                f"{self.name}.impl({backend!r})({function})"
-            )
+        check_where(self.name, backend, where)
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             check_signature(f"{self.name}/{backend}", function, self._names)

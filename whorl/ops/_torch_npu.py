@@ -26,8 +26,8 @@ def installed() -> Installed:
     except (ImportError, OSError) as error:
         if not isinstance(error, ModuleNotFoundError) or error.name != BATCH_INVARIANT:
             warnings.warn(
-                f"{BATCH_INVARIANT} is installed but cannot be imported ({error}), so torch_npu's own operators run and "
-                "the bits of a token may depend on the batch. Install it again for this CANN, or remove it.",
+                f"{BATCH_INVARIANT} is installed but cannot be imported ({error}), so torch_npu's own operators run "
+                "and the bits of a token may depend on the batch. Install it again for this CANN, or remove it.",
                 stacklevel=2,
             )
     return check_installed(torch_npu.__version__, schema_arguments(torch.ops))

@@ -14,7 +14,7 @@ def as_json() -> str:
     for name, op in OPS.items():
         backends = {b: {"available": why is None, "reason": why} for b, why in op.availability(device).items()}
         operators.append({"name": name, "schema": f"whorl::{name}{op.schema}", "backends": backends})
-    report = {"device": device, "device_name": device_name(device), "operators": operators}
+    report: dict[str, object] = {"device": device, "device_name": device_name(device), "operators": operators}
     if device == "npu":
         report["batch_invariant"] = _torch_npu.batch_invariant_operators()
     return json.dumps(report, indent=2)
