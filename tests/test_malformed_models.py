@@ -7,21 +7,29 @@ import resource
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import write_checkpoints
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models as tokenizer_models
+from tokenizers import normalizers
 
+from whorl.chat import bounded
+from whorl.chat.command import Options, build_session
+from whorl.chat.options import ChatOptions
 from whorl.engine import weights
 from whorl.engine.llm import LLM
 from whorl.engine.tokenizer import Tokenizer
+from whorl.models.deepseek import DeepSeek
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
+from whorl.models.qwen3_vl import Qwen3VL
 
 gguf = pytest.importorskip("gguf")
 
@@ -82,6 +90,10 @@ def test_sizes_are_whole_numbers(folder: Path, name: str, value: Any) -> None:
         load(folder)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -93,6 +105,19 @@ def test_sizes_are_whole_numbers(folder: Path, name: str, value: Any) -> None:
         ({"rope_scaling": [1, 2]}, r"rope_scaling is \[1, 2\], expected an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2', expected a number"),
         ({"rope_scaling": {"rope_type": 7}}, "rope_type is 7, expected a name"),
+        (
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": None}},
+            r"rope_type 'llama3' needs \['high_freq_factor'\]",
+        ),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 1e308}},
+            "original_max_position_embeddings is 1e\\+308, expected 2 to",
+        ),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 1}}, "_embeddings is 1, expected 2 to"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 2.0, 2.0, 0]}},
+            r"long_factor is \[2.0, 2.0, 2.0, 0\], expected a list of numbers above 0",
+        ),
         ({"architectures": "LlamaForCausalLM"}, "architectures is LlamaForCausalLM; known are"),
         ({"architectures": [{}]}, r"known are .*LlamaForCausalLM"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and the files hold 21 tensors"),
@@ -120,6 +145,15 @@ def test_values_of_experts(sparse: Path, values: dict[str, Any], message: str) -
     configure(sparse, **values)
     with pytest.raises(ValueError, match=message):
         load(sparse)
+
+
+@pytest.mark.parametrize("value", [[1], "x", 2], ids=repr)
+def test_sections_that_are_no_objects(value: Any) -> None:
+    cases = {"vision_config": Qwen3VL.tiny(vision={"rope_parameters": value}), "deepseek": DeepSeek.tiny()}
+    cases["deepseek"] |= {"rope_scaling": None, "rope_parameters": value}
+    for config in cases.values():
+        with pytest.raises(ValueError, match=r"rope_parameters is .*, expected an object with names and values"):
+            weights.build(config, device="meta", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"])
@@ -151,6 +185,30 @@ def test_an_index_without_a_map(folder: Path, index: Any) -> None:
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"index\.json: (weight_map is .*expected the file|expected an object)"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["", "a" * 5000, ".", "x/y"])
+def test_an_index_that_names_no_file(folder: Path, name: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(ValueError, match=r"is not a file of this folder|is missing, which holds lm_head\.weight"):
+        load(folder)
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HEADERS: Any = [[], [1], 7, "x", None, {"a": []}, {"a": 1}, {"a": ENTRY | {"data_offsets": [0]}}]
+HEADERS += [{"a": ENTRY | {"data_offsets": offsets}} for offsets in ("2", None, {}, [0, "8"], [0, 1 << 60], [8, 0])]
+HEADERS += [{"a": ENTRY | {"shape": shape}} for shape in ("", None, [1 << 62], [-2])]
+HEADERS += [{"__metadata__": 5, "a": ENTRY}, {"a": ENTRY | {"dtype": 5}}]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=str)
+def test_headers_of_an_attacker(folder: Path, header: Any) -> None:
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: (not a readable safetensors file|truncated, which cuts a)"
+    ):
         load(folder)
 
 
@@ -201,6 +259,24 @@ def test_files_that_are_not_utf_8(words: Path) -> None:
         Tokenizer.from_path(words)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        tokenizer_models.WordLevel({"a": 0}, unk_token="none"),
+        tokenizer_models.WordPiece({"a": 0}, unk_token="none"),
+        tokenizer_models.BPE({"a": 0}, [], unk_token="none"),
+        tokenizer_models.Unigram([("a", -1.0)]),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_an_unknown_token_that_is_not_in_the_vocabulary(tmp_path: Path, model: Any) -> None:
+    Backend(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_path(tmp_path)
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(ValueError, match=r"this text of 1 characters cannot be split into tokens: .*(token|unk)"):
+        tokenizer.encode("b")
+
+
 # ---- GGUF
 
 
@@ -243,6 +319,7 @@ def test_the_file_that_is_damaged_below_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"general__architecture": ["llama"]}, r"architecture is \['llama'\]; known are"),
         ({"general__alignment": "wide"}, "general.alignment is 'wide'"),
         (
             {"llama__attention__head_count": [4, 4]},
@@ -287,6 +364,7 @@ def test_gguf_alignment_of_nothing(tmp_path: Path) -> None:
         ({"tokenizer__ggml__tokens": [1, 2, 3]}, "tokenizer.ggml.tokens is not a list of str"),
         ({"tokenizer__ggml__merges": "a b"}, "tokenizer.ggml.merges is not a list of str"),
         ({"tokenizer__ggml__merges": ["x y"]}, "the merges do not fit the vocabulary"),
+        ({"tokenizer__ggml__model": ["gpt2"]}, r"tokenizer model \['gpt2'\] cannot be read"),
         ({"tokenizer__chat_template": 7}, "are not texts"),
     ],
 )
@@ -437,3 +515,53 @@ def test_an_empty_checkpoint(folder: Path) -> None:
     save_file({name: x for name, x in tensors.items() if "norm" in name}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="16 missing"):
         load(folder)
+
+
+# ---- programs in a model's files: templates and normalisers that do not end
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
+GROW = "{% set n = namespace(s='a') %}{% for i in range(64) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}"
+
+
+def bomb() -> Backend:
+    """A normaliser that makes ten letters of one, twelve times."""
+    backend = Backend(tokenizer_models.BPE({"a": 0, "b": 1}, [], unk_token="b"))
+    backend.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 10)] * 12)
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (LOOP, "the model's chat template: it takes longer than 1 seconds"),
+        (GROW, "the model's chat template: .*memory"),
+        ("{{ 1 / 0 }}", "the model's chat template: the chat template failed: .*division by zero"),
+        (None, "the model's tokenizer: it takes .* memory"),
+    ],
+    ids=["loop", "memory", "error", "normaliser"],
+)
+def test_prompts_of_the_command_line_are_bounded(
+    folder: Path, template: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = bomb() if template is None else Backend(tokenizer_models.BPE({"a": 0, "b": 1}, [], unk_token="b"))
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template or "a"}))
+    limits = {"seconds": 1, "memory": 1 << 28}
+    monkeypatch.setattr(bounded.BoundedPrompts.__init__, "__kwdefaults__", limits)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=message):
+        build_session(Options(model=str(folder), prompt="a", chat=ChatOptions(chat=True)))
+    assert time.monotonic() - began < 20
+
+
+def test_prompts_in_a_process_are_those_of_this_one(words: Path) -> None:
+    (words / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    tokenizer = Tokenizer.from_path(words)
+    prompts = bounded.BoundedPrompts(tokenizer)
+    message = {"role": "user", "content": "b"}
+    assert prompts.apply_chat_template([message], enable_thinking=True) == tokenizer.apply_chat_template([message])
+    assert prompts.encode("b", add_special=False) == tokenizer.encode("b", add_special=False) == [1]
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        prompts.encode("\ud800")
+    prompts.close()

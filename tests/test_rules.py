@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "serve": {"engine", "extras", "fields", "media", "streams"},
     "cluster": {"engine", "extras", "fields", "serve"},
-    "chat": {"engine", "extras", "fields", "media"},
+    "chat": {"engine", "extras", "fields", "media", "serve"},
     "doctor": {"contracts", "models", "plan", "rope_config"},
     "plan": {"fields", "models"},
     "titan": {"checkpoint_index", "device", "digests", "extras", "files", "judge", "models", "ops", "plan", "streams"},

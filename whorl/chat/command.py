@@ -75,10 +75,30 @@ class Options:
 def build_session(options: Options) -> Callable[[], int]:
     """Load the model, queue the prompt, and return a function that generates and returns the exit code.
 
-    The exit code is 0, 1 when a prompt got no answer, or 130 after Ctrl-C. Raises ValueError for options and inputs
-    that cannot be honoured.
+    The exit code is 0, 1 when a prompt got no answer or generating failed, or 130 after Ctrl-C. Raises ValueError for
+    options and inputs that cannot be honoured.
     """
+    from whorl.engine.memory import OutOfMemory, named_errors
+    from whorl.engine.tokenizer import DecodeError
+
+    work = _session(options)
+
+    def run() -> int:
+        try:
+            with named_errors("generating"):
+                return work()
+        except (OutOfMemory, DecodeError) as error:
+            print(f"whorl: {error}", file=sys.stderr)
+            return 1
+
+    return run
+
+
+def _session(options: Options) -> Callable[[], int]:
+    from whorl.engine.tokenizer import Tokenizer
+
     from .attachments import Attachments
+    from .bounded import BoundedPrompts
     from .conversation import Conversation
     from .loop import Chat
     from .schema import grammar_masks, read_schema
@@ -100,6 +120,7 @@ def build_session(options: Options) -> Callable[[], int]:
 
         print(describe(llm.sp_report), file=sys.stderr)
     params = sampling(options, llm)
+    assert isinstance(llm.tokenizer, Tokenizer)
     conversation = Conversation(
         llm,
         system=system,
@@ -107,6 +128,7 @@ def build_session(options: Options) -> Callable[[], int]:
         has_memory=chat.interactive and not chat.reset,
         enable_thinking=chat.think,
         allow=None if schema is None else grammar_masks(schema, llm),
+        prompts=BoundedPrompts(llm.tokenizer),
     )
     fit = options.sampling.max_tokens is None
     if prompts:

@@ -11,6 +11,7 @@ from whorl.engine.tokenizer import Tokenizer
 from whorl.media import expand
 
 from .attachments import Attachment
+from .bounded import Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Conversation:
     Qwen3's drops earlier reasoning, the prompt is tokenized anew, and the prefix cache has its blocks up to the change.
     is_chat: apply the chat template; False: each text is a prompt by itself. has_memory: False: each message starts a
     new conversation. enable_thinking: None: the template's default. allow: returns the `SamplingParams.allow` for a
-    prompt's text.
+    prompt's text. prompts: writes and tokenizes prompts; None: the model's tokenizer, in this process.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class Conversation:
         has_memory: bool = True,
         enable_thinking: bool | None = None,
         allow: Callable[[str], Any] | None = None,
+        prompts: Prompts | None = None,
     ) -> None:
         assert isinstance(llm.tokenizer, Tokenizer)
         self.llm, self.tokenizer, self.is_chat = llm, llm.tokenizer, is_chat
         self.system, self.has_memory, self.enable_thinking = system, has_memory, enable_thinking
         self.allow = allow
+        self._prompts: Prompts = prompts or llm.tokenizer
         self.messages: list[dict[str, Any]] = []
         self._attached: list[Attachment] = []  # of all messages, in their order
         self.prompt = ""  # the latest one, as the template rendered it
@@ -166,15 +169,15 @@ class Conversation:
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return self.tokenizer.apply_chat_template([*system, *messages], enable_thinking=self.enable_thinking)
+        return self._prompts.apply_chat_template([*system, *messages], enable_thinking=self.enable_thinking)
 
     def _continue(self, prompt: str) -> list[int]:
         """Tokenize a prompt, reusing the ids of the last turn if the prompt begins with its text."""
         seen = self._seen
         if seen.text and self.is_chat and prompt.startswith(seen.text):
-            new_ids = self.tokenizer.encode(prompt[len(seen.text) :], add_special=False)
+            new_ids = self._prompts.encode(prompt[len(seen.text) :], add_special=False)
             return [*seen.token_ids, *new_ids]
-        return self.tokenizer.encode(prompt, add_special=not self.is_chat)
+        return self._prompts.encode(prompt, add_special=not self.is_chat)
 
 
 def _content(text: str, attached: abc.Sequence[Attachment]) -> str | list[dict[str, str]]:

@@ -117,8 +117,8 @@ class EngineSettings:
     )
     memory: int | None = option(
         None,
-        "Bytes of the KV cache on each device. Default: most of an accelerator's free memory; on a CPU 1 GiB, or half of "
-        "what is free if that is less.",
+        "Bytes of the KV cache on each device. Default: most of an accelerator's free memory; on a CPU 1 GiB, or half "
+        "of what is free if that is less.",
         "--cache-memory",
         vllm=("--kv-cache-memory-bytes",),
         panel=CACHE,

@@ -34,16 +34,22 @@ _SHRINKS = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Prepend": 1}
 _KEEPS = ("ByteLevel", "Metaspace", "Digits")  # pre-tokenizers that remove nothing from a text
 
 
+class DecodeError(RuntimeError):
+    """Token ids that the model's tokenizer cannot decode: its file is at fault, and not the request."""
+
+
 @contextlib.contextmanager
-def _panics_as(kind: type[Exception], message: str) -> Iterator[None]:
-    """Turn a panic of the tokenizers package, which is not even an Exception, into an error of type `kind`.
+def _errors_as(kind: type[Exception], message: str) -> Iterator[None]:
+    """Turn what the tokenizers package raises into an error of type `kind`: nothing narrower than Exception, as for a
+    word that has no token, and panics, which are not even Exceptions.
 
     For example, a regular expression panics when it gives up on a text of millions of spaces.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # the class cannot be imported from any module
+        is_panic = type(error).__name__ == "PanicException"  # the class cannot be imported from any module
+        if isinstance(error, MemoryError) or not (is_panic or isinstance(error, Exception)):
             raise
         raise kind(f"{message}: {error}") from error
 
@@ -124,14 +130,14 @@ class Tokenizer:
         regular expression that splits it into words.
         """
         text.encode()
-        with _panics_as(ValueError, f"tokenizer: this text of {len(text)} characters cannot be split into tokens"):
+        with _errors_as(ValueError, f"tokenizer: this text of {len(text)} characters cannot be split into tokens"):
             return self._backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids; bytes that are not UTF-8 become U+FFFD."""
         if bad := [i for i in token_ids if not 0 <= i < self._size]:
             raise ValueError(f"tokenizer: ids {bad[:4]} are outside the vocabulary of {self._size}")
-        with _panics_as(RuntimeError, f"tokenizer: {len(token_ids)} ids cannot be decoded"):
+        with _errors_as(DecodeError, f"tokenizer: {len(token_ids)} ids cannot be decoded"):
             return self._backend.decode(list(token_ids), skip_special_tokens=skip_special)
 
     def to_json(self) -> str:
@@ -333,11 +339,8 @@ def _sampling(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
 
 def _from_json(path: Path) -> Tokenizer:
     folder = path.parent
-    try:
-        with _panics_as(ValueError, "the tokenizers package fails"):
-            backend = Backend.from_file(str(path))
-    except Exception as error:  # the package raises nothing narrower
-        raise ValueError(f"{path}: {error}") from error
+    with _errors_as(ValueError, str(path)):
+        backend = Backend.from_file(str(path))
     config = _read_json(folder / "tokenizer_config.json")
     generation = _read_json(folder / "generation_config.json")
     roles = _roles(folder / "tokenizer_config.json", config)
@@ -442,7 +445,8 @@ def _from_gguf(path: Path) -> Tokenizer:
     """Build the tokenizer from the metadata of a GGUF file."""
     metadata = read_metadata(path)
     values = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-    if (model := values.get("model")) not in _LISTS:
+    model = values.get("model")
+    if not isinstance(model, str) or model not in _LISTS:
         raise ValueError(f"{path}: tokenizer model {model!r} cannot be read, only {' and '.join(_LISTS)}. {_INSTEAD}")
     third, third_kind = _LISTS[model]
     if missing := [key for key in ("tokens", "token_type", third) if key not in values]:
@@ -500,20 +504,16 @@ def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 def _spm(path: Path, tokens: Sequence[str], types: Sequence[int], values: Mapping[str, Any]) -> Backend:
     unknown, has_prefix = values.get("unknown_token_id"), values.get("add_space_prefix", True)
-    try:
+    with _errors_as(ValueError, f"{path}: the pieces make no tokenizer"):
         return sentencepiece.backend(tokens, types, values["scores"], unknown=unknown, has_prefix=has_prefix)
-    except Exception as error:  # the package raises nothing narrower
-        raise ValueError(f"{path}: the pieces make no tokenizer: {error}") from error
 
 
 def _bpe(tokens: Sequence[str], merges: Sequence[str], kind: str | None, path: Path) -> Backend:
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     # In Llama 3 a word that is in the vocabulary is one token, whatever the merges say.
-    try:
+    with _errors_as(ValueError, f"{path}: the merges do not fit the vocabulary"):
         backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=kind in _LLAMA_3))
-    except Exception as error:  # the package raises nothing narrower
-        raise ValueError(f"{path}: the merges do not fit the vocabulary: {error}") from error
     backend.pre_tokenizer = _pre_tokenizer(kind, path)
     backend.decoder = decoders.ByteLevel()
     if kind == "qwen2":

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from whorl.models.fields import count, flag, number
+from whorl.models.fields import count, flag, number, section
 from whorl.rope_config import RopeConfig
 
 MODEL_TYPES = ("deepseek_v32", "deepseek_v3")
@@ -106,7 +106,7 @@ class DeepSeekV32Config:
         """
         if values.get("model_type") not in MODEL_TYPES:
             raise ValueError(f"model_type is {values.get('model_type')!r}, expected {' or '.join(MODEL_TYPES)}")
-        rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+        rope = dict(section(values, "rope_scaling") or section(values, "rope_parameters"))
         _check_fixed(values, rope)
         default = asdict(cls())
         sizes = {name: count(values, name, least=least) for name, least in SIZES.items()}
@@ -192,13 +192,15 @@ class DeepSeekV32Config:
 
 
 def _check_fixed(values: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    for section, fixed in ((values, FIXED), (rope, FIXED_ROPE)):
+    for part, fixed in ((values, FIXED), (rope, FIXED_ROPE)):
         for key, allowed in fixed.items():
-            value = section.get(key)
+            value = part.get(key)
             if value is not None and value not in allowed:
                 expected = " or ".join(map(repr, allowed)) or "nothing"
                 raise ValueError(f"{key} is {value!r}; DeepSeek-V3.2 is known here with {expected}")
     kinds, dense = values.get("mlp_layer_types"), count(values, "first_k_dense_replace", least=0)
+    if not isinstance(kinds, list | tuple | None):
+        raise ValueError(f"mlp_layer_types is {kinds!r}, expected a list of names")
     if kinds is not None and list(kinds) != ["dense" if i < dense else "sparse" for i in range(len(kinds))]:
         raise ValueError(
             f"mlp_layer_types is {kinds}, expected {dense} dense layers (first_k_dense_replace), then sparse ones"

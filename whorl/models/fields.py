@@ -16,6 +16,14 @@ def count(values: Mapping[str, Any], name: str, default: int | None = None, *, l
     return value
 
 
+def section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a field that must be an object with names and values; an empty one if it is missing."""
+    value = values.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"config.json: {name} is {value!r}, expected an object with names and values")
+    return value
+
+
 def number(values: Mapping[str, Any], name: str, default: float) -> float:
     """Return a field that must be a number above 0."""
     value = default if values.get(name) is None else values[name]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from whorl.models.fields import count, number
+from whorl.models.fields import count, number, section
 
 Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
 
@@ -49,7 +49,7 @@ class TowerConfig:
         return cls(
             **sizes,
             deepstack_visual_indexes=_deepstack(values, sizes["depth"]),
-            rope_theta=number(values.get("rope_parameters") or {}, "rope_theta", 10000.0),
+            rope_theta=number(section(values, "rope_parameters"), "rope_theta", 10000.0),
         )
 
     @property

@@ -20,6 +20,7 @@ YARN_TYPES = ("yarn", "deepseek_yarn", "deepseek_llama_scaling", "telechat3-yarn
 UNCOMPUTABLE = {
     "fope": "the coefficients that mix its cosines and sines were learned (cos_coef and sin_coef of the checkpoint)",
 }
+MOST = 1 << 40  # positions: far above real values
 # The keys that each type requires. `dynamic` requires factor or alpha, which is checked separately.
 REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -171,6 +172,10 @@ def check_types(scaling: Mapping[str, Any]) -> None:
             is_right, expected = isinstance(value, list | tuple) and all(map(_is_number, value)), "a list of numbers"
         else:
             is_right, expected = _is_number(value), "a number"
+        if is_right and name in ("short_factor", "long_factor"):
+            is_right, expected = all(factor > 0 for factor in value), "a list of numbers above 0"
+        if is_right and name == "original_max_position_embeddings":
+            is_right, expected = 1 < value < MOST, f"2 to {MOST}"
         if not is_right:
             raise ValueError(f"RopeConfig: {name} is {value!r}, expected {expected}")
 
@@ -182,6 +187,7 @@ def _is_number(value: Any) -> bool:
 def require(rope_type: str, scaling: Mapping[str, Any]) -> None:
     """Raise ValueError where a rope dict lacks a key that its type requires."""
     missing = [key for key in REQUIRED[rope_type] if key not in scaling]
+    missing += [key for key in ("low_freq_factor", "high_freq_factor") if key in scaling and scaling[key] is None]
     if "mrope_section" in scaling and "xdrope_section" in missing:
         missing.remove("xdrope_section")
     if rope_type == "dynamic" and not scaling.get("factor") and not scaling.get("alpha"):

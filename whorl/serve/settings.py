@@ -8,6 +8,7 @@ from whorl.media import Limits
 from .hosts import check_origin
 from .key_limits import ApiKey
 from .parsers import check_names
+from .worker import JOB_MEMORY, JOB_SECONDS
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _JOB_LIMITS = ("job_seconds", "job_memory")  # of a job in a worker process
@@ -50,8 +51,8 @@ class ServerSettings:
     drain_seconds: float = 60.0
     stall_seconds: float = 120.0
     max_connections: int | None = None
-    job_seconds: float = 10.0
-    job_memory: int = 1 << 30
+    job_seconds: float = JOB_SECONDS
+    job_memory: int = JOB_MEMORY
     chat_template: str | None = None
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"

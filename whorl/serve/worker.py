@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _LENGTH = struct.Struct("<Q")
+JOB_SECONDS, JOB_MEMORY = 10.0, 1 << 30  # by default: CPU time, and bytes of address space
 OVER_MEMORY = "it takes more memory than this server allows"
 _PROOF_TOKENS, _PROOF_SECONDS = 16, 0.5  # CPU time that the first tokens of an answer may take in the grammar
 _SETUP_SECONDS = 60  # CPU time to load a tokenizer: the vocabulary of a large model takes one or two seconds
@@ -79,20 +80,30 @@ class Jobs:
         max_bytes, max_tokens: as in `encode`. places: where its pictures and videos stand, from `Placeholder.to_json`;
         None: the model takes text only.
         """
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
-            )
-        except MemoryError:
-            raise
-        except Exception as error:  # a template is a program whose variables come from the client
-            raise RequestRefused(f"the chat template failed: {error}", "template") from error
+        text = self.write_prompt(messages, tools, add_generation_prompt, variables)
         if places is not None:
             from whorl.media.places import Placeholder, expand
 
             text = expand(text, [Placeholder.from_json(place) for place in places])
         (ids,) = self.encode([text], False, max_bytes, max_tokens)
         return {"ids": ids, "is_thinking": text.rstrip().endswith(THINK)}
+
+    def write_prompt(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: dict[str, Any],
+    ) -> str:
+        """Render a conversation to the text of a prompt."""
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program whose variables come from the client
+            raise RequestRefused(f"the chat template failed: {error}", "template") from error
 
     def encode(
         self, texts: Sequence[str], add_special: bool, max_bytes: int | None, max_tokens: int

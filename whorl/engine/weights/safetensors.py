@@ -4,6 +4,7 @@ import json
 import struct
 from contextlib import ExitStack
 from math import prod
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,11 @@ def _files(folder: Path) -> list[Path]:
         raise ValueError(f"{index}: weight_map is {str(by_name)[:60]}, expected the file of each tensor by its name")
     names = sorted(set(by_name.values()))
     for name in names:
-        if Path(name).name != name:
-            raise ValueError(f"{index}: {name!r} is not a file of this folder")
-        if not (folder / name).exists():
+        if Path(name).name != name or not name:
+            raise ValueError(f"{index}: {name[:80]!r} is not a file of this folder")
+        if not isfile(folder / name):  # False also for what no file system would take as a name
             tensors = [tensor for tensor, file in by_name.items() if file == name]
-            raise ValueError(f"{folder}: {name} is missing, which holds {some(tensors)}")
+            raise ValueError(f"{folder}: {name[:80]} is missing, which holds {some(tensors)}")
     return [folder / name for name in names]
 
 
@@ -92,6 +93,6 @@ def _truncated(path: Path) -> list[str]:
                 return []
             header = json.loads(file.read(length))
         ends = {name: value["data_offsets"][1] for name, value in header.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, struct.error):
+        return [name for name, end in ends.items() if 8 + length + end > size]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error):  # no such header
         return []
-    return [name for name, end in ends.items() if 8 + length + end > size]
