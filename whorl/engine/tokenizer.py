@@ -25,6 +25,7 @@ from .sampling_params import PARAMETERS
 
 _REPLACEMENT = "\ufffd"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+GREEDY = {"temperature": 0.0}  # sampling by default: what transformers does for a model that recommends nothing
 _SAMPLING = [name for name, (_, declared) in PARAMETERS.items() if declared.is_advised]
 
 
@@ -58,7 +59,8 @@ class Tokenizer:
     """A model's tokenizer, with its end-of-text ids and its chat template or the built-in prompt format.
 
     roles: special tokens by role, such as bos_token. templates: chat templates by name. sampling: parameters that the
-    model's authors recommend. prompt_format: see `prompt_formats`. Example: `Tokenizer.from_path(folder).encode("Hi")`
+    model's authors recommend; None: greedy. prompt_format: see `prompt_formats`.
+    Example: `Tokenizer.from_path(folder).encode("Hi")`
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Tokenizer:
         self.special_ids = frozenset({i for i, token in added.items() if token.special} | set(self.eos_ids))
         self.added_ids = frozenset(added)
         self.skipped_ids = frozenset(i for i, token in added.items() if token.special)  # `decode` leaves these out
-        self.sampling = dict(sampling or {})
+        self.sampling = dict(GREEDY if sampling is None else sampling)
         self.prompt_format = prompt_format
         self.folder: Path | None = None  # the model folder that it was read from
         self.template: PromptWriter = prompt_writer(templates, roles, prompt_format)
@@ -326,15 +328,17 @@ def _end_ids(path: Path, values: Mapping[str, Any]) -> list[int]:
     return ids
 
 
-def _sampling(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
-    """Return the sampling parameters that the model's authors recommend; none if do_sample is false."""
+def _sampling(path: Path, generation: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the sampling parameters that the model's authors recommend; None if do_sample is false."""
     if not generation.get("do_sample", False):
-        return {}
+        return None
     parameters = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
     for name, value in parameters.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{path}: {name} is {value!r}, expected a number")
-    return parameters
+    if "top_k" in parameters:
+        parameters["top_k"] = max(int(parameters["top_k"]), 0)  # -1: all, in some files
+    return {"temperature": 1.0, **parameters}
 
 
 def _from_json(path: Path) -> Tokenizer:

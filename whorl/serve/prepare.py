@@ -239,13 +239,13 @@ class Preparer:
         return texts[0]
 
     def _params(self, request: Sampling, **fields: Any) -> SamplingParams:
-        """Build the sampling parameters: the request's, else the model's recommended ones, else the defaults.
+        """Build the sampling parameters: the request's, else the model's recommended ones, else greedy.
 
         fields: further fields of `SamplingParams`.
         """
         sampling = self.tokenizer.sampling | sampling_values(request)
         if sampling.get("top_k") is not None:
-            sampling["top_k"] = max(int(sampling["top_k"]), 0)
+            sampling["top_k"] = max(sampling["top_k"], 0)
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
         for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             ids = getattr(request, field) or ()

@@ -30,6 +30,8 @@ class GenerateParams(SamplingFields):
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(16, description="null: as many as fit")
     min_tokens: Count = 0
+    # As in vLLM: what trains on samples wants those of the model itself.
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0  # type: ignore[misc]
     logit_bias: dict[int, float] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     stop_token_ids: list[TokenId] | None = None
