@@ -24,7 +24,7 @@ def server() -> Iterator[str]:
     """Start `whorl serve` on a free port; yields its URL and stops it at the end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-m", "whorl.cli", "serve", "--port", str(port)])
+    process = subprocess.Popen([sys.executable, "-m", "whorl", "serve", "--port", str(port)])
     try:
         url = f"http://127.0.0.1:{port}/v1"
         wait_for(url, process)

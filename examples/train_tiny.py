@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/tiny_example"))
     args = parser.parse_args()
 
-    command = [sys.executable, "-m", "whorl.cli", "train", "tiny"]  # any option of TorchTitan may follow
+    command = [sys.executable, "-m", "whorl", "train", "tiny"]  # any option of TorchTitan may follow
     command += ["--training.steps", str(args.steps), "--job.dump_folder", str(args.out)]
     done = subprocess.run(command, check=False)
     if done.returncode != 0:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from whorl.bench import classify, decode, decode_report, draft_lengths, draft_sweep
 from whorl.bench.classify import LOW_DIVERSITY, OK, distinct
-from whorl.bench.decode import parse_batches
+from whorl.bench.decode_options import parse_batches
 from whorl.bench.draft_sweep import parse_sweep
 from whorl.bench.random_config import PRESETS, read_config
 from whorl.cli import app

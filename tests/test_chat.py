@@ -334,7 +334,7 @@ app()
 
 
 @pytest.mark.parametrize(
-    "python", [("-c", SCRIPTED), pytest.param(("-m", "whorl.cli"), marks=pytest.mark.slow)], ids=["scripted", "real"]
+    "python", [("-c", SCRIPTED), pytest.param(("-m", "whorl"), marks=pytest.mark.slow)], ids=["scripted", "real"]
 )
 def test_in_a_terminal(python: tuple[str, str], tmp_path: Path) -> None:
     """The flow of a chat: a question, another that needs the first, Ctrl-C, the commands, an old line, Ctrl-D."""

@@ -252,7 +252,7 @@ def listening(pids: list[int]) -> set[str]:
 
 def test_the_command_alone_is_reachable_from_here_alone(tmp_path: Path) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "whorl.cli", "serve", "--on", "ray", "--replicas", "1", "--port", str(port)]
+    command = [sys.executable, "-m", "whorl", "serve", "--on", "ray", "--replicas", "1", "--port", str(port)]
     with started([*command, "--max-seq", "256", "--device", "cpu"], tmp_path / "log.txt", port) as cluster:
         said = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8}
         response = httpx.post(f"{cluster.url}/v1/chat/completions", json=said | {"temperature": 0}, timeout=120)

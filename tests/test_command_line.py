@@ -142,7 +142,7 @@ class Without(PathFinder):
 
 sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]
 sys.argv = ["whorl", "serve"]
-from whorl.cli import main
+from whorl.__main__ import main
 main()
 """
 

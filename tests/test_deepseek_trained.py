@@ -132,7 +132,7 @@ def served(folder: Path) -> Iterator[str]:
     """`whorl serve` of a folder, in a process of its own; its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "whorl.cli", "serve", str(folder), "--port", str(port), "--device", "cpu"]
+    command = [sys.executable, "-m", "whorl", "serve", str(folder), "--port", str(port), "--device", "cpu"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}"), seconds=180)
@@ -164,7 +164,7 @@ def test_what_was_trained_is_served(recipe: str, tmp_path: Path) -> None:
     exported."""
     openai = pytest.importorskip("openai")
     (tmp_path / "text.txt").write_text(TEXT * 80)
-    command = [sys.executable, "-m", "whorl.cli", "train", recipe, "--whorl.data", str(tmp_path / "text.txt")]
+    command = [sys.executable, "-m", "whorl", "train", recipe, "--whorl.data", str(tmp_path / "text.txt")]
     options = LEARNT[recipe] | {"job.dump_folder": tmp_path / "run"}
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)

@@ -179,7 +179,7 @@ def session_cases() -> list[Any]:
 @pytest.mark.parametrize("name", session_cases())
 def test_sessions_show_what_is_printed(name: str) -> None:
     command, shown = SESSIONS[name]
-    words = [sys.executable, "-m", "whorl.cli", *shlex.split(command)[1:]]
+    words = [sys.executable, "-m", "whorl", *shlex.split(command)[1:]]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     printed = iter(line.rstrip() for line in result.stdout.splitlines())
     skip = False
@@ -209,7 +209,7 @@ RUN = {
 def test_commands_run(page: str, tmp_path: Path) -> None:
     command = RUN[page]
     assert command in (ROOT / page).read_text(), f"{page} no longer has {command}"
-    words = [sys.executable, "-m", "whorl.cli", *shlex.split(command)[1:]]
+    words = [sys.executable, "-m", "whorl", *shlex.split(command)[1:]]
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
 

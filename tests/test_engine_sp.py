@@ -350,7 +350,7 @@ def test_the_default_model() -> None:
     arguments = ["generate", "--prompt", "The capital of France is", "-n", "8", "-t", "0", "--json", "--device", "cpu"]
     outputs = []
     for sp in ("off", "on"):
-        command = [sys.executable, "-m", "whorl.cli", *arguments, "--tp", "2", "--sp", sp, "--report"]
+        command = [sys.executable, "-m", "whorl", *arguments, "--tp", "2", "--sp", sp, "--report"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         outputs.append(json.loads(done.stdout)["token_ids"])

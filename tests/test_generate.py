@@ -100,8 +100,8 @@ def test_the_engine_it_asks_for(made: list[dict[str, Any]]) -> None:
     )
     assert made == [{"path": "some/folder", "settings": settings, "draft_length": "measured"}]
     assert settings.step_tokens == 4000
-    run("--model-dir", "other", "-p", "x", "--pld", "--pld-no-guard")
-    assert (made[1]["path"], made[1]["speculate"].guard) == ("other", False)
+    run("--model-dir", "an/other", "-p", "x", "--pld", "--pld-no-guard")
+    assert (made[1]["path"], made[1]["speculate"].guard) == ("an/other", False)
     run("-p", "x")
     assert (made[2]["path"], made[2]["speculate"]) == (None, None)
     assert made[2]["settings"] == EngineSettings(max_num_seqs=1)
@@ -272,7 +272,7 @@ class Loaded:
 
 @pytest.mark.slow
 def test_from_a_shell() -> None:
-    arguments = [sys.executable, "-m", "whorl.cli", "generate", "--chat", "--prompt", FRANCE]
+    arguments = [sys.executable, "-m", "whorl", "generate", "--chat", "--prompt", FRANCE]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "The capital of France is Paris.\n"), done.stderr
 

@@ -493,7 +493,7 @@ def test_longer_than_the_model_was_made_for(folder: Path) -> None:
 
 def test_the_command_says_it_in_a_line(folder: Path) -> None:
     configure(folder, num_hidden_layers="2")
-    command = [sys.executable, "-m", "whorl.cli", "generate", str(folder), "--prompt", "a", "--device", "cpu"]
+    command = [sys.executable, "-m", "whorl", "generate", str(folder), "--prompt", "a", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "num_hidden_layers is '2'" in done.stderr

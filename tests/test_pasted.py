@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import whorl.engine.llm
 from whorl.cli import app
+from whorl.engine import model_names
 from whorl.engine.sequence_parallel import for_ranks
 from whorl.engine.settings import EngineSettings
 from whorl.serve import openai
@@ -49,6 +50,7 @@ class Made:
 def answered(monkeypatch: pytest.MonkeyPatch) -> Made:
     made = Made()
     monkeypatch.setattr(whorl.engine.llm, "LLM", made.answer)
+    monkeypatch.setattr(model_names, "local_or_hub", lambda name: None)  # there are no such models here
     return made
 
 
@@ -56,6 +58,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> Made:
 def served(monkeypatch: pytest.MonkeyPatch) -> Made:
     made = Made()
     monkeypatch.setattr(whorl.engine.llm, "LLM", made.serve)
+    monkeypatch.setattr(model_names, "local_or_hub", lambda name: None)
     monkeypatch.setattr(openai, "check_address", lambda host, port: None)
     monkeypatch.setattr(openai, "_serve", lambda app, settings, host, port: made.served.append(settings) or 0)
     return made

@@ -24,12 +24,14 @@ ids = {"ids": lambda path: str(path.relative_to(ROOT))}
 # Who may import whom; None: anything.
 MAY_IMPORT: dict[str, set[str] | None] = {
     "__init__": {"ops", "engine"},
+    "__main__": {"startup", "cli"},
+    "startup": set(),
     "device": set(),
     "cases": set(),
     "timing": {"device"},
     "streams": {"device"},
     "fields": set(),
-    "options": {"fields", "extras"},
+    "options": {"fields", "extras", "files"},
     "pasted": {"options"},
     "rope_config": set(),
     "contracts": set(),
@@ -48,24 +50,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "models": {"nn", "ops", "rope_config", "rope_table", "positions"},
     "passes": {"collectives", "ops", "device", "contracts"},
     "media": {"extras"},
-    "engine": {
-        "checkpoint_index",
-        "device",
-        "digests",
-        "fields",
-        "files",
-        "host_memory",
-        "media",
-        "models",
-        "nn",
-        "ops",
-        "passes",
-        "positions",
-        "streams",
-    },
-    "serve": {"engine", "extras", "fields", "media", "streams"},
+    "engine": {"checkpoint_index", "device", "digests", "fields", "files", "host_memory", "media", "models", "nn", "ops", "passes", "positions", "streams"},
+    "serve": {"engine", "extras", "fields", "media", "startup", "streams"},
     "cluster": {"engine", "extras", "fields", "serve"},
-    "chat": {"engine", "extras", "fields", "media", "serve"},
+    "chat": {"engine", "extras", "fields", "media", "serve", "startup"},
     "doctor": {"contracts", "models", "plan", "rope_config"},
     "plan": {"fields", "models"},
     "titan": {"checkpoint_index", "device", "digests", "extras", "files", "judge", "models", "ops", "plan", "streams"},
@@ -77,7 +65,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
 }
 # Torch may be imported inside their functions only.
 WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted", "media")
-WITHOUT_TORCH += ("files", "extras")
+WITHOUT_TORCH += ("__main__", "startup", "files", "extras")
 LAZY = (
     "triton",
     "torch_npu",
@@ -351,7 +339,7 @@ WITHOUT |= {"train --plan deepseek-v3.2 --cards 64 --seq 32768": 0}
 
 @pytest.mark.parametrize(("arguments", "exit_code"), WITHOUT.items())
 def test_the_command_works_without_torch(arguments: str, exit_code: int) -> None:
-    code = f"{NO_TORCH}\nsys.argv = ['whorl', *{arguments.split()!r}]\nfrom whorl.cli import main\nmain()"
+    code = f"{NO_TORCH}\nsys.argv = ['whorl', *{arguments.split()!r}]\nfrom whorl.__main__ import main\nmain()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == exit_code, done.stderr
     assert exit_code < 2 or "needs torch: pip install torch" in done.stderr

@@ -31,7 +31,7 @@ NOT_NEEDED = {
 GENERATE = """
 import atexit, json, sys
 atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))
-from whorl.cli import main
+from whorl.__main__ import main
 main()
 """
 

@@ -417,10 +417,10 @@ def test_the_default_model(by: str) -> None:
     arguments = ["generate", "--prompt", "The capital of France is", "-n", "8", "-t", "0", "--json", "--device", "cpu"]
     texts = []
     for size in (1, 2):
-        command, environment = [sys.executable, "-m", "whorl.cli"], dict(os.environ)
+        command, environment = [sys.executable, "-m", "whorl"], dict(os.environ)
         if size == 2 and by == "torchrun":
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
-            command.append("whorl.cli")
+            command.append("whorl")
         elif size == 2 and by == "TP_SIZE":
             environment["TP_SIZE"] = "2"
         options = by.split() if size == 2 and by == "--tp 2" else []

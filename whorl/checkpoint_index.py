@@ -10,8 +10,6 @@ from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -34,6 +32,8 @@ class _Unpickler(pickle.Unpickler):
     """Loads only the classes that such an index has."""
 
     def find_class(self, module: str, name: str) -> Any:
+        import torch  # here, so that the name of the index can be known without it
+
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _CLASSES:
             return super().find_class(module, name)
@@ -80,6 +80,8 @@ def _check(index: Any) -> None:
 
 def _is_tensor(name: str, entry: Any, places: Container[tuple[str, tuple[int, ...]]]) -> bool:
     """Return whether an entry describes a tensor with pieces that lie inside it, each with a place in a file."""
+    import torch
+
     is_whole = isinstance(entry.properties.dtype, torch.dtype) and _are_sizes(entry.size)
     for chunk in entry.chunks:
         is_whole &= _are_sizes(chunk.offsets) and _are_sizes(chunk.sizes)

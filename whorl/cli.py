@@ -4,6 +4,7 @@ Exit codes: 0 success, 1 a check failed or something is wrong, 2 bad usage.
 """
 
 import importlib.util
+import os
 import shlex
 import sys
 from enum import StrEnum
@@ -15,9 +16,11 @@ import typer
 from whorl.bench.command import bench
 from whorl.chat.options import AT_ONCE, AnswerOptions, ChatOptions, MediaOptions, SamplingOptions
 from whorl.cluster.options import ClusterOptions
+from whorl.engine import model_names
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import MODEL, RANKS, EngineSettings
 from whorl.extras import how_to_install
+from whorl.files import NO_ROOM, CannotWrite
 from whorl.options import (
     Device,
     Json,
@@ -33,6 +36,7 @@ from whorl.options import (
 from whorl.pasted import PASTED, PastedCommand
 from whorl.plan.options import PlanOptions
 from whorl.serve.options import ServeOptions
+from whorl.startup import INTERRUPTED, end_at_once, raise_again, starting
 
 app = typer.Typer(
     name="whorl",
@@ -114,11 +118,15 @@ OneSequence = Annotated[
 ]
 
 
-def _one_model(command: str, model: str | None, model_dir: str | None) -> str | None:
-    """Return MODEL or --model-dir, whichever was given; raises ValueError when both were."""
+def _one_model(command: str, model: str | None, model_dir: str | None, drafting: DraftOptions) -> str | None:
+    """Return MODEL or --model-dir, a URL as an id. ValueError when both were given, or a model cannot be found."""
     if model is not None and model_dir is not None:
         raise ValueError(f"{command}: MODEL {model} and --model-dir {model_dir} mean the same; give only one of them")
-    return model or model_dir
+    if drafting.draft_model is not None:
+        model_names.local_or_hub(drafting.draft_model)
+    name = model or model_dir
+    model_names.local_or_hub(name)
+    return name and model_names.plain_name(name)
 
 
 def _run_model(command: str, model: str | None, model_dir: str | None, **options: Any) -> NoReturn:
@@ -131,7 +139,8 @@ def _run_model(command: str, model: str | None, model_dir: str | None, **options
     from whorl.chat.command import Options, build_session
 
     with exit_on_bad_usage():
-        work = build_session(Options(model=_one_model(command, model, model_dir), **options))
+        chosen = _one_model(command, model, model_dir, options["drafting"])
+        work = build_session(Options(model=chosen, **options))
     sys.exit(work())
 
 
@@ -228,9 +237,10 @@ def quantize(
     """
     need_torch()
     need_engine("quantize")
-    from whorl.engine.weights import rewrite
-
     with exit_on_bad_usage():
+        model_names.local_or_hub(model)
+        with starting():
+            from whorl.engine.weights import rewrite
         result = rewrite.quantize_folder(model, out, scheme=format.value, ignore=ignore or ())
     if as_json:
         print_json(result.as_dict())
@@ -242,7 +252,8 @@ def quantize(
 def ops(as_json: Json = False) -> None:
     """List the operators and, for each backend, whether it runs here or why not."""
     need_torch()
-    from whorl.ops import availability
+    with starting():
+        from whorl.ops import availability
 
     print(availability.as_json() if as_json else availability.as_table())
 
@@ -265,8 +276,9 @@ def selftest(
     this machine's collectives (NCCL, HCCL; gloo on a CPU) against the same work on one rank.
     """
     need_torch()
-    from whorl import selftest as tests
-    from whorl.device import default_device, require
+    with starting():
+        from whorl import selftest as tests
+        from whorl.device import default_device, require
 
     with exit_on_bad_usage():
         chosen = require(device.value if device else default_device())
@@ -303,7 +315,7 @@ def serve(
     with exit_on_bad_usage():
         openai.need_extra()
         drafting.check()
-        chosen = _one_model("serve", model, model_dir)
+        chosen = _one_model("serve", model, model_dir, drafting)
         if cluster.on is None:
             run = openai.build_server(chosen, engine, drafting=drafting, report=report, **server.settings())
         else:
@@ -398,9 +410,34 @@ def _plot_training(folders: list[Path]) -> int:
     return 0
 
 
-def main() -> None:
-    app()
+def run() -> int:
+    """Run the command line and return its exit code. Ctrl-C ends it in silence, an output without room in one line."""
+    try:
+        raise_again()
+        try:
+            app()
+        except SystemExit as end:
+            code = end.code
+        if sys.stdout is not None:
+            sys.stdout.flush()  # not left to the interpreter, which would print a traceback
+        return code if isinstance(code, int) else 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except CannotWrite as error:
+        return _without_output(str(error))
+    except BrokenPipeError:  # `whorl ops | head -1` is no mistake
+        return _without_output(None)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        return _without_output(f"{error.filename or 'standard output'}: cannot be written: {error.strerror}")
+    finally:
+        end_at_once()
 
 
-if __name__ == "__main__":
-    main()
+def _without_output(problem: str | None) -> int:
+    """Print the problem, give up what is left for standard output, and return the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter would try to write it once more
+    if problem is not None:
+        print(f"whorl: {problem}", file=sys.stderr)
+    return 1

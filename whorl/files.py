@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # errors of nothing but writing
 _RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and others written in Rust do not raise OSError
 
 

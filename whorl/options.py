@@ -1,11 +1,9 @@
 """Code that all commands share: errors of usage, and options made from dataclass fields. It needs no torch."""
 
 import contextlib
-import importlib
 import importlib.util
 import inspect
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, is_dataclass
 from enum import StrEnum
@@ -15,6 +13,7 @@ import typer
 
 from whorl.extras import how_to_install
 from whorl.fields import Option, aliases, flag_names, options
+from whorl.files import CannotWrite
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -31,29 +30,30 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
-def stop(message: str) -> NoReturn:
-    """End the command with one line on standard error and exit code 2, for bad usage."""
+def stop(message: str, code: int = 2) -> NoReturn:
+    """End the command with one line on standard error, and exit code 2 for bad usage."""
     typer.echo(f"whorl: {message}", err=True)
-    raise typer.Exit(2)
+    raise typer.Exit(code)
 
 
 @contextlib.contextmanager
 def exit_on_bad_usage() -> Iterator[None]:
-    """Turn a ValueError into `stop`. Used around the reading of arguments; errors in the work keep their traceback."""
+    """Turn a ValueError into `stop`. Used around the reading of arguments; errors in the work keep their traceback.
+
+    An output path that cannot be written ends the command with one line and exit code 1.
+    """
     try:
         yield
     except ValueError as error:
         stop(str(error))
+    except CannotWrite as error:
+        stop(str(error), 1)
 
 
 def need_torch() -> None:
-    """Exit when torch is not installed. On a terminal, show "starting" during the seconds that its import takes."""
+    """Exit when torch is not installed. It is not imported: options are checked first."""
     if importlib.util.find_spec("torch") is None:
         stop("this command needs torch: pip install torch")
-    if "torch" not in sys.modules and sys.stderr.isatty():
-        print("starting", end="", file=sys.stderr, flush=True)
-        importlib.import_module("torch")
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def need_engine(command: str) -> None:

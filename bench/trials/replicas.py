@@ -90,7 +90,7 @@ def measure(replicas: int, routing: str, requests: int, concurrency: int) -> dic
             str(PROMPT_TOKENS),
         ]
         load += ["--output", str(OUTPUT), "--shared-prefix", str(PREFIX_TOKENS), "--prefixes", str(PREFIXES), "--json"]
-        command = [sys.executable, "-m", "whorl.cli", "bench", "serve", *load, "--warmup-requests", "2"]
+        command = [sys.executable, "-m", "whorl", "bench", "serve", *load, "--warmup-requests", "2"]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         return {"replicas": replicas, "routing": routing, "row": json.loads(done.stdout)["rows"][0]}
     finally:

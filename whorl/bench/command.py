@@ -8,11 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from whorl.bench.decode_options import SET_BY_MEASUREMENT, DecodeOptions
+from whorl.bench.outputs import need_plot
 from whorl.bench.serve_options import LoadOptions
 from whorl.bench.train_options import TrainOptions
 from whorl.bench.vision_options import VisionOptions
+from whorl.engine import model_names
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
+from whorl.files import check_output_file
 from whorl.options import (
     Device,
     Dtype,
@@ -26,6 +29,7 @@ from whorl.options import (
     print_json,
 )
 from whorl.pasted import PASTED, PastedCommand
+from whorl.startup import starting
 
 bench = typer.Typer(help="Benchmarks that time the best alternatives in the same run.", no_args_is_help=True)
 
@@ -53,17 +57,19 @@ def bench_ops(
 ) -> None:
     """Time every operator next to eager torch, torch.compile and Liger; wrong outputs get no speed."""
     need_torch()
-    from whorl.bench import ops as bench_module
-    from whorl.bench import ops_report
-    from whorl.device import require
+    if plot is not None:
+        with exit_on_bad_usage():
+            need_plot(plot)
+    with starting():
+        from whorl.bench import ops as bench_module
+        from whorl.bench import ops_report
+        from whorl.device import require
 
     with exit_on_bad_usage():
         where = require(device.value) if device else None
         settings = bench_module.OpsSettings.resolve(
             names=names or (), device=where, dtype=dtype.value, quick=quick, compiled=compiled
         )
-        if plot is not None:
-            ops_report.need_plot(plot)
     result = bench_module.run(settings)
     if plot is not None:
         ops_report.write_plot(result, plot)
@@ -83,7 +89,8 @@ def bench_calls(
 ) -> None:
     """Time the host overhead of eager calls of small operators, next to torch, bare Triton launches and Liger."""
     need_torch()
-    from whorl.bench import calls
+    with starting():
+        from whorl.bench import calls
 
     with exit_on_bad_usage():
         result = calls.run(device.value if device else None, dtype.value, repeats)
@@ -101,7 +108,8 @@ def bench_positions(
 ) -> None:
     """Time multimodal position ids next to transformers' get_rope_index (needs transformers)."""
     need_torch()
-    from whorl.bench import positions
+    with starting():
+        from whorl.bench import positions
 
     sys.exit(positions.main(["--repeats", str(repeats), *(["--json"] if as_json else [])]))
 
@@ -115,8 +123,9 @@ def bench_rope_lookup(
 ) -> None:
     """Compare looking up cos and sin once per step with looking them up in every layer."""
     need_torch()
-    from whorl.bench import rope_lookup
-    from whorl.device import require
+    with starting():
+        from whorl.bench import rope_lookup
+        from whorl.device import require
 
     with exit_on_bad_usage():
         where = ["--device", require(device.value)] if device else []
@@ -136,7 +145,8 @@ def bench_collectives(
 ) -> None:
     """Time collectives under each setting of NCCL, HCCL or gloo, next to whorl's rank-ordered ones."""
     need_torch()
-    from whorl.bench import collectives
+    with starting():
+        from whorl.bench import collectives
 
     with exit_on_bad_usage():
         result = collectives.run(device.value if device else None, ranks, rows, repeats)
@@ -167,9 +177,12 @@ def bench_decode(
     need_torch()
     if measured.random_config is None:
         need_engine("bench decode")
-    from whorl.bench import decode_command
-
     with exit_on_bad_usage():
+        measured.check(engine, drafting)
+        if measured.random_config is None:
+            model_names.local_or_hub(model)
+        with starting():
+            from whorl.bench import decode_command
         work = decode_command.build_benchmark(model, measured, engine, drafting)
     _finish(work, as_json)
 
@@ -216,7 +229,11 @@ def bench_sp(
 ) -> None:
     """Time prefill with all-reduce, sequence parallelism, int8 all-gathers and MLA placement; count the bytes sent."""
     need_torch()
-    from whorl.bench import sp
+    if plot is not None:
+        with exit_on_bad_usage():
+            need_plot(plot)
+    with starting():
+        from whorl.bench import sp
 
     if simulate:
         table = sp.simulate(hidden or 8192)
@@ -233,8 +250,6 @@ def bench_sp(
             delay=delay,
             timeout=timeout,
         )
-        if plot is not None:
-            sp.need_plot(plot)
         result = sp.run(settings)
     if plot is not None:
         sp.write_plot(result, plot)
@@ -259,9 +274,11 @@ def bench_train(*, options: TrainOptions, as_json: Json = False) -> None:
 def bench_vision(*, options: VisionOptions, as_json: Json = False) -> None:
     """Time a vision tower, the first token after images, and decoding, next to text and optionally transformers."""
     need_torch()
-    from whorl.bench import vision
-
     with exit_on_bad_usage():
+        if options.out is not None:
+            check_output_file(options.out)
+        with starting():
+            from whorl.bench import vision
         work = vision.build_benchmark(options)
     _finish(work, as_json)
 

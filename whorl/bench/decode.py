@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from whorl import device as devices
+from whorl.bench.decode_options import parse_batches, parse_counts
 from whorl.bench.filled_cache import fill
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document, provenance
@@ -112,23 +113,6 @@ class DecodeSettings:
 
 
 Peer = Callable[[DecodeSettings, Document, Progress], Document]
-
-
-def parse_batches(text: str) -> tuple[int, ...]:
-    """Return the numbers of --batch."""
-    return parse_counts(text, "--batch")
-
-
-def parse_counts(text: str, option: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as 1,8,64 or a range such as 1..8; raises ValueError for anything else."""
-    try:
-        first, dots, last = text.partition("..")
-        counts = range(int(first), int(last) + 1) if dots else [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise ValueError(f"{option} is {text}, expected numbers such as 1,8,64 or a range such as 1..8")
-    return tuple(counts)
 
 
 def load(settings: DecodeSettings) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from whorl.bench import (
     first_steps,
 )
 from whorl.bench.decode import DecodeSettings
-from whorl.bench.decode_options import DecodeOptions
+from whorl.bench.decode_options import DecodeOptions, parse_counts
 from whorl.bench.provenance import Document
 from whorl.device import accelerator, default_device
 from whorl.engine.drafting import DraftOptions
@@ -27,7 +27,7 @@ Work = Callable[[], tuple[Document, str, bool]]  # the document, the same as tex
 def build_benchmark(model: str | None, options: DecodeOptions, engine: EngineSettings, drafting: DraftOptions) -> Work:
     """Return the benchmark that the options select, ready to run; raises ValueError for options that conflict."""
     mode = options.mode
-    settings = _settings(model, options, engine, drafting)
+    settings = _settings(model, options, engine)
     if mode == "classify":
         make_proposer = _proposer_factory(drafting, engine.device, model)
 
@@ -45,7 +45,7 @@ def build_benchmark(model: str | None, options: DecodeOptions, engine: EngineSet
 
         return sweep_lengths
     if mode == "draft_lengths":
-        counts = decode.parse_counts(str(options.draft_lengths), "--draft-lengths")
+        counts = parse_counts(str(options.draft_lengths), "--draft-lengths")
         draft_lengths.check(settings, counts)
 
         def time_drafts() -> tuple[Document, str, bool]:
@@ -83,18 +83,8 @@ def build_benchmark(model: str | None, options: DecodeOptions, engine: EngineSet
     return time_all
 
 
-def _settings(
-    model: str | None, options: DecodeOptions, engine: EngineSettings, drafting: DraftOptions
-) -> DecodeSettings:
+def _settings(model: str | None, options: DecodeOptions, engine: EngineSettings) -> DecodeSettings:
     mode = options.mode
-    if (draft_options := drafting.option_names()) and mode not in ("classify", "sweep"):
-        raise ValueError(f"{draft_options[0]} is an option of drafting; add --classify or --sweep")
-    if options.random_config is not None and mode in ("classify", "sweep"):
-        raise ValueError(f"--{mode} needs a trained MODEL; random weights generate no text to classify")
-    if engine.warmup is not None and mode != "first":
-        raise ValueError(f"--warmup {engine.warmup} needs --first; other benchmarks time only steps that are warm")
-    if options.context is not None and mode in ("classify", "sweep", "verify"):
-        raise ValueError(f"--context {options.context} does not apply to --{mode}; give only one of them")
     device = engine.device or default_device()
     if mode == "profile":
         decode_profile.need_profiler(device)

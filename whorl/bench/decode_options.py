@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from whorl.engine.drafting import DraftOptions
+from whorl.engine.settings import EngineSettings
 from whorl.fields import option
 
 # Fields of EngineSettings that are not options because the benchmark sets them, with the text to print.
@@ -63,3 +65,35 @@ class DecodeOptions:
             first, second = (mode.replace("_", "-") for mode in modes[:2])
             raise ValueError(f"bench decode: give only one of --{first} and --{second}")
         return modes[0] if modes else None
+
+    def check(self, engine: EngineSettings, drafting: DraftOptions) -> None:
+        """Raise ValueError for options that conflict."""
+        mode = self.mode
+        if (draft_options := drafting.option_names()) and mode not in ("classify", "sweep"):
+            raise ValueError(f"{draft_options[0]} is an option of drafting; add --classify or --sweep")
+        if self.random_config is not None and mode in ("classify", "sweep"):
+            raise ValueError(f"--{mode} needs a trained MODEL; random weights generate no text to classify")
+        if engine.warmup is not None and mode != "first":
+            raise ValueError(f"--warmup {engine.warmup} needs --first; other benchmarks time only steps that are warm")
+        if self.context is not None and mode in ("classify", "sweep", "verify"):
+            raise ValueError(f"--context {self.context} does not apply to --{mode}; give only one of them")
+        for name in ("batch", "context", "draft_lengths"):
+            if (text := getattr(self, name)) is not None:
+                parse_counts(text, f"--{name.replace('_', '-')}")
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """Return the numbers of --batch."""
+    return parse_counts(text, "--batch")
+
+
+def parse_counts(text: str, option: str) -> tuple[int, ...]:
+    """Return the numbers of a list such as 1,8,64 or a range such as 1..8; raises ValueError for anything else."""
+    try:
+        first, dots, last = text.partition("..")
+        counts = range(int(first), int(last) + 1) if dots else [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise ValueError(f"{option} is {text}, expected numbers such as 1,8,64 or a range such as 1..8")
+    return tuple(counts)

@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-from whorl import device as devices
+from whorl.bench.outputs import save_figure
 from whorl.bench.provenance import Document, render_provenance
-from whorl.extras import how_to_install
 from whorl.timing import bandwidth, operations
-
-PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
 def render(document: Document) -> str:
@@ -47,16 +44,6 @@ def _render_row(row: Document) -> list[str]:
     return lines
 
 
-def need_plot(path: Path) -> None:
-    """Raise ValueError when the plot cannot be written; called before minutes of measuring."""
-    if not devices.is_installed("matplotlib"):
-        raise ValueError(f"--plot needs matplotlib: {how_to_install('bench')}")
-    if path.suffix not in PLOT_FORMATS:
-        raise ValueError(f"--plot is {path}, expected a file name that ends in one of {', '.join(PLOT_FORMATS)}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--plot is {path}, but there is no folder {path.parent}")
-
-
 def write_plot(document: Document, path: Path) -> None:
     """Write a bar chart of the share of copy bandwidth: a group of bars for each case, whorl dark and peers light."""
     from matplotlib.figure import Figure
@@ -80,4 +67,4 @@ def write_plot(document: Document, path: Path) -> None:
     axes.set_xlabel("% of the bandwidth of a copy of as many bytes, same run", fontsize=8)
     header = document["header"]
     axes.set_title(f"{header['device_name']}, {header['dtype']}, commit {header['commit']}", fontsize=9)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whorl import device as devices
-
 Document = dict[str, Any]  # a JSON object: the result of a benchmark or a part of it
 
 
 def provenance(device: str, **more_versions: str) -> Document:
     """Return the fields that every document begins with."""
+    from whorl import device as devices
+
     return {
         "command": " ".join(["whorl", *sys.argv[1:]]),
         "device": device,

@@ -6,16 +6,22 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from whorl.bench import serve_report
-from whorl.bench.ops_report import need_plot
+from whorl.bench.outputs import need_plot
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 from whorl.bench.serve_options import LoadOptions
 from whorl.bench.serve_record import Record, parse_slo, summarize
-from whorl.bench.serve_targets import Target, find_target
 from whorl.bench.workload import Lengths, Load, Request, Workload, parse_sweep, read_trace
+from whorl.engine import model_names
 from whorl.engine.settings import EngineSettings
+from whorl.files import check_output_file
+from whorl.startup import starting
+
+if TYPE_CHECKING:
+    from whorl.bench.serve_targets import Target
 
 DEFAULT_CONCURRENCY = 8
 _TOO_LATE = 0.005  # seconds; a generator later than this, and than 5% of the time to first token, is too slow
@@ -31,6 +37,8 @@ def build_benchmark(model: str | None, options: LoadOptions, engine: EngineSetti
     _check(model, options, engine)
     loads, workload = _loads(options), _workload(options)
     slo = parse_slo(options.slo) if options.slo else {}
+    with starting():
+        from whorl.bench.serve_targets import find_target
     target = find_target(model, options, engine, workload)
     points = [
         Point(
@@ -62,7 +70,7 @@ class Point:
     warmup: list[Request]
 
 
-def run(target: Target, points: Sequence[Point], options: LoadOptions, slo: Mapping[str, float]) -> Document:
+def run(target: "Target", points: Sequence[Point], options: LoadOptions, slo: Mapping[str, float]) -> Document:
     """Measure all points; returns {"header": ..., "rows": [...]}."""
     header = target.header() | {"workload": _workload_header(options)}
     if options.api_key:
@@ -81,7 +89,7 @@ def run(target: Target, points: Sequence[Point], options: LoadOptions, slo: Mapp
     return {"header": header, "rows": rows}
 
 
-def _warm_up(target: Target, point: Point, progress: Progress) -> int:
+def _warm_up(target: "Target", point: Point, progress: Progress) -> int:
     """Send the warm-up requests; returns how many failed. Raises RuntimeError when all did, before minutes of load."""
     if not point.warmup:
         return 0
@@ -136,8 +144,10 @@ def _check(model: str | None, options: LoadOptions, engine: EngineSettings) -> N
         raise ValueError(f"bench serve: --prefixes {options.prefixes} needs --shared-prefix, their length")
     if options.plot is not None:
         need_plot(options.plot)
-    if options.records is not None and not options.records.parent.is_dir():
-        raise ValueError(f"--records is {options.records}, but there is no folder {options.records.parent}")
+    if options.records is not None:
+        check_output_file(options.records)
+    if options.url is None and options.random_config is None:
+        model_names.local_or_hub(model)
 
 
 def _loads(options: LoadOptions) -> list[Load]:

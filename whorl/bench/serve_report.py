@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from whorl.bench.outputs import save_figure
 from whorl.bench.provenance import Document, render_provenance
 
 WIDTH = 120
@@ -122,7 +123,7 @@ def write_plot(document: Document, path: Path) -> None:
     figure.supxlabel(words.get(kind, "load"), fontsize=9)
     header = document["header"]
     figure.suptitle(f"{header['model']}, {header['target']}; commit {header['commit']}", fontsize=9)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def _draw_latency(axes: Any, places: list[Any], rows: list[Document], name: str, title: str) -> None:

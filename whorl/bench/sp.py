@@ -21,11 +21,9 @@ import torch
 
 from whorl import device as devices
 from whorl.bench import network
-from whorl.bench.ops_report import need_plot
+from whorl.bench.outputs import save_figure
 from whorl.bench.provenance import Document
 from whorl.passes.cost import TABLE, CostModel, Traffic
-
-__all__ = ["SpSettings", "need_plot", "render", "render_simulation", "run", "simulate", "write_plot"]
 
 BYTES_TOLERANCE = 0.02  # allowed difference from the pass's report: gloo's headers, and the barriers around a run
 
@@ -207,7 +205,7 @@ def write_plot(document: Document, path: Path) -> None:
         axes.set_yticks(places, names, fontsize=8)
         axes.invert_yaxis()
     figure.suptitle(f"{document['header']['network']}; {document['header']['device_name']}", fontsize=9)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 # ---- the cost model alone

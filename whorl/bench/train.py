@@ -1,7 +1,6 @@
 """`whorl bench train`: times training steps of DeepSeek-V3.2, adding one optimisation per row, next to transformers."""
 
 import gc
-import json
 import statistics
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from whorl import device as devices
+from whorl.bench.outputs import write_document
 from whorl.bench.provenance import Document, provenance
 from whorl.bench.train_meters import Clock, measure_link, peak_memory, profile, reset_peak
 from whorl.bench.train_model import (
@@ -161,7 +161,7 @@ def _add_row(
         for line in row.get("kernels", []):
             log(f"    {line['ms']:8.2f} ms {line['count']:5d} x {line['name']}")
         if settings.out is not None:
-            settings.out.write_text(json.dumps(document, indent=2), encoding="utf-8")
+            write_document(document, settings.out)
         if not row.get("out_of_memory"):
             return
 

@@ -3,12 +3,14 @@
 import importlib.util
 import json
 from collections.abc import Callable
+from pathlib import Path
 
-from whorl.bench.ops_report import need_plot
+from whorl.bench.outputs import need_plot, write_document
 from whorl.bench.provenance import Document
 from whorl.bench.train_options import TrainOptions
-from whorl.device import default_device
 from whorl.extras import how_to_install
+from whorl.files import check_output_file
+from whorl.startup import starting
 
 Work = Callable[[], tuple[Document, str, bool]]  # the document, the same as text, whether all is right
 CURVE_ONLY = ("read", "plot")
@@ -22,12 +24,25 @@ def build_benchmark(options: TrainOptions) -> Work:
         raise ValueError(f"--{misplaced[0]} needs --curve")
     if options.plot is not None:
         need_plot(options.plot)
+    if options.out is not None:
+        check_output_file(options.out)
+    earlier = None if options.read is None else _read(options.read)
+    with starting():
+        from whorl.device import default_device
     device = options.device or default_device()
     if device == "cpu":
         from whorl.titan import cpu
 
         cpu.install()
-    return _curve(options, device) if options.curve else _table(options, device)
+    return _curve(options, device, earlier) if options.curve else _table(options, device)
+
+
+def _read(path: Path) -> Document:
+    try:
+        document: Document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--read {path}: cannot be read: {error}") from error
+    return document
 
 
 def _table(options: TrainOptions, device: str) -> Work:
@@ -45,17 +60,16 @@ def _table(options: TrainOptions, device: str) -> Work:
     return work
 
 
-def _curve(options: TrainOptions, device: str) -> Work:
+def _curve(options: TrainOptions, device: str, earlier: Document | None) -> Work:
     from whorl.bench import train_curve
 
     row = options.rows if "," not in options.rows else "kernels"
     settings = train_curve.CurveSettings.resolve(device=device, tiny=options.tiny, row=row, steps=options.steps or 200)
-    earlier = None if options.read is None else json.loads(options.read.read_text(encoding="utf-8"))
 
     def work() -> tuple[Document, str, bool]:
         document = earlier or train_curve.run(settings)
         if options.out is not None:
-            options.out.write_text(json.dumps(document, indent=2), encoding="utf-8")
+            write_document(document, options.out)
         if options.plot is not None:
             train_curve.write_plot(document, options.plot)
         return document, train_curve.render(document), train_curve.is_good(document)

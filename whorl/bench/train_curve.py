@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl import device as devices
+from whorl.bench.outputs import save_figure
 from whorl.bench.provenance import Document, provenance
 from whorl.bench.train import log, switches_of
 from whorl.bench.train_model import CHUNK, balance, build, build_optimizer, indexer_losses
@@ -177,5 +178,5 @@ def write_plot(document: Document, path: Path) -> None:
     axes[0].legend()
     figure.suptitle(f"DeepSeek-V3.2 {header['flavour']} on {header['text']}, {header['device_name']}")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
     pyplot.close(figure)

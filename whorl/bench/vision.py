@@ -1,6 +1,5 @@
 """`whorl bench vision`: times the vision tower, the first token after images, and decoding, next to text."""
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +10,9 @@ import torch
 
 from whorl import device as devices
 from whorl.bench import vision_engine, vision_report, vision_tower
-from whorl.bench.decode import free, parse_batches
+from whorl.bench.decode import free
+from whorl.bench.decode_options import parse_batches
+from whorl.bench.outputs import write_document
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document, provenance
 from whorl.bench.random_config import read_config
@@ -129,7 +130,7 @@ def run(settings: VisionSettings) -> Document:
                 with progress(f"{name}: {part}"):
                     model[part] = _run_part(work, until)
                 if settings.out is not None:
-                    settings.out.write_text(json.dumps(document, indent=2), encoding="utf-8")
+                    write_document(document, settings.out)
     return document
 
 

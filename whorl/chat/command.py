@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
+from whorl.startup import starting
 
 from .options import AnswerOptions, ChatOptions, MediaOptions, SamplingOptions
 from .text_streams import as_argument, prepare_streams, read_stdin
@@ -174,8 +175,9 @@ def _attached(media: MediaOptions, attachments: "Attachments") -> "list[Attachme
 
 def load(options: Options) -> "LLM":
     """Load the model with the engine's and the drafting options."""
-    from whorl.engine.llm import LLM
-    from whorl.engine.load import use_one_stream
+    with starting():
+        from whorl.engine.llm import LLM
+        from whorl.engine.load import use_one_stream
 
     use_one_stream(options.engine)
     drafting = options.drafting

@@ -3,15 +3,17 @@
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.tokenizer import Tokenizer
 from whorl.media import expand
 
 from .attachments import Attachment
 from .bounded import Prompts
+
+if TYPE_CHECKING:
+    from whorl.engine.llm import LLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Conversation:
 
     def __init__(
         self,
-        llm: LLM,
+        llm: "LLM",
         *,
         system: str | None = None,
         is_chat: bool = True,

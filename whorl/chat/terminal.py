@@ -6,15 +6,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from whorl.engine import roofline
-from whorl.engine.llm import LLM
 from whorl.engine.reply_parser import END_THINK, THINK, Parts, ReplyParser
 from whorl.engine.sequence import Sequence
 
 from .conversation import Conversation
 from .prompt_progress import PromptProgress
+
+if TYPE_CHECKING:
+    from whorl.engine.llm import LLM
 
 # A model may write control characters that change the terminal; only line breaks and tabs are passed through.
 _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -96,7 +97,7 @@ def stop_request() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, previous)
 
 
-def stream(llm: LLM, seq: Sequence, show: Callable[[str], None]) -> None:
+def stream(llm: "LLM", seq: Sequence, show: Callable[[str], None]) -> None:
     """Run a sequence to its end, or to Ctrl-C, and pass its text to `show` as each step generates it."""
     progress = PromptProgress(seq)
     try:
@@ -130,11 +131,13 @@ def describe(seq: Sequence) -> str:
     return "; ".join(parts)
 
 
-def describe_limit(llm: LLM, seq: Sequence) -> str | None:
+def describe_limit(llm: "LLM", seq: Sequence) -> str | None:
     """Compare an answer's speed with the roofline, at which each token reads the weights and the KV cache once.
 
     None when there is no speed or the model's roofline is unknown.
     """
+    from whorl.engine import roofline
+
     model, speed = llm.model, seq.timings.tokens_per_second
     cache: dict[str, Any] = {"context": len(seq.token_ids), "kv_cache_dtype": llm.settings.kv_cache_dtype}
     if not speed or (share := roofline.share(model, speed, **cache)) is None:

@@ -352,8 +352,14 @@ def _spawn(rank: int, size: int, address: Address, job: str, device: str) -> "su
     }
     if device == HOST:
         environment.setdefault("OMP_NUM_THREADS", str(_num_threads(size)))
-    # Nothing is written to the pipe. It closes when rank 0 ends for any reason, which ends the child as well.
-    return subprocess.Popen([*COMMAND, job, device], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
+    return subprocess.Popen(
+        [*COMMAND, job, device],
+        # Nothing is written to the pipe. It closes when rank 0 ends for any reason, which ends the child as well.
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,  # a terminal's Ctrl-C reaches rank 0 alone, also while the child imports
+    )
 
 
 def _num_threads(size: int) -> int:
@@ -400,7 +406,7 @@ def _interrupts_wait() -> Iterator[threading.Event]:
 
 def follow() -> NoReturn:
     """Run as the main function of a rank that rank 0 has started."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; rank 0 handles it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher may send it to all processes; rank 0 handles it
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     rank = int(os.environ["RANK"])
     place = RankPlace(rank=rank, size=int(os.environ["WORLD_SIZE"]), local_rank=rank, is_external=False)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
 from whorl.extras import how_to_install
+from whorl.startup import starting
 
 from .address import check_address
 from .settings import ServerSettings, names_for
@@ -201,9 +202,9 @@ def load_app(
     model: str | Path | None, engine: EngineSettings, drafting: DraftOptions, settings: ServerSettings
 ) -> "FastAPI":
     """Load the model and build the application that serves it."""
+    llm = _load(model, engine, drafting)  # first: it imports torch
     from .embeddings import read_pooling
 
-    llm = _load(model, engine, drafting)
     processor = _processor(model, llm, settings)
     folder = getattr(llm.tokenizer, "folder", None)
     pooling = None if folder is None else read_pooling(folder)
@@ -221,8 +222,9 @@ def _processor(model: str | Path | None, llm: "LLM", settings: ServerSettings) -
 
 
 def _load(model: str | Path | None, engine: EngineSettings, drafting: DraftOptions) -> "LLM":
-    from whorl.engine.llm import LLM
-    from whorl.engine.load import use_one_stream
+    with starting():
+        from whorl.engine.llm import LLM
+        from whorl.engine.load import use_one_stream
 
     use_one_stream(engine)
     speculate = drafting.proposer(engine.device)

