@@ -1,6 +1,7 @@
 """The scheduler alone: tokens are made up, nothing is computed."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,10 @@ def scheduler(
     return Scheduler(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens)
 
 
-def add(to: Scheduler, length: int, *, token: int = 1, max_len: int = 200, after: Sequence | None = None) -> Sequence:
-    seq = Sequence([token] * length, SamplingParams(), max_len=max_len, after=after)
+def add(
+    to: Scheduler, length: int, *, token: int = 1, max_len: int = 200, after: Sequence | None = None, **params: Any
+) -> Sequence:
+    seq = Sequence([token] * length, SamplingParams(**params), max_len=max_len, after=after)
     to.add(seq)
     return seq
 
@@ -171,8 +174,147 @@ def test_impossible_settings_are_refused(seqs: int, tokens: int, words: str) -> 
         scheduler(seqs=seqs, tokens=tokens)
 
 
+# ---- several clients
+
+
+def test_clients_take_turns() -> None:
+    sched = scheduler(seqs=2, tokens=8)
+    heavy = [add(sched, 4, token=i, client="heavy", max_len=5) for i in range(6)]
+    assert list(step(sched)) == heavy[:2]
+    lone = add(sched, 3, token=7, client="lone", max_len=4)
+    assert list(step(sched)) == [heavy[2], lone]
+    assert list(step(sched)) == heavy[3:5]
+
+
+def test_turns_are_counted_in_tokens() -> None:
+    """While one client has a long prompt computed, the other gets as many tokens in short ones."""
+    sched = scheduler(seqs=8, tokens=8)
+    long = [add(sched, 12, token=i, client="long", max_len=13) for i in range(8)]
+    short = [add(sched, 2, token=10 + i, client="short", max_len=3) for i in range(24)]
+    done = {"long": 0, "short": 0}
+    for _ in range(11):
+        for seq, length in step(sched).items():
+            done[str(seq.client)] += length
+    assert abs(done["long"] - done["short"]) <= 12
+    assert sum(seq.is_finished for seq in long) < sum(seq.is_finished for seq in short)
+
+
+def test_a_client_that_was_away_saved_up_no_turns() -> None:
+    sched = scheduler(seqs=2, tokens=8, num_blocks=256)
+    first, second = (add(sched, 2, token=i, client=name) for i, name in enumerate(("busy", "other")))
+    for _ in range(50):
+        step(sched)
+    for seq in (second, first):
+        seq.finish(FinishReason.ABORT)
+        sched.finish(seq)
+    queued = [add(sched, 4, token=3 + i, client=("busy", "away")[i % 2], max_len=5) for i in range(8)]
+    order = [seq for _ in range(4) for seq in step(sched)]
+    assert sorted(order[:4], key=queued.index) == queued[:4]
+
+
+def test_a_client_of_which_nothing_runs_gets_a_lane() -> None:
+    """The other gives up its newest sequence, which goes on where it was once a lane is free, and keeps its oldest."""
+    sched = scheduler(seqs=3, tokens=32, num_blocks=256)
+    heavy = [add(sched, 4, token=i, client="heavy") for i in range(5)]
+    step(sched)
+    lone = add(sched, 4, token=7, client="lone", max_len=6)
+    assert step(sched) == {heavy[0]: 1, heavy[1]: 1, lone: 4}
+    assert (heavy[2].num_preempted, list(sched.waiting)) == (1, heavy[2:])
+    second = add(sched, 4, token=8, client="lone")
+    assert lone in step(sched), "a client of which something runs waits"
+    assert lone.is_finished
+    third = add(sched, 4, token=9, client="third")
+    assert list(step(sched))[1:] != []
+    assert {seq.client for seq in sched.running} == {"heavy", "lone", "third"}
+    assert [heavy[0], second, third] == sorted(sched.running, key=lambda seq: seq.id)
+    fourth = add(sched, 4, token=9, client="fourth")
+    step(sched)
+    assert fourth.lane < 0, "nobody gives up its only sequence"
+
+
+def test_a_client_of_which_nothing_runs_gets_blocks() -> None:
+    sched = scheduler(num_blocks=8, block_size=2, share=False)
+    heavy = [add(sched, 4, token=i, client="heavy") for i in range(3)]
+    step(sched)
+    lone = add(sched, 3, token=7, client="lone", max_len=6)
+    for _ in range(3):
+        assert lone in step(sched)
+    assert lone.is_finished
+    assert (lone.num_preempted, heavy[0].num_preempted) == (0, 0)
+
+
+def test_a_long_prompt_of_another_client_does_not_hold_up() -> None:
+    sched = scheduler(tokens=8)
+    long = add(sched, 40, client="heavy")
+    assert step(sched) == {long: 8}
+    lone = add(sched, 5, token=2, client="lone")
+    assert step(sched) == {lone: 5, long: 3}
+
+
+def test_a_full_cache_preempts_of_the_client_with_most() -> None:
+    sched = scheduler(num_blocks=6, block_size=2, share=False)
+    first, second = (add(sched, 2, token=i, client="heavy") for i in range(2))
+    lone = add(sched, 2, token=7, client="lone")
+    for _ in range(4):
+        step(sched)
+    assert (first.num_preempted, lone.num_preempted) == (0, 0)
+    assert second.num_preempted
+
+
+def test_priority_orders_the_requests_of_a_client() -> None:
+    sched = scheduler(seqs=1)
+    last, middle, first, tie = (add(sched, 4, token=i, max_len=5, priority=p) for i, p in enumerate((9, 0, -3, 0)))
+    assert [seq for _ in range(4) for seq in step(sched)] == [first, middle, tie, last]
+
+
+def test_a_client_does_not_pass_others_by_its_own_numbers() -> None:
+    sched = scheduler(seqs=1)
+    first = add(sched, 4, client="first", max_len=5)
+    add(sched, 4, token=2, client="other", max_len=5, priority=-100)
+    assert list(step(sched)) == [first]
+
+
+def test_work_that_yields_makes_way() -> None:
+    """A priority above 0 waits behind all else, and gives up its lane."""
+    sched = scheduler(seqs=2, num_blocks=256)
+    batch = [add(sched, 4, token=i, client="batch", priority=5) for i in range(3)]
+    step(sched)
+    others = [add(sched, 4, token=7 + i, client="other", max_len=7) for i in range(3)]
+    assert list(step(sched)) == others[:2]
+    while not others[2].is_finished:
+        assert batch[1] not in step(sched)
+    step(sched)
+    assert set(sched.running) == set(batch[:2])
+
+
+def test_the_preempted_come_back_before_their_clients_others() -> None:
+    sched = scheduler(seqs=2, num_blocks=256)
+    heavy = [add(sched, 4, token=i, client="heavy", max_len=8) for i in range(4)]
+    step(sched)
+    lone = [add(sched, 4, token=7, client="lone", max_len=5), add(sched, 4, token=8, client="lone", max_len=5)]
+    step(sched)
+    assert lone[0].is_finished
+    assert list(sched.waiting) == [*heavy[1:], lone[1]]
+    order = [next((i for i, seq in enumerate(heavy) if seq.is_finished), None)]
+    for _ in range(12):
+        step(sched)
+        order += [i for i, seq in enumerate(heavy) if seq.is_finished and i not in order]
+    assert order[1:] == [0, 1, 2, 3]
+
+
+def test_a_queue_forgets_clients() -> None:
+    sched = scheduler(seqs=4, tokens=64, num_blocks=256)
+    for number in range(2000):
+        add(sched, 4, token=number, client=f"client {number}", max_len=5)
+        step(sched)
+        if number % 100:
+            add(sched, 4, client="always")
+    assert len(sched.waiting._served) < 600
+
+
+@pytest.mark.parametrize(("clients", "priorities"), [((None,), (0,)), ((None, "a", "b"), (-1, 0, 0, 2))])
 @pytest.mark.parametrize("seed", range(40))
-def test_everything_ends(seed: int) -> None:
+def test_everything_ends(seed: int, clients: tuple[str | None, ...], priorities: tuple[int, ...]) -> None:
     """Preemption x prefix hits x aborts: every sequence ends, chunks fit their blocks, no block is left behind."""
     rng = random.Random(seed)
     block_size, seqs = rng.randint(1, 4), rng.randint(1, 6)
@@ -183,9 +325,8 @@ def test_everything_ends(seed: int) -> None:
     for turn in range(2000):
         if turn < 60 and rng.random() < 0.5:
             length = rng.randint(1, longest - 1)
-            seq = Sequence(
-                [1, 2] * (length // 2) + [rng.randint(1, 2)] * (length % 2), SamplingParams(), max_len=longest
-            )
+            params = SamplingParams(client=rng.choice(clients), priority=rng.choice(priorities))
+            seq = Sequence([1, 2] * (length // 2) + [rng.randint(1, 2)] * (length % 2), params, max_len=longest)
             sched.add(seq)
             sequences.append(seq)
         if sequences and rng.random() < 0.05 and not (victim := rng.choice(sequences)).is_finished:

@@ -1,8 +1,10 @@
 """The scheduler chooses the tokens of the next step: decoding sequences first, then prompts within the budget.
 
 A sequence gets blocks for all its known tokens when it is admitted, so only decoding sequences need further ones. If
-none is free, the running sequence that was admitted last is preempted: it gives up its blocks and waits again.
-Sequences are scheduled in order of admission, so it has no chunk in this step yet.
+none is free, a running sequence is preempted: it gives up its blocks and waits again. It is the one that was admitted
+last of the client with most of them, so the oldest sequence of each client always goes on. In the same way a client of
+which nothing runs gets the lane and the blocks of a client that has several, and work that yields (see `fair_queue`)
+makes way for work that does not. Which sequences run together changes no bit of their output.
 """
 
 from collections import deque
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from .blocks import BlockPool
 from .encoder import Encoder
+from .fair_queue import Client, FairQueue, level
 from .sequence import Sequence
 
 if TYPE_CHECKING:
@@ -60,18 +63,19 @@ class Scheduler:
             )
         self.pool, self.encoder = pool, encoder
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: FairQueue[Sequence] = FairQueue()
         self.running: list[Sequence] = []  # in order of admission
         self._lanes = list(range(max_num_seqs))[::-1]  # the free ones; every running sequence has one
+        self._num_yielding = 0  # running sequences that yield to others
         self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting.lines or self.running)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
-        self.waiting.append(seq)
+        self.waiting.add(seq)
 
     def schedule(self, *, lookahead: int = 0, max_prompt_tokens: int | None = None) -> list[Chunk]:
         """Return the chunks of the next step, decoding ones first, at most one for each sequence.
@@ -80,15 +84,12 @@ class Scheduler:
         the step, in which the vision tower's work counts as well; None: whatever fits into the step. The tower's work
         is planned in the encoder; the caller gets it from `Encoder.take`.
         """
+        self._make_way()
         decoding = self._decode()
         budget = self.max_num_batched_tokens - len(decoding)
         if max_prompt_tokens is not None:
             budget = min(budget, max_prompt_tokens)
-        prompts: list[Chunk] = []
-        for seq in self.running:
-            if seq.num_pending > 1 or not seq.is_decoding:
-                budget -= self._fill(seq, budget, prompts)
-        self._admit(budget, prompts)
+        prompts = self._compute_prompts(budget)
         if lookahead:
             budget = self.max_num_batched_tokens - sum(chunk.length for chunk in (*decoding, *prompts))
             for i, chunk in enumerate(decoding):
@@ -119,20 +120,48 @@ class Scheduler:
                 continue
             if self._make_room(seq):
                 chunks.append(Chunk(seq, 1))
+        chunks = [chunk for chunk in chunks if chunk.sequence.lane >= 0]  # one may have been preempted for a later one
+        if len(self.waiting.running) > 1:
+            for chunk in chunks:
+                self.waiting.charge(chunk.sequence.client, 1)
         return chunks
 
     def _make_room(self, seq: Sequence) -> bool:
         """Get a block for the next token, by preemption if necessary; False if `seq` itself was preempted."""
         while not self.pool.grow(seq, seq.length):
-            last = self.running[-1]
-            self._preempt(last)
-            if last is seq:
+            victim = self._victim()
+            self._preempt(victim)
+            if victim is seq:
                 return False
         return True
+
+    def _victim(self) -> Sequence:
+        """Return the sequence to preempt: work that yields, else of the client with most; the one admitted last."""
+        shares = self.waiting.running
+        if len(shares) == 1 and not self._num_yielding:
+            return self.running[-1]
+        return max(reversed(self.running), key=lambda seq: (level(seq), shares[seq.client]))
+
+    def _make_way(self) -> None:
+        """Preempt for sequences that wait and should not: those of clients of which nothing runs while another has
+        several, and those behind which other work yields. They are admitted here, so that nobody else is."""
+        shares = self.waiting.running
+        while self.running and (seq := self.waiting.next()) is not None:
+            may_come = _is_admissible(seq) and not seq.num_unread
+            if not may_come or (seq.client in shares and not self._num_yielding):
+                break
+            victim = self._victim()
+            is_left_out = seq.client not in shares and shares[victim.client] > 1
+            if level(victim) < level(seq) or (level(victim) == level(seq) and not is_left_out):
+                break
+            if not self._enter(seq):
+                self._preempt(victim)
 
     def _stop(self, seq: Sequence) -> None:
         """Take a sequence out of the running ones and free its blocks, its image features and its lane."""
         self.running.remove(seq)
+        self._num_yielding -= level(seq) > 0
+        self.waiting.stop(seq)
         self.pool.release(seq)
         if self.encoder is not None:
             self.encoder.release(seq)
@@ -141,26 +170,48 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self._stop(seq)
-        self.waiting.appendleft(seq)
+        self.waiting.add(seq, first=True)
         seq.num_preempted += 1
         self.num_preemptions += 1
 
-    def _admit(self, budget: int, chunks: list[Chunk]) -> None:
-        """Admit waiting sequences while tokens of the budget, lanes and blocks are left; append their first chunks."""
-        if not self.waiting or budget <= 0 or not self._lanes:
-            return
-        for seq in self._admissible():
-            if budget <= 0 or not self._lanes or seq.num_unread:  # preempted while its last token is still unread
-                break
-            # Reserve a block for each running sequence, so that the admission does not cause a preemption right after.
-            if not self.pool.admit(seq, reserve=len(self.running)):
-                break
-            self.waiting.remove(seq)
-            self.running.append(seq)
-            seq.lane, seq.is_new = self._lanes.pop(), True
-            if not seq.num_preempted:
-                seq.num_cached = seq.num_computed
-            budget -= self._fill(seq, budget, chunks)
+    def _compute_prompts(self, budget: int) -> list[Chunk]:
+        """Return the next chunks of prompts: clients take turns, each with those that run, then those that wait while
+        lanes and blocks are left."""
+        chunks: list[Chunk] = []
+        lines = self._lines() if budget > 0 else {}
+        while lines and budget > 0:
+            client = min(lines, key=lambda client: self.waiting.turn(lines[client][0]))
+            seq = lines[client].popleft()
+            if seq.lane >= 0 or self._enter(seq):
+                budget -= self._fill(seq, budget, chunks)
+            else:  # what it waits for must not go to others, but prompts that have begun go on
+                lines = {name: deque(other for other in line if other.lane >= 0) for name, line in lines.items()}
+            lines = {name: line for name, line in lines.items() if line}
+        return chunks
+
+    def _lines(self) -> dict[Client, deque[Sequence]]:
+        """Return what may be computed of each client, in order: prompts that have begun, then, if there is a lane, what
+        waits. Copies of a prompt wait until the first has computed it, then they share its blocks."""
+        lines: dict[Client, deque[Sequence]] = {}
+        for seq in self.running:
+            if seq.num_pending > 1 or not seq.is_decoding:
+                lines.setdefault(seq.client, deque()).append(seq)
+        for client, line in self.waiting.lines.items() if self._lanes else ():
+            lines.setdefault(client, deque()).extend(seq for seq in line if _is_admissible(seq))
+        return {client: line for client, line in lines.items() if line}
+
+    def _enter(self, seq: Sequence) -> bool:
+        """Admit a sequence if a lane and blocks are left; not one preempted while its last token is still unread."""
+        # Reserve a block for each running sequence, so that the admission does not cause a preemption right after.
+        if not self._lanes or seq.num_unread or not self.pool.admit(seq, reserve=len(self.running)):
+            return False
+        self.waiting.start(seq)
+        self.running.append(seq)
+        self._num_yielding += level(seq) > 0
+        seq.lane, seq.is_new = self._lanes.pop(), True
+        if not seq.num_preempted:
+            seq.num_cached = seq.num_computed
+        return True
 
     def _fill(self, seq: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Append to `chunks` as many pending tokens of the sequence as the budget allows; return how much of the budget
@@ -172,13 +223,9 @@ class Scheduler:
         if length > 0:
             chunks.append(Chunk(seq, length, is_new=seq.is_new))
             seq.is_new = False
+        self.waiting.charge(seq.client, length + cost)
         return length + cost
 
-    def _admissible(self) -> list[Sequence]:
-        """Return waiting sequences in order of arrival; copies of a prompt wait until the first has computed it, then
-        they share its blocks."""
-        return [
-            seq
-            for seq in self.waiting
-            if seq.after is None or seq.after.is_finished or seq.after.num_computed >= seq.prompt_len
-        ]
+
+def _is_admissible(seq: Sequence) -> bool:
+    return seq.after is None or seq.after.is_finished or seq.after.num_computed >= seq.prompt_len

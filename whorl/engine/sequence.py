@@ -145,6 +145,7 @@ class Sequence:
         self.contents = sorted_contents((*contents, *media_contents), self.prompt_len)
         self.features: dict[int, int] = {}  # of images still needed: the encoder's number, by index in the placement
         self.params, self.copy, self.after = params, copy, after
+        self.client, self.priority = params.client, params.priority
         self.is_plain = params.is_plain
         fork = getattr(params.allow, "fork", None)
         self.allow = params.allow if fork is None else fork()
