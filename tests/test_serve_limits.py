@@ -232,7 +232,7 @@ def test_a_full_queue() -> None:
         threads, engine = [], served.app.state.service.engine
         for count in range(1, 4):  # one runs, two wait
             threads.append(in_background(served, body))
-            wait_until(lambda count=count: (len(engine._owners), engine._num_waiting) == (count, count - 1))
+            wait_until(lambda count=count: (len(engine._owners), engine.num_waiting) == (count, count - 1))
         response = served.http.post(COMPLETIONS, json=body)
         assert refused(response, 429)["code"] == "queue_full"
         assert response.headers["retry-after"] == "1"
@@ -250,7 +250,7 @@ def test_a_client_that_leaves_frees_its_blocks(slow: Served, is_stream: bool) ->
         line.sendall(head(len(content)) + content)
         wait_until(lambda: slow.llm.pool.num_used > 0)
     wait_until(slow.is_idle, seconds=3)
-    assert slow.app.state.service.engine._num_waiting == 0
+    assert slow.app.state.service.engine.num_waiting == 0
     assert slow.complete("k", max_tokens=2)["choices"][0]["text"] == "lm"
 
 
@@ -349,7 +349,7 @@ async def one_stream(client: httpx.AsyncClient, rng: random.Random, ends: list[s
 async def let_step(served: Served, count: int) -> None:
     """Lets the model compute once so many requests have arrived, however long it took to prepare them."""
     engine = served.app.state.service.engine
-    while engine._num_waiting + len(engine._owners) < count:
+    while engine.num_waiting + len(engine._owners) < count:
         await asyncio.sleep(0.01)
     served.llm.model.may_step.set()  # type: ignore[attr-defined]
 
@@ -367,7 +367,7 @@ def soak(served: Served, count: int, *, rounds: int = 1) -> list[str]:
     for _ in range(rounds):
         asyncio.run(all_at_once())
         wait_until(served.is_idle)
-    assert served.app.state.service.engine._num_waiting == 0
+    assert served.app.state.service.engine.num_waiting == 0
     assert not served.app.state.service.engine._owners
     return ends
 

@@ -65,18 +65,11 @@ def asking(served: Served, *bodies: dict[str, Any]) -> Iterator[list[httpx.Respo
 
 @pytest.mark.slow
 def test_schemas_that_never_compile_end_and_others_are_served_meanwhile() -> None:
-    with serving(told(), job_seconds=6, stall_seconds=0.5) as served:
+    with serving(told(), job_seconds=6) as served:
         bombs = [shaped(BOMB | {"multipleOf": BOMB["multipleOf"] + i}) for i in range(3)]
         with asking(served, *bombs) as responses:
-
-            def is_told() -> bool:
-                health = served.http.get("/health")
-                error = health.json().get("error", {"message": ""})
-                is_it = health.status_code == 503 and error["code"] == "workers_stalled"
-                return is_it and "schema workers" in error["message"]
-
-            wait_until(is_told, seconds=60)
             assert served.complete("a", max_tokens=3)["choices"][0]["text"] == "bcd"
+            assert served.http.get("/health").status_code == 200, "busy workers are no fault of the server"
             assert not responses
         assert [refusal(each)["code"] for each in responses] == ["too_costly"] * 3
         assert "the JSON schema cannot be compiled" in refusal(responses[0])["message"]
@@ -166,7 +159,7 @@ def test_a_tokenizer_that_grows_without_end() -> None:
 
 def test_a_worker_that_was_killed_is_replaced() -> None:
     with serving(told()) as served:
-        worker = served.app.state.service._prompts._free.queue[-1]
+        worker = served.app.state.service._prompts.workers[0]
         worker._process.kill()
         worker._process.wait()
         assert served.complete("a", max_tokens=3)["choices"][0]["text"] == "bcd"

@@ -71,22 +71,13 @@ class Endpoint:
         await self._app(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that has passed the gate; stop forwarding it when the client disconnects."""
+        """Answer a request that has passed the gate, which cancels this when the client disconnects."""
         handler = {"/health": self._health, "/metrics": self._metrics}.get(scope["path"])
         if handler is not None and scope["method"] == "GET":
             await (await handler())(scope, receive, send)
             return
         body = (await receive()).get("body", b"")
-        task = asyncio.ensure_future(self._forward(scope, body, send))
-        watch = asyncio.ensure_future(_wait_for_disconnect(receive))
-        try:
-            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-        finally:
-            task.cancel()
-            watch.cancel()
-            await asyncio.gather(task, watch, return_exceptions=True)
+        await self._forward(scope, body, send)
 
     # ---- forwarding to replicas
 

@@ -9,8 +9,9 @@ Items of one client are ordered by priority, lower numbers first, then by arriva
 by its own numbers, so between clients a number below 0 counts as 0; one above 0 yields to all items with a lower one.
 """
 
+import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
 
 Client = str | None
@@ -81,9 +82,10 @@ class FairQueue(Generic[_T]):
         """Return the key by which an item's turn comes: the smallest is next, and among equal ones the oldest."""
         return level(item), self.running[item.client] > 0, self._served.get(item.client, 0.0)
 
-    def next(self) -> _T | None:
-        """Return the item whose turn is next; None if none waits."""
-        return min((line[0] for line in self.lines.values()), key=self.turn, default=None)
+    def next(self, *, most: float = math.inf) -> _T | None:
+        """Return the item whose turn is next; None if none waits. most: how many items of one client may run."""
+        heads = (line[0] for client, line in self.lines.items() if self.running[client] < most)
+        return min(heads, key=self.turn, default=None)
 
     def _join(self, client: Client) -> None:
         """Let a client begin to wait; forget clients that would begin as if they were new."""
@@ -101,3 +103,12 @@ class FairQueue(Generic[_T]):
 def level(item: Waiter) -> int:
     """Return an item's priority as it counts between clients."""
     return max(item.priority, 0)
+
+
+def has_room(waiting: Mapping[Client, int], client: Client, count: int, most: int) -> bool:
+    """Return whether `count` more items of a client may wait where `most` may.
+
+    waiting: how many items of each client wait. A client may always have its equal part of `most`, even if others have
+    filled the queue.
+    """
+    return sum(waiting.values()) + count <= most or waiting.get(client, 0) + count <= most // len({client, *waiting})

@@ -14,10 +14,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from .sizes import MAX_RATIO
 
 _LOG = logging.getLogger("whorl.media")
 _START_SECONDS = 60.0  # wall-clock time to start a process
+_T = TypeVar("_T")
 _PASSED_VARIABLES = ("LD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment, to find libraries
 
 
@@ -56,7 +57,18 @@ class Decoder:
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # held while the process is started or taken out of use
-        self._is_closed = False
+        self._is_closed = self._is_asking = self._is_interrupted = False
+
+    def start(self) -> None:
+        """Start the process, if there is none."""
+        self._ensure_started()
+
+    def interrupt(self) -> None:
+        """End the job in progress, if there is one, with a MediaError."""
+        with self._lock:
+            if self._is_asking and self._process is not None:
+                self._is_interrupted = True
+                self._process.kill()
 
     @property
     def pid(self) -> int | None:
@@ -80,33 +92,64 @@ class Decoder:
             raise DecodeError("broken")
         return _check_count(values, len(indices)), indices, fps
 
+    def count_pixels(self, data: bytes) -> int:
+        """Return the number of pixels that a picture declares."""
+
+        def read_count(result: dict[str, Any]) -> int:
+            count = result["pixels"]
+            if not isinstance(count, int) or not 0 < count <= self._limits.max_pixels:
+                raise EOFError
+            return count
+
+        return self._call({"kind": "count"}, [data], "pixels", read_count)
+
     def _ask(
         self, kind: str, parts: Sequence[bytes], options: Any, sizes: ImageOptions
     ) -> tuple[NDArray[np.uint8], dict[str, Any]]:
-        """Run a job in the process; return pixels [F, H, W, 3] and the JSON of the answer. Raises MediaError.
+        """Decode in the process; return pixels [F, H, W, 3] and the JSON of the answer. Raises MediaError.
 
         kind: image, frames or video. parts: the bytes. sizes: the options that limit the size of a frame.
         """
+
+        def read_pixels(result: dict[str, Any]) -> tuple[NDArray[np.uint8], dict[str, Any]]:
+            shape = _shape(result["shape"], sizes)
+            assert self._process is not None
+            assert self._process.stdout is not None
+            data = read_exactly(self._process.stdout, math.prod(shape) * 3)
+            return np.frombuffer(data, np.uint8).reshape(*shape, 3), result
+
+        job = {"kind": kind, "options": asdict(options), "max_frames": self._limits.max_frames}
+        return self._call(job, parts, "shape", read_pixels)
+
+    def _call(
+        self, job: Mapping[str, Any], parts: Sequence[bytes], key: str, read_rest: Callable[[dict[str, Any]], _T]
+    ) -> _T:
+        """Run a job in the process. key: of the JSON of an answer that is no refusal, which read_rest then reads."""
         limits = self._limits
-        job: dict[str, Any] = {"kind": kind, "sizes": [len(part) for part in parts], "options": asdict(options)}
-        job |= {"max_pixels": limits.max_pixels, "max_frames": limits.max_frames}
         process = self._ensure_started()
         assert process.stdin is not None
         assert process.stdout is not None
+        self._is_asking = True
         try:
-            with _killed_after(process, WALL * limits.decode_seconds) as was_killed:
-                write(process.stdin, job, *parts)
+            with killed_after(process, WALL * limits.decode_seconds) as was_killed:
+                sizes = {"sizes": [len(part) for part in parts], "max_pixels": limits.max_pixels}
+                write(process.stdin, {**job, **sizes}, *parts)
                 result = read(process.stdout)
-                if "shape" not in result:
+                if key not in result:
                     raise self._refusal(result)
-                shape = _shape(result["shape"], sizes)
-                data = read_exactly(process.stdout, math.prod(shape) * 3)
+                return read_rest(result)
         except (EOFError, OSError, UnicodeError, ValueError) as error:
             if isinstance(error, MediaError):
                 raise
+            was_interrupted = self._is_interrupted
             self.end()
+            if was_interrupted:
+                raise MediaError("its client left") from None
             raise self._death(process.returncode, is_late=was_killed.is_set()) from error
-        return np.frombuffer(data, np.uint8).reshape(*shape, 3), result
+        finally:
+            self._is_asking = False
+            if self._is_interrupted:  # perhaps after the answer was read
+                self.end()
 
     def _refusal(self, result: dict[str, Any]) -> MediaError:
         """Return the error for an answer that has a code instead of pixels; its detail goes to the log."""
@@ -134,7 +177,7 @@ class Decoder:
         assert process.stdout is not None
         setup = {"seconds": self._limits.decode_seconds, "memory": self._limits.decode_memory}
         answer: dict[str, Any] = {}
-        with _killed_after(process, _START_SECONDS), contextlib.suppress(EOFError, OSError, ValueError):
+        with killed_after(process, _START_SECONDS), contextlib.suppress(EOFError, OSError, ValueError):
             write(process.stdin, setup)
             answer = read(process.stdout)
         if not answer.get("ready"):
@@ -146,7 +189,7 @@ class Decoder:
     def end(self) -> None:
         """Kill the process and wait for its end; the next job starts a new one."""
         with self._lock:
-            process, self._process = self._process, None
+            process, self._process, self._is_interrupted = self._process, None, False
         if process is None:
             return
         process.kill()
@@ -192,7 +235,7 @@ def _check_count(values: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
 
 
 @contextlib.contextmanager
-def _killed_after(process: "subprocess.Popen[bytes]", seconds: float) -> Iterator[threading.Event]:
+def killed_after(process: "subprocess.Popen[bytes]", seconds: float) -> Iterator[threading.Event]:
     """Kill the process after so many seconds, which ends any read or write that waits for it.
 
     Yields an event that is set if the process was killed.
@@ -234,9 +277,9 @@ class Decoders:
     """A pool of decoders for several threads."""
 
     def __init__(self, limits: Limits, size: int = 2) -> None:
-        self._all = [Decoder(limits) for _ in range(size)]
+        self.all = [Decoder(limits) for _ in range(size)]
         self._free: queue.LifoQueue[Decoder] = queue.LifoQueue()  # the decoder used last is warm
-        for decoder in reversed(self._all):
+        for decoder in reversed(self.all):
             self._free.put(decoder)
 
     @contextlib.contextmanager
@@ -249,7 +292,7 @@ class Decoders:
             self._free.put(decoder)
 
     def close(self) -> None:
-        for decoder in self._all:
+        for decoder in self.all:
             decoder.close()
-        for decoder in self._all:
+        for decoder in self.all:
             decoder.end()

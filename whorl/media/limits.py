@@ -8,7 +8,8 @@ class Limits:
     """Limits on media. Sizes are in bytes, times in seconds. Raises ValueError for a limit that is not positive.
 
     max_bytes: size of one picture or video as it is sent. max_pixels: width times height that a file declares, checked
-    before anything is decoded. max_frames: frames of a video file or of a list of pictures. max_items: pictures and
+    before anything is decoded. max_request_pixels: of all pictures of one request together; a video counts none, as
+    decode_seconds limits it. max_frames: frames of a video file or of a list of pictures. max_items: pictures and
     videos of one request. decode_seconds: CPU time for one picture or video; the wall-clock limit is `WALL` times that.
     decode_memory: memory for decoding, beyond what an idle decoder uses. fetch_seconds: wall-clock time to fetch all
     media of one request.
@@ -16,6 +17,7 @@ class Limits:
 
     max_bytes: int = 32 << 20
     max_pixels: int = 64 << 20
+    max_request_pixels: int = 1 << 30
     max_frames: int = 65536
     max_items: int = 64
     decode_seconds: float = 20.0

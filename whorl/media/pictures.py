@@ -18,7 +18,14 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 def open_picture(data: bytes, max_pixels: int) -> Image.Image:
-    """Decode the first frame, after checking the size that the header declares.
+    """Decode the first frame, after checking the size that the header declares; raises what `declared` does."""
+    image = declared(data, max_pixels)
+    image.load()
+    return image
+
+
+def declared(data: bytes, max_pixels: int) -> Image.Image:
+    """Read a picture's header.
 
     Raises DecodeError when the format is not one of `FORMATS` or the picture has more than max_pixels pixels.
     """
@@ -29,7 +36,6 @@ def open_picture(data: bytes, max_pixels: int) -> Image.Image:
         raise DecodeError("format", detail=str(error)) from error
     if image.width * image.height > max_pixels:
         raise DecodeError("pixels", image.width, image.height, max_pixels)
-    image.load()
     return image
 
 

@@ -1,10 +1,11 @@
 """Turns the bytes of pictures and videos into `Pixels`; media from every source pass through here."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from .decoder import Decoders, need_pillow
+from .decoder import Decoder, Decoders, need_pillow
 from .errors import MediaError
 from .limits import Limits
 from .options import ImageOptions, Options, VideoOptions, read_options
@@ -18,18 +19,19 @@ class Processor:
     """Decodes and resizes media for one model. Thread-safe; `close` ends its processes.
 
     options: the model's preprocessing. num_processes: how many media are decoded at the same time. All methods that
-    decode raise MediaError for media that are refused.
+    decode raise MediaError for media that are refused. Their argument decoder is one of `decoders` that the caller uses
+    alone; None: the next free one.
 
     Example: `item = Processor.from_folder(folder).image(Path("cat.png").read_bytes()).item()`.
     """
 
-    def __init__(self, options: Options, limits: Limits | None = None, *, num_processes: int = 2) -> None:
+    def __init__(self, options: Options, limits: Limits | None = None, *, num_processes: int = 3) -> None:
         self.options, self.limits = options, limits or Limits()
         self._decoders = Decoders(self.limits, num_processes)
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, limits: Limits | None = None, *, num_processes: int = 2
+        cls, folder: str | Path, limits: Limits | None = None, *, num_processes: int = 3
     ) -> "Processor | None":
         """Build the processor of the model in a folder; None if the model takes no pictures.
 
@@ -42,31 +44,41 @@ class Processor:
         return cls(options, limits, num_processes=num_processes)
 
     @property
+    def decoders(self) -> Sequence[Decoder]:
+        return self._decoders.all
+
+    @property
     def merge_size(self) -> int:
         return self.options.image.merge_size
 
     def close(self) -> None:
         self._decoders.close()
 
-    def image(self, data: bytes, *, is_low: bool = False) -> Pixels:
+    def count_pixels(self, data: bytes, *, decoder: Decoder | None = None) -> int:
+        """Return the number of pixels that a picture declares, without decoding it."""
+        self._check_bytes(data)
+        with self._use(decoder) as decoder:
+            return decoder.count_pixels(data)
+
+    def image(self, data: bytes, *, is_low: bool = False, decoder: Decoder | None = None) -> Pixels:
         """Decode a picture. is_low: resize it to at most `LOW_DETAIL` pixels."""
         self._check_bytes(data)
         options = self._image_options(is_low)
-        with self._decoders.acquire() as decoder:
+        with self._use(decoder) as decoder:
             values = decoder.image(data, options)
         return Pixels(kind="image", values=values, options=options, digest=digest("image", [data], options))
 
-    def video(self, data: bytes) -> Pixels:
+    def video(self, data: bytes, *, decoder: Decoder | None = None) -> Pixels:
         """Decode a video file and sample its frames."""
         self._check_bytes(data)
         options = self._video_options()
-        with self._decoders.acquire() as decoder:
+        with self._use(decoder) as decoder:
             values, indices, fps = decoder.video(data, options)
         name = digest("video", [data], options, max_frames=self.limits.max_frames)
         seconds = patch_seconds(indices, fps, options.frames.temporal_patch_size)
         return Pixels(kind="video", values=values, options=options.frames, digest=name, seconds=seconds)
 
-    def frames(self, parts: Sequence[bytes], *, fps: float | None = None) -> Pixels:
+    def frames(self, parts: Sequence[bytes], *, fps: float | None = None, decoder: Decoder | None = None) -> Pixels:
         """Decode a video that is a list of pictures. fps: their rate; None: they are sampled at the model's rate."""
         options = self._video_options()
         if len(parts) > self.limits.max_frames:
@@ -76,11 +88,14 @@ class Processor:
         self._check_bytes(*parts)
         rate = options.fps if fps is None else fps
         indices = frame_indices(len(parts), rate, options)
-        with self._decoders.acquire() as decoder:
+        with self._use(decoder) as decoder:
             values = decoder.frames([parts[index] for index in indices], options)
         name = digest("frames", parts, options, fps=rate)
         seconds = patch_seconds(indices, rate, options.frames.temporal_patch_size)
         return Pixels(kind="video", values=values, options=options.frames, digest=name, seconds=seconds)
+
+    def _use(self, decoder: Decoder | None) -> AbstractContextManager[Decoder]:
+        return self._decoders.acquire() if decoder is None else nullcontext(decoder)
 
     def _check_bytes(self, *parts: bytes) -> None:
         size = sum(map(len, parts))

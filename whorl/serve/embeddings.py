@@ -13,7 +13,7 @@ from starlette.responses import Response
 from .api_error import ApiError
 from .prepare import Prepared
 from .replies import Reply, Run
-from .schema_parts import Ids, Strict, at_most
+from .schema_parts import Ids, Priority, Strict, at_most
 from .schemas import CompletionRequest, kind_of_prompt
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class EmbeddingRequest(Strict):
     )
     add_special_tokens: bool = True
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Priority = 0
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     user: str | None = Field(None, description="no effect")
 
@@ -79,7 +80,8 @@ class EmbeddingsApi:
     async def create(self, request: EmbeddingRequest, http: Request) -> Response:
         """Return a vector for each text."""
         self._check()
-        completion = request.prompts.model_copy(update={"model": request.model, "cache_salt": request.cache_salt})
+        fields = {name: getattr(request, name) for name in ("model", "cache_salt", "priority")}
+        completion = request.prompts.model_copy(update=fields)
 
         async def prepare(completion: CompletionRequest) -> Prepared:
             prepared = await self._service.preparer.completion(completion)

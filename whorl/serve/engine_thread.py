@@ -8,11 +8,12 @@ import logging
 import queue
 import threading
 import time
-from collections import abc
+from collections import Counter, abc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from whorl.engine.fair_queue import has_room
 from whorl.engine.sequence import FinishReason, Logprob, SamplingParams, Sequence
 from whorl.media import MediaItem
 from whorl.streams import carried_over
@@ -104,7 +105,8 @@ class Job:
 class EngineThread:
     """Steps the engine while it has sequences.
 
-    max_queue: how many sequences may wait, counting those of requests that have no token yet. readiness: the warm-up
+    max_queue: how many sequences may wait, counting those of requests that have no token yet; each client may have its
+    equal part of them, see `has_room`. readiness: the warm-up
     that runs before the first request; None: no warm-up.
     """
 
@@ -122,7 +124,7 @@ class EngineThread:
         self._is_stopping = False
         self._refusal: str | None = None  # why new requests are refused, once the engine failed or is stopping
         self._queued: set[Sequence] = set()  # sequences that no step has computed yet
-        self._num_waiting = 0
+        self._waiting: Counter[str | None] = Counter()  # sequences of each client that count as waiting; none is 0
         self._step_started: float | None = None
 
     # ---- on the event loop
@@ -155,12 +157,13 @@ class EngineThread:
         self.check()
         num_sequences = sum(sampling.n for sampling in params)
         self.check_size(num_sequences)
-        if self._num_waiting + num_sequences > self.max_queue:
-            raise QueueFull(f"{self._num_waiting} sequences wait already; up to {self.max_queue} may")
+        client = params[0].client
+        if not has_room(self._waiting, client, num_sequences, self.max_queue):
+            raise QueueFull(f"{self.num_waiting} sequences wait already; up to {self.max_queue} may")
         loop = asyncio.get_running_loop()
         media = [()] * len(prompts) if media is None else media
         job = Job(prompts, params, media, num_sequences, loop, accepted=loop.create_future())
-        self._num_waiting += num_sequences
+        self._waiting[client] += num_sequences
         self._commands.put(lambda: self._add(job))
         try:
             self.check()  # a second time: a thread that ended since the first check will never take the command
@@ -192,7 +195,7 @@ class EngineThread:
     @property
     def num_waiting(self) -> int:
         """Number of sequences of requests that have no token yet."""
-        return self._num_waiting
+        return self._waiting.total()
 
     def when_idle(self, work: Callable[[], None]) -> None:
         """Run `work` on the engine's thread, but drop it if the engine has sequences when its turn comes."""
@@ -212,7 +215,10 @@ class EngineThread:
         """Stop counting a request's sequences as waiting."""
         if not job.has_left_queue:
             job.has_left_queue = True
-            self._num_waiting -= job.num_sequences
+            client = job.params[0].client
+            self._waiting[client] -= job.num_sequences
+            if not self._waiting[client]:
+                del self._waiting[client]
 
     def _deliver(self, outputs: list[tuple[Job, StepOutput | Exception]]) -> None:
         """Pass the outputs of a step, or errors, to the requests that wait for them."""

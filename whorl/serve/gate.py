@@ -20,7 +20,7 @@ from .body import BODY, MAX_VALUES, Bodies, Body
 from .dialects import REASON, REQUEST_ID, dialect_for, error_response, last_event
 from .hosts import refused_host, refused_origin
 from .request_log import CURRENT_ID, Outcome, log_request
-from .running import Running
+from .running import CURRENT_CLIENT, Running, client_name, while_connected
 
 if TYPE_CHECKING:
     from .key_limits import KeyUse
@@ -99,7 +99,10 @@ class Gate:
                 ):
                     await self._read(body, scope, receive)
                     scope[BODY] = body
-                    await self.app(scope, body.replay(receive), answer.send)
+                    CURRENT_CLIENT.set(client_name(scope.get(KEY_INDEX), (scope.get("client") or ("",))[0]))
+                    work = self.app(scope, body.replay(receive), answer.send)
+                    if not await while_connected(work, receive, is_answered=lambda: answer.is_complete):
+                        raise ConnectionAbortedError("the client closed the connection before its answer was complete")
         except STEERING:
             raise
         except ConnectionAbortedError as error:  # the client is gone; the server closes the unfinished connection
@@ -179,6 +182,7 @@ class _Answer:
         self.request_id: str = client_id if is_valid else uuid.uuid4().hex
         scope[REQUEST_ID] = self.request_id
         self.start: Message | None = None
+        self.is_complete = False
         self._dialect, self._send, self._seconds = dialect_for(scope["path"]), send, seconds
 
     @property
@@ -186,6 +190,7 @@ class _Answer:
         return None if self.start is None else self.start["status"]
 
     async def send(self, message: Message) -> None:
+        self.is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
         if message["type"] == "http.response.start":
             self.start = message
             for name in ("x-request-id", self._dialect.id_header):

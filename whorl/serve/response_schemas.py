@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from .refused_fields import Refused, RefusedResponses
 from .sampling_fields import SamplingFields
-from .schema_parts import MAX_PARTS, Lenient, StreamOptions, Strict
+from .schema_parts import MAX_PARTS, Lenient, Priority, StreamOptions, Strict
 from .schemas import MAX_TOP_LOGPROBS, Stop
 from .structured import Guided
 
@@ -191,6 +191,7 @@ class ResponsesRequest(TokensRequest, Guided, SamplingFields, RefusedResponses):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     # Fields of chat completions that this interface takes too.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Priority = 0
     chat_template_kwargs: dict[str, Any] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False

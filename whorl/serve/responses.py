@@ -37,6 +37,7 @@ _SAME_FIELDS = (
     *SAMPLING,
     "stop",
     "cache_salt",
+    "priority",
     "chat_template_kwargs",
     "ignore_eos",
     "include_stop_str_in_output",

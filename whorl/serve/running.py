@@ -1,10 +1,59 @@
-"""Tracks the requests in progress, so that a shutdown whose time is up can end each of them with an error."""
+"""Tracks the requests in progress: whose they are, and what ends them before they have finished.
+
+A request whose client left is cancelled, wherever it waits; so is one in progress when a shutdown's time is up.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator
+import ipaddress
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.types import Receive
 
 from .engine_thread import EngineError
+
+# Whose request is handled: clients take turns wherever requests wait.
+CURRENT_CLIENT: ContextVar[str | None] = ContextVar("whorl_client", default=None)
+
+
+def client_name(key: int | None, address: str) -> str:
+    """Return the name of a client: its API key, else its address, of which 64 bits count for IPv6.
+
+    key: its index among the server's keys.
+    """
+    if key is not None:
+        return f"key {key}"
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    return str(parsed.ipv4_mapped or ipaddress.IPv6Network((parsed, 64), strict=False))
+
+
+async def while_connected(
+    work: Coroutine[Any, Any, None], receive: Receive, *, is_answered: Callable[[], bool]
+) -> bool:
+    """Run `work`, but cancel it when the client closes the connection before it is answered; False then."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and not is_answered():
+            return False
+        await task
+        return True
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Running:

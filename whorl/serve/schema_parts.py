@@ -14,6 +14,10 @@ from pydantic import (
 )
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Priority = Annotated[
+    int,
+    Field(ge=-(2**31), le=2**31 - 1, description="lower numbers run earlier; above 0: after others' requests, too"),
+]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 MAX_IDS = 2**20
 MAX_PARTS = 4096  # validated on the event loop, which takes about 10 microseconds for each

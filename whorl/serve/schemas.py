@@ -21,6 +21,7 @@ from .schema_parts import (
     Ids,
     Messages,
     NamedTool,
+    Priority,
     ResponseFormat,
     Stop,
     StreamOptions,
@@ -57,6 +58,7 @@ class Sampling(Guided, SamplingFields, RefusedSampling):
     ) = None
     min_tokens: Count = 0
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    priority: Priority = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool | None = Field(None, description="no effect: the tokenizer's files say it")
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None

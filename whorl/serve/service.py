@@ -25,11 +25,11 @@ from .metrics import Metrics
 from .prepare import Prepared, Preparer
 from .readiness import Readiness, WarmingUp
 from .replies import ChatReply, CompletionReply, Reply, Run
-from .running import Running
+from .running import CURRENT_CLIENT, Running
 from .schema_parts import MAX_IDS
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from .settings import ServerSettings
-from .stream import EventStream, unless_disconnected
+from .stream import EventStream
 from .token_details import DetailWriter
 from .worker_pool import WorkerPool
 
@@ -124,7 +124,8 @@ class Service:
         deadline = asyncio.get_running_loop().time() + self.settings.timeout
         async with asyncio.timeout_at(deadline):
             prepared = await prepare(request)
-            params = replace(prepared.params, cache_salt=self._salt(request, http))
+            salt, client = self._salt(request, http), CURRENT_CLIENT.get()
+            params = replace(prepared.params, cache_salt=salt, client=client, priority=request.priority)
             media = [prepared.media] if prepared.media else None
             job = await self.engine.submit(prepared.prompts, [params] * len(prepared.prompts), media)
 
@@ -145,11 +146,8 @@ class Service:
         if request.stream:
             return EventStream(formatter.chunks(deadline), http.scope, close=close)
 
-        async def complete() -> Response:
-            return JSONResponse(await formatter.complete(deadline))
-
         try:
-            return await unless_disconnected(http, complete())
+            return JSONResponse(await formatter.complete(deadline))
         finally:
             close()
 
@@ -244,9 +242,6 @@ class Service:
         seconds = self.engine.stalled_for()
         if seconds > self.settings.stall_seconds:
             raise ApiError(503, f"the engine's step has run for {seconds:.0f} seconds", code="engine_stalled")
-        for pool in (self._prompts, self._schemas):
-            if (problem := pool.stall_report(self.settings.stall_seconds)) is not None:
-                raise ApiError(503, problem, code="workers_stalled")
         return JSONResponse({"status": "ok"})
 
     async def prometheus(self) -> Response:

@@ -1,11 +1,9 @@
-"""Server-sent events, and the detection of clients that disconnect."""
+"""Server-sent events."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from .api_error import ApiError
@@ -14,7 +12,6 @@ from .gate import STEERING
 
 # Proxies must neither cache an answer nor buffer it before passing it on.
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; nobody receives it
 
 
 class EventStream(StreamingResponse):
@@ -43,23 +40,3 @@ async def _events(chunks: AsyncIterator[dict[str, Any]], scope: Scope) -> AsyncI
         yield last_event(ApiError.from_exception(error), scope)
     else:
         yield dialect.done
-
-
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Return the result of `work`; cancel it when the client closes the connection first."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return Response(status_code=_CLIENT_CLOSED)
-    finally:
-        task.cancel()
-        watch.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

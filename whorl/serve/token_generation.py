@@ -17,7 +17,7 @@ from .engine_thread import StepOutput
 from .logprobs import finite
 from .replies import Reply, Run
 from .sampling_fields import SamplingFields
-from .schema_parts import Count, Ids, StreamOptions, Strict, TokenId
+from .schema_parts import Count, Ids, Priority, StreamOptions, Strict, TokenId
 from .schemas import MAX_N, MAX_TOP_LOGPROBS, CompletionRequest
 from .validation import validation_error
 
@@ -48,6 +48,7 @@ class GenerateRequest(Strict):
     sampling_params: GenerateParams = Field(default_factory=lambda: GenerateParams.model_validate({}))
     model: str | None = None
     cache_salt: str | None = None
+    priority: Priority = 0
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -56,7 +57,7 @@ class GenerateRequest(Strict):
         excluded = {"prompt_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"}
         fields = self.sampling_params.model_dump(exclude=excluded, exclude_none=True)
         fields["max_tokens"] = self.sampling_params.max_tokens
-        outer = {name: getattr(self, name) for name in ("model", "cache_salt", "stream", "stream_options")}
+        outer = {name: getattr(self, name) for name in ("model", "cache_salt", "priority", "stream", "stream_options")}
         fields |= {name: value for name, value in outer.items() if value is not None}
         try:
             return CompletionRequest(prompt=self.token_ids, **fields)

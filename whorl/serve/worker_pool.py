@@ -1,33 +1,36 @@
-"""Pools of worker processes (see `worker`), each with a thread here that waits for its result.
+"""Pools of worker processes (see `worker`); clients take turns, see `fair_slots`.
 
-A job that exceeds its time or memory is killed with its process, and the next job starts a new process. So every thread
-is free again after a bounded time, and shutting down waits for none.
+A job that exceeds its time or memory is killed with its process, and the next job starts a new process. So is one whose
+client left. So every worker is free again after a bounded time, and shutting down waits for none.
 """
 
-import asyncio
 import contextlib
 import os
-import queue
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from whorl.media.decoder import killed_after
+
 from .api_error import ApiError
-from .engine_thread import EngineError, QueueFull
+from .engine_thread import EngineError
+from .fair_slots import FairSlots
 from .worker import OVER_MEMORY, read, write
 
 _T = TypeVar("_T")
 _WALL = 4  # wall-clock time of a job, as a multiple of its CPU time: the machine may be busy
 _START_SECONDS = 60.0  # wall-clock time on top of that, to start a process and load a large vocabulary
+_SIZE = 3  # one client may have all but one of them
 _CODES = {"length": "context_length_exceeded", "memory": "too_costly"}
 _PARAMS = {"template": "messages"}
+
+
+class Interrupted(Exception):
+    """A job was ended because its client left; nobody is told."""
 
 
 class Worker:
@@ -37,23 +40,39 @@ class Worker:
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # held while the process is started or taken out of use
-        self._is_closed = False
+        self._is_closed = self._is_asking = self._is_interrupted = False
+
+    def start(self) -> None:
+        """Start the process, if there is none."""
+        self._ensure_started()
+
+    def interrupt(self) -> None:
+        """End the job in progress, if there is one; `ask` then raises Interrupted."""
+        with self._lock:
+            if self._is_asking and self._process is not None:
+                self._is_interrupted = True
+                self._process.kill()
 
     def ask(self, name: str, **arguments: Any) -> Any:
         """Run a job of `worker.Jobs` and return its value; raise ApiError when it is refused or had to be killed."""
         process = self._ensure_started()
         assert process.stdin is not None
         assert process.stdout is not None
-        seconds = self._setup["seconds"]
+        self._is_asking = True
         try:
-            write(process.stdin, (name, arguments))
-            if not select.select([process.stdout], [], [], _START_SECONDS + _WALL * seconds)[0]:
-                self.end()
-                raise ApiError(400, f"it takes longer than {seconds:g} seconds", code="too_costly")
-            result = read(process.stdout)
+            with killed_after(process, _START_SECONDS + _WALL * self._setup["seconds"]) as was_killed:
+                write(process.stdin, (name, arguments))
+                result = read(process.stdout)
         except (EOFError, OSError) as error:
+            was_interrupted = self._is_interrupted
             self.end()
-            raise self._death(process.returncode) from error
+            if was_interrupted:
+                raise Interrupted from None
+            raise self._death(process.returncode, is_late=was_killed.is_set()) from error
+        finally:
+            self._is_asking = False
+            if self._is_interrupted:  # perhaps after the result was read
+                self.end()
         if "value" in result:
             return result["value"]
         if "failed" in result:  # for example by a panic of a Rust library
@@ -75,7 +94,7 @@ class Worker:
     def end(self) -> None:
         """Kill the process and wait for its end; the next job starts a new one."""
         with self._lock:
-            process, self._process = self._process, None
+            process, self._process, self._is_interrupted = self._process, None, False
         if process is None:
             return
         process.kill()
@@ -92,11 +111,11 @@ class Worker:
             if self._process is not None:
                 self._process.kill()
 
-    def _death(self, code: int) -> Exception:
-        """Return the error that explains the process's exit code."""
+    def _death(self, code: int, *, is_late: bool) -> Exception:
+        """Return the error that explains the process's exit code. is_late: it was killed for its wall-clock time."""
         if self._is_closed:
             return EngineError("the server is shutting down")
-        if code == -signal.SIGXCPU:
+        if is_late or code == -signal.SIGXCPU:
             return ApiError(400, f"it takes longer than {self._setup['seconds']:g} seconds", code="too_costly")
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return ApiError(400, f"{OVER_MEMORY}, or it crashed ({cause})", code="too_costly")
@@ -116,59 +135,31 @@ def _start() -> "subprocess.Popen[bytes]":
 
 
 class WorkerPool:
-    """Runs jobs on `size` worker processes.
+    """Runs jobs on worker processes.
 
     kind: names the pool in thread names and messages. setup: sent to each worker: the tokenizer's state, and the
     seconds of CPU time and bytes of memory that a job may use. max_queue: how many jobs may wait.
     """
 
-    def __init__(self, kind: str, setup: dict[str, Any], *, max_queue: int, size: int = 2) -> None:
-        self.kind, self.size, self._max_queue = kind, size, max_queue
-        self._workers = [Worker(setup) for _ in range(size)]
-        self._free: queue.LifoQueue[Worker] = queue.LifoQueue()  # the worker used last is warm
-        for worker in self._workers:
-            self._free.put(worker)
-        self._threads = ThreadPoolExecutor(size, thread_name_prefix=f"whorl-{kind}")
-        self._since: dict[object, float] = {}  # when each unfinished job was submitted, the oldest first
+    def __init__(self, kind: str, setup: dict[str, Any], *, max_queue: int) -> None:
+        self.workers = [Worker(setup) for _ in range(_SIZE)]
+        self._slots = FairSlots(kind, self.workers, max_queue=max_queue)
 
     async def start(self) -> None:
         """Start one process; the others start when several jobs come at once."""
         await self.run(lambda worker: worker.ask("decode", lists=[]))
 
     def close(self) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             worker.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
+        self._slots.close()
+        for worker in self.workers:
             worker.end()
 
     async def run(self, job: Callable[[Worker], _T]) -> _T:
-        """Run `job` on one of the pool's threads with one of its workers.
+        """Run `job` on a thread with one of the workers.
 
         Raises QueueFull when too many jobs wait, EngineError during the shutdown, and what the job raises.
         """
-        if len(self._since) >= self.size + self._max_queue:
-            raise QueueFull(f"{len(self._since)} requests are being prepared already")
-        key = object()
-        self._since[key] = time.perf_counter()
-        try:
-            future = self._threads.submit(self._with_worker, job)
-        except RuntimeError:
-            del self._since[key]
-            raise EngineError("the server is shutting down") from None
-        future.add_done_callback(lambda _: self._since.pop(key))
-        return await asyncio.wrap_future(future)
-
-    def stall_report(self, seconds: float) -> str | None:
-        """Describe the stall when the oldest job has waited and run for longer than `seconds`; else None."""
-        oldest = time.perf_counter() - next(iter(self._since.values()), time.perf_counter())
-        if oldest <= seconds:
-            return None
-        return f"{len(self._since)} jobs for the {self.size} {self.kind} workers are not done, one for {oldest:.0f} s"
-
-    def _with_worker(self, job: Callable[[Worker], _T]) -> _T:
-        worker = self._free.get()
-        try:
-            return job(worker)
-        finally:
-            self._free.put(worker)
+        async with self._slots.slot() as slot:
+            return await slot.run(job)
