@@ -1,6 +1,7 @@
 """The block pool: counting, sharing, forgetting. One property each."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 from mock_model import ByteTokenizer, MockModel
@@ -182,6 +183,36 @@ def test_the_longest_unused_prefix_is_forgotten_first() -> None:
     one, two = sequence([1, 1]), sequence([2, 2, 2])
     assert [len(pool._match(seq)) for seq in (sequence([1, 1, 1]), two)] == [1, 0]
     assert pool.admit(one)
+
+
+def use_other_weights(pool: BlockPool, seq: Sequence) -> None:
+    pool.num_changes += 1
+
+
+def use_an_adapter(pool: BlockPool, seq: Sequence) -> None:
+    seq.adapter = "style@1"
+
+
+def show_another_picture(pool: BlockPool, seq: Sequence) -> None:
+    seq.contents = [Content(range(1, 3), b"b" * 16)]
+
+
+def salt(pool: BlockPool, seq: Sequence) -> None:
+    seq.params = SamplingParams(cache_salt="mine")
+
+
+@pytest.mark.parametrize("change", [use_other_weights, use_an_adapter, show_another_picture, salt])
+def test_a_block_is_found_only_by_its_whole_identity(change: Callable[[BlockPool, Sequence], None]) -> None:
+    pool = BlockPool(8, 2)
+    first, same, other = (sequence([1, 2, 3, 4, 5]) for _ in range(3))
+    for seq in (first, same, other):
+        seq.contents = [Content(range(1, 3), b"a" * 16)]
+    pool.release(compute(pool, first))
+    assert pool.admit(same)
+    assert same.num_computed == 4
+    change(pool, other)
+    assert pool.admit(other)
+    assert other.num_computed == 0
 
 
 def test_a_block_that_nobody_can_share_is_taken_before_any_prefix() -> None:

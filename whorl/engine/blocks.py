@@ -1,23 +1,37 @@
 """The block pool of the KV cache: which sequences hold a block, and which full blocks hold a prefix to share.
 
 A full block is identified by its tokens, by the contents that placeholders among them stand for, and by the prefix
-before it. It makes no difference whether a token came in a prompt or was generated: its keys and values have the same
-bits. Digests are part of the key because the placeholders of two images are the same tokens.
+before it, down to its `Origin`: `BlockPool._key` is the only place that makes this identity. It makes no difference
+whether a token came in a prompt or was generated: its keys and values have the same bits. Digests are part of the key
+because the placeholders of two images are the same tokens.
 """
 
 import bisect
 import itertools
 from collections import OrderedDict
+from typing import NamedTuple
 
 from .sequence import Sequence
 
-_ROOT = 0
+
+class Origin(NamedTuple):
+    """What a prefix depends on besides its tokens and their contents; it stands before the first block.
+
+    weights: how often the model's weights have changed. adapter: what is added to them, see `Sequence`. salt: see
+    `SamplingParams`.
+    """
+
+    weights: int
+    adapter: str | None
+    salt: str | None
+
+
 # Content of placeholder tokens of a block: first token in the block, offset in the content, token count, digest.
 _Part = tuple[int, int, int, bytes]
-# Name of the prefix before the block, or the salt for the first block; the block's tokens; the contents among them.
+# Name of the prefix before the block, or the origin for the first block; the block's tokens; the contents among them.
 # Keys are compared, not only hashed, so a hash collision cannot mix two prefixes. A name is a number that is never used
-# twice, so an equal key also means that all blocks before it, and the salt, are equal.
-_Key = tuple[int | str, tuple[int, ...], tuple[_Part, ...]]
+# twice, so an equal key also means that all blocks before it, and the origin, are equal.
+_Key = tuple[int | Origin, tuple[int, ...], tuple[_Part, ...]]
 
 
 class BlockPool:
@@ -31,10 +45,11 @@ class BlockPool:
         self._empty = list(range(num_blocks))[::-1]
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._num_holders = [0] * num_blocks
-        self._names = itertools.count(_ROOT + 1)
+        self._names = itertools.count()
         self._prefixes: dict[_Key, tuple[int, int]] = {}  # block and name of the prefix that ends in it
         self._keys: dict[int, _Key] = {}  # by block, if it holds a prefix
         self.num_queried = self.num_hit = 0  # tokens
+        self.num_changes = 0  # of the weights
 
     @property
     def num_free(self) -> int:
@@ -102,8 +117,9 @@ class BlockPool:
         seq.block_table, seq.chain, seq.num_computed = [], [], 0
 
     def forget(self) -> None:
-        """Clear the prefix cache. No sequence may hold a block."""
+        """Clear the prefix cache, because the weights have changed. No sequence may hold a block."""
         assert self.num_used == 0, f"{self.num_used} blocks are held"
+        self.num_changes += 1
         self._prefixes.clear()
         self._keys.clear()
         self._empty = [*reversed(self._kept), *self._empty]  # they are taken in the same order as before
@@ -139,10 +155,15 @@ class BlockPool:
         return hits
 
     def _key(self, seq: Sequence, index: int, parent: int | None = None) -> _Key:
-        """Return the key of block `index` of `seq`. parent: name of the prefix before it; None: from `seq.chain`."""
-        prefix: int | str = _ROOT if seq.params.cache_salt is None else seq.params.cache_salt
+        """Return the identity of block `index` of `seq`: blocks of equal keys have equal bits.
+
+        parent: name of the prefix before it; None: from `seq.chain`.
+        """
+        prefix: int | Origin
         if index:
             prefix = seq.chain[index - 1] if parent is None else parent
+        else:
+            prefix = Origin(self.num_changes, seq.adapter, seq.params.cache_salt)
         first, end = index * self.block_size, (index + 1) * self.block_size
         return prefix, tuple(seq.token_ids[first:end]), _parts(seq, first, end)
 

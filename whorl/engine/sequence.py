@@ -146,6 +146,7 @@ class Sequence:
         self.features: dict[int, int] = {}  # of images still needed: the encoder's number, by index in the placement
         self.params, self.copy, self.after = params, copy, after
         self.client, self.priority = params.client, params.priority
+        self.adapter: str | None = None  # name and version of what is added to the model's weights for it
         self.is_plain = params.is_plain
         fork = getattr(params.allow, "fork", None)
         self.allow = params.allow if fork is None else fork()
