@@ -77,7 +77,7 @@ def describe(report: "Report | None") -> str:
 # In its own namespace, so that the passes do not assume its result to be equal on all ranks: it differs.
 @custom_op("whorl_engine::attention", mutates_args=())
 def _attention(qkv: Tensor, layer: int, width: int) -> Tensor:
-    """Apply `Attention.mix` of this layer to qkv [T, ...] in the current call; returns [T, width]."""
+    """Apply `Mixer.mix` of this layer to qkv [T, ...] in the current call; returns [T, width]."""
     return _ATTEND.get()(layer, qkv, width)
 
 
@@ -102,8 +102,8 @@ class _Prompt(nn.Module):
         return self.model.hidden(token_ids, _mix, inserted)  # type: ignore[no-any-return]
 
 
-def _mix(attention: Any, qkv: Tensor) -> Tensor:
-    return _attention(qkv, attention.layer, attention.o_proj.shape[1])  # type: ignore[no-any-return]
+def _mix(mixer: Any, qkv: Tensor) -> Tensor:
+    return _attention(qkv, mixer.layer, mixer.mixed_size)  # type: ignore[no-any-return]
 
 
 class PromptForward:
@@ -116,7 +116,7 @@ class PromptForward:
     def __init__(self, model: Any, device: str, settings: SPSettings) -> None:
         from whorl import passes
 
-        self._attentions = [layer.self_attn for layer in _layers(model)]
+        self._mixers = _mixers(model)
         self._rope = model.rope
         # torch would capture one token as a separate graph; without rounding the plain model gives the same bits.
         min_tokens = max(settings.min_tokens or 1, 1 if settings.quantize else 2)
@@ -150,7 +150,7 @@ class PromptForward:
         rotary = self._rope.rows(step)
 
         def attend(layer: int, qkv: Tensor, width: int) -> Tensor:
-            return self._attentions[layer].mix(qkv, rotary, step, caches[layer])  # type: ignore[no-any-return]
+            return self._mixers[layer].mix(qkv, rotary, step, caches[layer])  # type: ignore[no-any-return]
 
         if (inserted := step.inserted) is None:
             return self._run(self._compiled, attend, step.token_ids)
@@ -174,9 +174,9 @@ def _example(model: Any, device: str) -> list[Tensor]:
     return [mask, *((values + i).to(model.dtype) for i in range(count))]
 
 
-def _layers(model: Any) -> Any:
+def _mixers(model: Any) -> Any:
     if not hasattr(model, "hidden"):
         raise ValueError(
             f"sequence parallelism: {type(model).__name__} has no `hidden`, its forward without attention; use sp=off"
         )
-    return model.decoder.layers
+    return model.mixers

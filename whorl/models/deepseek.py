@@ -97,7 +97,7 @@ class Indexer(Module):
         return self.num_heads * self.head_dim * num_tokens * (num_tokens + 1)
 
 
-class Attention(llama.Normed):
+class Attention(llama.Mixer):
     """Latent attention of one layer."""
 
     def __init__(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> None:
@@ -122,6 +122,7 @@ class Attention(llama.Normed):
         heads = {"count": count, "nope": self.nope, "value": value}
         self.kv_b_proj = LatentHeads(heads, self.rank, rank_heads=rank_heads, ranks=ranks)
         self.o_proj = Linear(count * value, width, shard="row", parts=head_range(value), ranks=ranks)
+        self.mixed_size = self.o_proj.shape[1]
         self.indexer = Indexer(config) if config.has_indexer else None
 
     def cache_spec(self, dtype: torch.dtype) -> LatentKV:
@@ -145,7 +146,7 @@ class Attention(llama.Normed):
         q_low = self.q_a_layernorm(q_low, None)[0]
         index = () if self.indexer is None else self.indexer.project(x, q_low)
         # Joined to one tensor, because attention may run outside of a captured graph, which passes one tensor to it.
-        return self.o_proj(mix(self, torch.cat((self.q_b_proj(q_low), kv, *index), -1)))  # type: ignore[arg-type]
+        return self.o_proj(mix(self, torch.cat((self.q_b_proj(q_low), kv, *index), -1)))
 
     def mix(self, projected: Tensor, rotary: Tensor, step: Step, cache: LatentCache) -> Tensor:
         """Return the output of attention, [T, H Dv], and write latents and the indexer's keys into the cache."""

@@ -14,7 +14,7 @@ from torch.nn import Module, ModuleDict
 
 from whorl.models import llama
 from whorl.models.deepseek_v32 import PREDICTION_TIED
-from whorl.nn import ONE, LatentKV, PlainLinear, Ranks, RMSNorm, Step
+from whorl.nn import ONE, CacheSpec, PlainLinear, Ranks, RMSNorm, StateSpec, Step
 
 if TYPE_CHECKING:
     from whorl.models.deepseek import DeepSeek
@@ -75,11 +75,11 @@ class Prediction(Module):
         assert isinstance(parts, PredictionParts)
         return parts
 
-    def cache_specs(self) -> list[LatentKV]:
-        return [self.parts.self_attn.cache_spec(self.dtype)]  # type: ignore[union-attr,operator,list-item]
+    def cache_specs(self) -> list[CacheSpec | StateSpec]:
+        return [self.parts.block[0].mixer.cache_spec(self.dtype)]
 
     def attention_flops(self, num_tokens: int) -> float:
-        return self.parts.self_attn.flops(num_tokens)  # type: ignore[union-attr,operator,no-any-return]
+        return self.parts.block[0].mixer.flops(num_tokens)
 
     def forward(self, step: Step, caches: Sequence[Any]) -> Tensor:
         assert step.states is not None, "the prediction layer needs the hidden states of its target"
@@ -87,8 +87,8 @@ class Prediction(Module):
         rotary = target.rope.rows(step)
         (layer,) = parts.block
 
-        def mix(attention: Any, projected: Tensor) -> Tensor:
-            return attention.mix(projected, rotary, step, caches[0])  # type: ignore[no-any-return]
+        def mix(mixer: llama.Mixer, projected: Tensor) -> Tensor:
+            return mixer.mix(projected, rotary, step, caches[0])
 
         embedded = target.decoder.embed_tokens(step.token_ids)
         normed = parts.enorm(embedded, None)[0], parts.hnorm(step.states, None)[0]

@@ -125,7 +125,7 @@ class Layer(llama.Layer):
         return MLP(config, layer, ranks)
 
     def forward(self, x: Tensor, residual: Tensor | None, mix: llama.Mix) -> tuple[Tensor, Tensor]:
-        x, residual = self.self_attn.after_norm(self.input_layernorm, x, residual, mix)
+        x, residual = self.mixer.after_norm(self.input_layernorm, x, residual, mix)
         x, _ = self.post_attention_layernorm(x, None)
         x, residual = self.mlp.after_norm(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(x, None)[0], residual

@@ -11,6 +11,7 @@ from whorl import ops
 from whorl.models.llama_config import LlamaConfig
 from whorl.nn import (
     ONE,
+    CacheSpec,
     Inserted,
     KVCache,
     Linear,
@@ -19,6 +20,7 @@ from whorl.nn import (
     Ranks,
     RMSNorm,
     Rope,
+    StateSpec,
     Step,
     Vocabulary,
     attend,
@@ -30,7 +32,7 @@ MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class Normed(Module):
-    """Attention or a feed-forward network, called together with the norm before it.
+    """A mixer or a feed-forward network, called together with the norm before it.
 
     Subclasses override `after_norm` where the norm can be fused into their first matrix product.
     """
@@ -41,7 +43,37 @@ class Normed(Module):
         return self(x, *arguments), residual
 
 
-class Attention(Normed):
+class Mixer(Normed):
+    """The part of a layer that mixes tokens, by attention or a recurrence, and declares what it stores for that.
+
+    It projects its input, gives the projections [T, ...] to the `Mix` that it is called with, and projects the result.
+    layer: its number, which is also that of its cache. mixed_size: channels of the result on this rank.
+    """
+
+    layer: int
+    mixed_size: int
+
+    def cache_spec(self, dtype: torch.dtype) -> CacheSpec | StateSpec:
+        """Return what the layer stores for each token, or for each sequence. dtype: of hidden states."""
+        raise NotImplementedError
+
+    def flops(self, num_tokens: int) -> float:
+        """Return the FLOPs of mixing the tokens of a prompt."""
+        raise NotImplementedError
+
+    def mix(self, projected: Tensor, rotary: Any, step: Step, cache: Any) -> Tensor:
+        """Return the mixed tokens, [T, mixed_size], and write to the cache; `step` has prompts or decoding sequences.
+
+        projected: [T, ...] of the step's tokens. rotary: what the model's `tables` return for them.
+        """
+        raise NotImplementedError
+
+    def mix_packed(self, projected: Tensor, rotary: Any, packed: Packed) -> Tensor:
+        """Return the mixed tokens of packed sequences, without a cache and with a gradient."""
+        raise ValueError(f"{type(self).__name__}: this layer has no training forward, so the model has no `logprobs`")
+
+
+class Attention(Mixer):
     """Grouped-query attention of one layer over the paged cache."""
 
     def __init__(self, config: LlamaConfig, layer: int, ranks: Ranks) -> None:
@@ -59,7 +91,7 @@ class Attention(Normed):
             ranks=ranks,
         )
         self.o_proj = Linear(sizes[0], width, bias=config.output_bias, shard="row", parts=(q,), ranks=ranks)
-        self.layer = layer
+        self.layer, self.mixed_size = layer, self.o_proj.shape[1]
         self.num_heads, self.num_kv_heads, _ = (size // dim for size in self.qkv_proj.splits)
         self.rope, self.window = config.rope, config.window(layer)
         self.scale = dim**-0.5 * config.rope.softmax_scale_correction
@@ -107,10 +139,10 @@ class Attention(Normed):
         return self.o_proj(mix(self, qkv)), residual
 
 
-# Attention between tokens: a function from a layer's attention and its projections [T, ...] to the output [T, HQ D]. It
-# is passed to a layer, because it differs: over the paged cache when serving, over packed sequences in training, and
-# outside of the graph where the rest of the model is captured.
-Mix = Callable[[Attention, Tensor], Tensor]
+# The mixing of tokens: a function from a layer's mixer and its projections [T, ...] to the output [T, mixed_size]. It
+# is passed to a layer, because it differs: over the cache when serving, over packed sequences in training, and outside
+# of the graph where the rest of the model is captured.
+Mix = Callable[[Mixer, Tensor], Tensor]
 
 
 class MLP(Normed):
@@ -136,12 +168,13 @@ class MLP(Normed):
 
 
 class Layer(Module):
-    """A decoder layer: attention and a feed-forward part, each after a norm."""
+    """A decoder layer: a mixer of tokens and a feed-forward part, each after a norm."""
 
     def __init__(self, config: Any, layer: int, ranks: Ranks) -> None:
         super().__init__()
         self.input_layernorm = self.norm(config)
-        self.self_attn = self.attention(config, layer, ranks)
+        self.mixer_name = self.name_of_mixer(config, layer)
+        self.add_module(self.mixer_name, self.attention(config, layer, ranks))
         self.post_attention_layernorm = self.norm(config)
         self.mlp = self.feed_forward(config, layer, ranks)
 
@@ -149,8 +182,16 @@ class Layer(Module):
     def norm(cls, config: Any) -> RMSNorm:
         return RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def attention(self, config: Any, layer: int, ranks: Ranks) -> Attention:
+    def name_of_mixer(self, config: Any, layer: int) -> str:
+        """Return the name that checkpoints have for this layer's mixer."""
+        return "self_attn"
+
+    def attention(self, config: Any, layer: int, ranks: Ranks) -> Mixer:
         return Attention(config, layer, ranks)
+
+    @property
+    def mixer(self) -> Mixer:
+        return self._modules[self.mixer_name]  # type: ignore[return-value]
 
     def feed_forward(self, config: Any, layer: int, ranks: Ranks) -> Normed:
         return MLP(config, layer, ranks)
@@ -159,9 +200,9 @@ class Layer(Module):
         """Return the layer's output as two summands, x and the residual, [T, C] each.
 
         The next norm adds them, because it reads both anyway. The arguments are such a pair, too; the residual is None
-        before the first layer. mix: attention between tokens.
+        before the first layer. mix: what mixes the tokens.
         """
-        x, residual = self.self_attn.after_norm(self.input_layernorm, x, residual, mix)
+        x, residual = self.mixer.after_norm(self.input_layernorm, x, residual, mix)
         return self.mlp.after_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -223,19 +264,24 @@ class Llama(Module):
         assert isinstance(self.model, Decoder)
         return self.model
 
-    def cache_specs(self) -> list[PagedKV]:
-        return [layer.self_attn.cache_spec(self.dtype) for layer in self.decoder.layers]  # type: ignore[union-attr,operator]
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The mixer of each layer."""
+        return [layer.mixer for layer in self.decoder.layers]  # type: ignore[misc]
+
+    def cache_specs(self) -> list[CacheSpec | StateSpec]:
+        return [mixer.cache_spec(self.dtype) for mixer in self.mixers]
 
     def attention_flops(self, num_tokens: int) -> float:
-        return sum(layer.self_attn.flops(num_tokens) for layer in self.decoder.layers)  # type: ignore[union-attr,operator]
+        return sum(mixer.flops(num_tokens) for mixer in self.mixers)
 
-    def forward(self, step: Step, caches: Sequence[KVCache]) -> Tensor:
+    def forward(self, step: Step, caches: Sequence[Any]) -> Tensor:
         parts = [(self.rope.rows(part), part) for part in step.parts()]
         sizes = [len(part.token_ids) for _, part in parts]
 
-        def mix(attention: Attention, qkv: Tensor) -> Tensor:
-            cache = caches[attention.layer]
-            outputs = [attention.mix(x, *part, cache) for x, part in zip(qkv.split(sizes), parts, strict=True)]
+        def mix(mixer: Mixer, projected: Tensor) -> Tensor:
+            cache = caches[mixer.layer]
+            outputs = [mixer.mix(x, *part, cache) for x, part in zip(projected.split(sizes), parts, strict=True)]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
         return self.hidden(step.token_ids, mix, step.inserted)
@@ -248,8 +294,8 @@ class Llama(Module):
         check_training(packed.token_ids.device.type)
         rotary = self.rope.rows(packed)
 
-        def mix(attention: Attention, qkv: Tensor) -> Tensor:
-            return attention.mix_packed(qkv, rotary, packed)
+        def mix(mixer: Mixer, projected: Tensor) -> Tensor:
+            return mixer.mix_packed(projected, rotary, packed)
 
         hidden = self.hidden(packed.token_ids, mix)
         logits = self.logits(hidden[packed.scored - 1])

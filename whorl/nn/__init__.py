@@ -6,7 +6,7 @@ of which parameter, and which rows and columns of it. The loader needs nothing e
 """
 
 from .attention import Rope, attend
-from .cache import CacheSpec, KVCache, KVFormat, PagedKV
+from .cache import CacheSpec, KVCache, KVFormat, PagedKV, States, StateSpec
 from .experts import Experts, StackedExperts
 from .latent_cache import LatentCache, LatentKV
 from .latent_heads import LatentHeads
@@ -58,6 +58,8 @@ __all__ = [
     "Rope",
     "Router",
     "StackedExperts",
+    "StateSpec",
+    "States",
     "Step",
     "Unit",
     "Vocabulary",

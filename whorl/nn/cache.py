@@ -1,14 +1,18 @@
-"""The paged cache: what a layer stores for a token, and the blocks that store it.
+"""What layers store between calls: entries of tokens in blocks, or a state of each running sequence in its lane.
 
 The engine owns the blocks: it allocates, shares and reuses them, and tells a layer by slots and block tables where a
 token's entry is. The layer decides what an entry is: a kind of cache is a `CacheSpec` and the class that its `empty`
 returns, which the model's forward call gets for that layer.
+
+A layer whose memory does not grow with the sequence, such as a recurrence, has a `StateSpec` instead. The engine owns
+the lanes as well: it zeroes a state when a sequence begins, saves it in a snapshot, and begins with a snapshot where the
+prefix of a new sequence has one.
 """
 
 import math
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -30,7 +34,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) 
 
 
 class CacheSpec(Protocol):
-    """What one layer stores for a token on this rank, stated before blocks are allocated.
+    """What one layer stores for each token on this rank, stated before blocks are allocated.
 
     A spec that can store it in 8 bits also has `quantised(format)`, which returns the spec that does.
     """
@@ -112,3 +116,90 @@ class KVCache:
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+
+_ALIGNMENT = 128  # bytes: tensor cores load a matrix from memory that begins at a multiple of this
+TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSpec:
+    """What one layer stores for each running sequence on this rank, however long the sequence is.
+
+    kind: its name in messages. The model's forward call gets a dict with all tensors by name, [L, *shape] each; those of
+    sequence i are at `step.lanes[i]`. Between lanes lie other tensors, so they are not contiguous; the last lane belongs
+    to padding, and its numbers are nobody's.
+
+    grid: positions where computation can begin. kept: with n tokens of the sequence computed, these tensors hold all
+    that is needed to go on from token n - n % grid. A snapshot is a copy of them. open: what else the layer keeps of the
+    tokens since then; zero when a sequence begins, be it with a snapshot.
+    The tokens of a sequence in one call begin at a multiple of the grid, or do not reach past the next one.
+    rolls_back: drafted tokens may be rejected. Then the next call simply begins at an earlier position, after the token
+    before the draft at the least, and the layer must not miss what the rejected tokens wrote over. A draft never
+    includes the last token before a multiple of the grid, so it does not change what is `kept`.
+    """
+
+    kind: str
+    grid: int
+    kept: TensorSpecs
+    open: TensorSpecs = field(default_factory=dict)
+    rolls_back: bool = False
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """The bytes that a snapshot of this layer takes."""
+        return sum(size for _, size in _sizes(self.kept))
+
+    @property
+    def lane_bytes(self) -> int:
+        """The bytes that a running sequence takes in this layer."""
+        return self.snapshot_bytes + sum(size for _, size in _sizes(self.open))
+
+    def step_bytes(self, num_keys: int) -> int:
+        """Return the bytes that a decode step of one sequence moves: all is read, and written, unless a kind knows
+        better."""
+        return 2 * self.lane_bytes
+
+
+class States:
+    """The states of all layers, by lane, and their snapshots; a lane is one piece of memory, and so is a snapshot.
+
+    caches: for each spec what the forward call gets.
+    """
+
+    def __init__(
+        self, specs: Sequence[StateSpec], num_lanes: int, num_snapshots: int, device: torch.device | str
+    ) -> None:
+        num_kept = sum(spec.snapshot_bytes for spec in specs)
+        self._lanes = zeros((num_lanes, sum(spec.lane_bytes for spec in specs)), torch.uint8, device)
+        self._snapshots = zeros((num_snapshots, num_kept), torch.uint8, device)
+        self._kept, self._open = self._lanes[:, :num_kept], self._lanes[:, num_kept:]
+        self.caches: list[dict[str, Tensor]] = [{} for _ in specs]
+        first = 0
+        for part in ("kept", "open"):  # what is kept comes first, so that one copy takes it all
+            for spec, cache in zip(specs, self.caches, strict=True):
+                tensors: TensorSpecs = getattr(spec, part)
+                for (name, (shape, dtype)), (used, size) in zip(tensors.items(), _sizes(tensors), strict=True):
+                    flat = self._lanes[:, first : first + used].view(dtype)
+                    cache[name] = flat.view(num_lanes, *shape)
+                    first += size
+
+    def clear(self, lane: int) -> None:
+        """Zero all states of a lane."""
+        self._lanes[lane].zero_()
+
+    def load(self, lane: int, snapshot: int) -> None:
+        """Set the states of a lane to those of a snapshot."""
+        self._open[lane].zero_()
+        self._kept[lane].copy_(self._snapshots[snapshot])
+
+    def save(self, lane: int, snapshot: int) -> None:
+        """Copy what is kept of a lane to a snapshot."""
+        self._snapshots[snapshot].copy_(self._kept[lane])
+
+
+def _sizes(tensors: TensorSpecs) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of each tensor, without and with padding."""
+    for shape, dtype in tensors.values():
+        num_bytes = math.prod(shape) * dtype.itemsize
+        yield num_bytes, num_bytes + -num_bytes % _ALIGNMENT

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .cache import CacheSpec
+from .cache import CacheSpec, StateSpec
 from .step import Step
 
 
@@ -24,13 +24,13 @@ class Model(Protocol):
     vocab_size: int
     max_length: int  # tokens of the longest sequence that the rotary table serves
 
-    def cache_specs(self) -> Sequence[CacheSpec]:
+    def cache_specs(self) -> Sequence[CacheSpec | StateSpec]:
         """Return the spec of each cache that `forward` takes, in its order."""
 
     def forward(self, step: Step, caches: Sequence[Any]) -> Tensor:
         """Return hidden states [T, C], after the final norm, and write the tokens' entries into the caches.
 
-        caches: each as its spec's `empty` returned it.
+        caches: each as its spec's `empty` returned it; for a `StateSpec` the tensors by name.
         """
 
     def attention_flops(self, num_tokens: int) -> float:

@@ -44,6 +44,7 @@ class Step:
     inserted: Inserted | None = None
     states: Tensor | None = None  # [T, C]: hidden states of another model, for one that drafts from them
     decoding_from: tuple[int, int] | None = None
+    lanes: Tensor | None = None  # [B] int64: the lane of each sequence, where layers have a state (`StateSpec`)
 
     def parts(self) -> tuple["Step", ...]:
         """Return the prompts and the decoding sequences as steps of their own; the step itself if it has only one kind.
@@ -62,6 +63,7 @@ class Step:
             query_starts=self.query_starts[: sequence + 1],
             context_lens=self.context_lens[:sequence],
             decoding_from=None,
+            lanes=None if self.lanes is None else self.lanes[:sequence],
         )
         # Copies, because kernels are compiled for tensors that begin at multiples of 16 bytes, as a call's do.
         decoding = replace(
@@ -74,5 +76,6 @@ class Step:
             query_starts=(self.query_starts[sequence:] - token).clamp(min=0),
             context_lens=self.context_lens[sequence:].clone(),
             decoding_from=None,
+            lanes=None if self.lanes is None else self.lanes[sequence:].clone(),
         )
         return prompts, decoding
