@@ -11,6 +11,7 @@ from .batch_images import axes_of, inserts_of, rotary_positions
 from .call import Call, PlacedChunk, Sample, Score
 from .sampling_params import FILTERS
 from .scheduler import Chunk
+from .states import Move
 
 UNREAD = -1  # in `tokens`: the token is only on the device, as the last one sampled in its lane
 
@@ -18,11 +19,12 @@ UNREAD = -1  # in `tokens`: the token is only on the device, as the last one sam
 class Batch:
     """The chunks of a step. Drafts may be added to them until `calls` builds the indices.
 
-    is_eager: the step runs as if its size were not recorded, for the warm-up.
+    moves: copies of states that precede its calls. is_eager: the step runs as if its size were not recorded, for the
+    warm-up.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], *, is_eager: bool = False) -> None:
-        self.chunks, self.is_eager = list(chunks), is_eager
+    def __init__(self, chunks: Sequence[Chunk], *, moves: Sequence[Move] = (), is_eager: bool = False) -> None:
+        self.chunks, self.moves, self.is_eager = list(chunks), list(moves), is_eager
 
     @property
     def num_prompts(self) -> int:
@@ -52,6 +54,8 @@ class Batch:
         calls = [_build_call(chunks, block_size, table_width) for chunks in groups if chunks]
         for call in calls:
             call.is_eager = self.is_eager
+        for call in calls[:1]:
+            call.moves = self.moves
         return calls
 
 

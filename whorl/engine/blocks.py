@@ -12,6 +12,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from .sequence import Sequence
+from .states import StatePool
 
 
 class Origin(NamedTuple):
@@ -35,12 +36,18 @@ _Key = tuple[int | Origin, tuple[int, ...], tuple[_Part, ...]]
 
 
 class BlockPool:
-    """Reference-counted blocks. A free block keeps its prefix until it is reused; least recently used ones go first."""
+    """Reference-counted blocks. A free block keeps its prefix until it is reused; least recently used ones go first.
 
-    def __init__(self, num_blocks: int, block_size: int, *, use_prefix_cache: bool = True) -> None:
+    states: the states of sequences and their snapshots, which a prefix needs as well; None: the model has none.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, use_prefix_cache: bool = True, states: StatePool | None = None
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"BlockPool: {num_blocks} blocks of {block_size} tokens; both must be at least 1")
         self.num_blocks, self.block_size, self.use_prefix_cache = num_blocks, block_size, use_prefix_cache
+        self.states = states
         # The free blocks: those that hold no prefix, of which the last is taken first, then those that keep one.
         self._empty = list(range(num_blocks))[::-1]
         self._kept: OrderedDict[int, None] = OrderedDict()
@@ -78,6 +85,9 @@ class BlockPool:
             seq.chain.append(name)
         seq.block_table += self._take(num_new)
         seq.num_computed = len(shared) * self.block_size
+        if self.states is not None:
+            seq.branch = seq.num_computed - seq.num_computed % self.states.grid
+            seq.num_computed = self.states.deepest(seq.chain) * self.block_size
         self.num_queried += len(seq.token_ids)
         self.num_hit += seq.num_computed
         return True
@@ -112,7 +122,10 @@ class BlockPool:
             seq.chain.append(self._prefixes[key][1])
 
     def release(self, seq: Sequence) -> None:
-        """Free the blocks of `seq`, last block first, so that the end of a prefix is reused before its beginning."""
+        """Free the blocks of `seq`, last block first, so that the end of a prefix is reused before its beginning. Its
+        state is saved, if it has one."""
+        if self.states is not None:
+            self.states.save(seq)
         self._drop(seq.block_table[::-1])
         seq.block_table, seq.chain, seq.num_computed = [], [], 0
 
@@ -122,6 +135,8 @@ class BlockPool:
         self.num_changes += 1
         self._prefixes.clear()
         self._keys.clear()
+        if self.states is not None:
+            self.states.forget()
         self._empty = [*reversed(self._kept), *self._empty]  # they are taken in the same order as before
         self._kept.clear()
 
@@ -182,7 +197,9 @@ class BlockPool:
         del self._empty[first:]
         for _ in range(count - len(blocks)):
             block, _ = self._kept.popitem(last=False)
-            del self._prefixes[self._keys.pop(block)]
+            _, name = self._prefixes.pop(self._keys.pop(block))
+            if self.states is not None:
+                self.states.drop(name)
             blocks.append(block)
         for block in blocks:
             self._num_holders[block] = 1

@@ -14,6 +14,7 @@ from .batch_images import Insert
 from .sampling_params import FILTERS
 from .scheduler import Chunk
 from .sequence import Sequence as Seq
+from .states import Move
 
 # Name, type and length of each array; T: tokens, B: sequences ("entries"), S: samples.
 # By token: its id, its sequence's lane, its position, its slot in the KV cache, its block, and where that block belongs
@@ -90,7 +91,7 @@ class Call:
     num_prompts: the sequences that compute a part of their prompt; they come first, and the others decode.
     score_indices: the token of each score. axes: [A, T] rotary positions of a prompt call in which a sequence has
     images, instead of the array `positions`; else None. inserts: image features that replace embeddings. placed: its
-    chunks. is_eager: no graph may replay it.
+    chunks. moves: copies of states that precede it. is_eager: no graph may replay it.
     """
 
     num_prompts: int
@@ -103,6 +104,7 @@ class Call:
     axes: np.ndarray | None = None
     inserts: list[Insert] = field(default_factory=list)
     placed: list[PlacedChunk] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     is_eager: bool = False
 
     @property

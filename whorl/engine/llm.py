@@ -16,7 +16,7 @@ from . import sequence_parallel
 from .batch import Batch
 from .blocks import BlockPool
 from .caches import block_size as cache_block_size
-from .caches import cache_memory, cache_specs, token_bytes
+from .caches import blocks_that_fit, cache_room, cache_specs, check_rollback, state_grid, without_states
 from .contents import Content
 from .encoder import NO_WORK, Encoder
 from .generate import Prompt, generate_all
@@ -33,6 +33,7 @@ from .scheduler import Chunk, Scheduler
 from .sequence import Detokenizer, FinishReason, Sequence
 from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost, num_agreed
+from .states import StatePool
 from .step_budget import StepBudget
 from .tensor_parallel import Lead
 from .warmup import Kind, Warmed, WarmUp, kind_for, shown
@@ -132,23 +133,55 @@ class LLM:
         model, num_blocks, memory = self.model, settings.num_blocks, settings.memory
         self.cache_specs = specs = cache_specs(model, settings.kv_cache_dtype)
         if (draft_head := self._draft_head) is not None:
+            without_states(draft_head, type(self.proposer).__name__)
             specs = [*specs, *cache_specs(draft_head, settings.kv_cache_dtype)]
+        if self.proposer is not None:
+            check_rollback(specs, model, type(self.proposer).__name__)
         block_size = cache_block_size(specs, device, settings.block_size)
         block_bytes = block_size * token_bytes(specs)
         max_len = _checked_max_len(settings.max_model_len, model.max_length, "the model's context")
+        states = self._state_pool(settings, block_size)
         if num_blocks is None:
             share = settings.memory_share
             memory = memory if share is None else memory_left(share, device)
-            max_blocks = settings.max_num_seqs * -(-max_len // block_size)
-            fit = (cache_memory(device) if memory is None else memory) // block_bytes
-            fits = fit if self._lead is None else self._lead.num_blocks(block_size, memory, draft_head)
-            num_blocks = min(max_blocks, fits)
-            if share is not None and self._lead is not None:  # other ranks' devices may have less free memory
-                num_blocks = min(num_blocks, self._lead.num_blocks(block_size, None, draft_head))
+            sizes = {"block_size": block_size, "max_num_seqs": settings.max_num_seqs}
+            sizes |= {"num_snapshots": 0 if states is None else states.num_snapshots}
+            sizes |= {"most": settings.max_num_seqs * -(-max_len // block_size)}
+            if self._lead is None:
+                num_blocks = blocks_that_fit(cache_room(specs, device), memory, **sizes)
+            else:
+                num_blocks = self._lead.num_blocks(memory, draft_head, **sizes)
+                if share is not None:  # other ranks' devices may have less free memory
+                    num_blocks = min(num_blocks, self._lead.num_blocks(None, draft_head, **sizes))
         check_cache(num_blocks, block_bytes, device, memory=memory)
-        self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=settings.use_prefix_cache)
+        self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=settings.use_prefix_cache, states=states)
         limit = min(max_len, num_blocks * block_size)
         self.max_model_len = _checked_max_len(settings.max_model_len, limit, "the cache")
+
+    def _state_pool(self, settings: EngineSettings, block_size: int) -> StatePool | None:
+        """Return the pool of states and snapshots, if the model's layers keep states; ValueError for settings that do
+        not fit them."""
+        grid = state_grid(self.cache_specs)
+        if grid is None:
+            if settings.num_snapshots is not None:
+                raise ValueError(
+                    f"num_snapshots is {settings.num_snapshots}, and no layer of {type(self.model).__name__} keeps a "
+                    "state for each sequence; leave it out"
+                )
+            return None
+        num_snapshots = settings.max_num_seqs if settings.num_snapshots is None else settings.num_snapshots
+        states = StatePool(
+            num_snapshots if settings.use_prefix_cache else 0,
+            state_grid=grid,
+            block_size=block_size,
+            interval=settings.snapshot_tokens,
+        )
+        if (most := settings.max_prompt_tokens) is not None and most < states.grid:
+            raise ValueError(
+                f"max_prompt_tokens is {most}, expected at least {states.grid}: the states of "
+                f"{type(self.model).__name__}'s layers need prompts in chunks of so many tokens"
+            )
+        return states
 
     def _make_runner(self, settings: EngineSettings, device: str) -> None:
         num_ranks = 1 if self._lead is None else self._lead.group.size
@@ -163,6 +196,7 @@ class LLM:
             "max_tokens": settings.step_tokens,
             "vocab_size": self.vocab_size,
             "kv_cache_dtype": settings.kv_cache_dtype,
+            "num_snapshots": 0 if self.pool.states is None else self.pool.states.num_snapshots,
         }
         sp = sequence_parallel.for_ranks(settings, num_ranks, device=device, model=self.model)
         self.runner = (Runner if self._lead is None else self._lead.runner)(self.model, **options, sp=sp)
@@ -331,6 +365,7 @@ class LLM:
             encoder_stats["num_encoder_tokens"] = encoder.num_held
         return {
             **encoder_stats,
+            **({} if self.pool.states is None else self.pool.states.stats()),
             "num_steps": self.num_steps,
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting),
@@ -363,9 +398,9 @@ class LLM:
         batch = Batch(chunks)
         if self.proposer is not None:
             self._propose(self.proposer, batch)
-        results = self.runner.run(batch)
+        results, read = self._run(batch)
         results_for_proposer = results if self._draft_head is not None else []
-        self._flights.append((batch, self.sampler.start(results), results_for_proposer))
+        self._flights.append((batch, read, results_for_proposer))
         if num_prompt_tokens := batch.num_prompt_tokens + work.num_tokens:
             self._budget.observe(num_prompt_tokens, time.perf_counter() - started)
         for chunk in chunks:
@@ -376,7 +411,22 @@ class LLM:
                 self.pool.publish(seq)
                 if self.encoder is not None:
                     self.encoder.passed(seq)
+        if self.pool.states is not None:
+            self.pool.states.advance(chunks)
         self.num_steps += 1
+
+    def _run(self, batch: Batch) -> tuple[list[Result], Callable[[], dict[Chunk, list[Token]]]]:
+        """Start a batch on the device; return its results and the function that waits for its tokens."""
+        states = self.pool.states
+        try:
+            if states is not None and batch.chunks:
+                batch.moves = states.take()
+            results = self.runner.run(batch)
+            return results, self.sampler.start(results)
+        except BaseException:
+            if states is not None:  # some may include the step's tokens, which would count twice
+                self.forget()
+            raise
 
     def _propose(self, proposer: Proposer, batch: Batch) -> None:
         """Add drafts to the chunks that have room for one. A draft uses free blocks only; it preempts no sequence."""

@@ -12,11 +12,12 @@ from torch import distributed
 from .batch_images import Insert
 from .call import Call, field_offsets
 from .launch import Rank
+from .states import Move
 
 # Kinds of messages from rank 0. DRAFT: a call of the draft head; PUT: last tokens of its lanes.
 STOP, CALL, LOGITS, DROP, ENCODE, DRAFT, PUT = range(7)
-HEADER = 10  # numbers in a message header: the kind of message, and up to nine arguments
-_INSERT = len(Insert._fields)
+HEADER = 11  # numbers in a message header: the kind of message, and up to ten arguments
+_INSERT, _MOVE = len(Insert._fields), len(Move._fields)
 
 
 def send(group: Rank, *header: int) -> None:
@@ -29,9 +30,10 @@ def send_call(group: Rank, kind: int, call: Call) -> None:
     arrays, tables = _pack(call)
     axes = np.zeros((0, 0), dtype=np.int64) if call.axes is None else np.ascontiguousarray(call.axes)
     inserts = np.array(call.inserts, dtype=np.int64).reshape(-1, _INSERT)
-    arguments = (call.num_keys, call.num_prompts, call.is_eager, len(axes), len(inserts), len(tables))
-    send(group, kind, *call.size, *arguments)
-    numbers = (array.reshape(-1).view(np.uint8) for array in (axes, inserts, tables))
+    moves = np.array(call.moves, dtype=np.int64).reshape(-1, _MOVE)
+    counts = (len(axes), len(inserts), len(moves), len(tables))
+    send(group, kind, *call.size, call.num_keys, call.num_prompts, call.is_eager, *counts)
+    numbers = (array.reshape(-1).view(np.uint8) for array in (axes, inserts, moves, tables))
     distributed.broadcast(torch.from_numpy(np.concatenate([arrays, *numbers])), 0, group=group.control)
 
 
@@ -57,10 +59,12 @@ def _pack(call: Call) -> tuple[np.ndarray, np.ndarray]:
 def _unpack(
     packed: np.ndarray, size: tuple[int, int, int], num_keys: int, num_prompts: int, is_eager: int, *counts: int
 ) -> Call:
-    """Rebuild the call. counts: axes of positions, inserted runs of image features, and numbers in the block tables."""
-    num_axes, num_inserts, num_tables = counts
+    """Rebuild the call. counts: axes of positions, inserted runs of image features, moves of states, and numbers in the
+    block tables."""
+    num_axes, num_inserts, num_moves, num_tables = counts
     numbers = packed[len(packed) - 8 * _num_extra(size[0], *counts) :].view(np.int64)
-    axes, inserts, table_numbers = np.split(numbers, (num_axes * size[0], len(numbers) - num_tables))
+    first_move = len(numbers) - num_tables - _MOVE * num_moves
+    axes, inserts, moves, table_numbers = np.split(numbers, (num_axes * size[0], first_move, len(numbers) - num_tables))
     tables, unread = [], table_numbers.tolist()
     while unread:
         lane, count, *unread = unread
@@ -70,12 +74,13 @@ def _unpack(
     call = Call(num_prompts, arrays, num_keys, tables, is_eager=bool(is_eager))
     call.axes = axes.reshape(num_axes, size[0]) if num_axes else None
     call.inserts = [Insert(*row) for row in inserts.reshape(num_inserts, _INSERT).tolist()]
+    call.moves = [Move(lane, at, bool(saved)) for lane, at, saved in moves.reshape(num_moves, _MOVE).tolist()]
     return call
 
 
-def _num_extra(num_tokens: int, num_axes: int, num_inserts: int, num_tables: int) -> int:
+def _num_extra(num_tokens: int, num_axes: int, num_inserts: int, num_moves: int, num_tables: int) -> int:
     """Return how many numbers of eight bytes follow a call's arrays."""
-    return num_axes * num_tokens + num_inserts * _INSERT + num_tables
+    return num_axes * num_tokens + num_inserts * _INSERT + num_moves * _MOVE + num_tables
 
 
 def _views(packed: np.ndarray, size: tuple[int, int, int]) -> dict[str, np.ndarray]:

@@ -21,11 +21,11 @@ from torch import Tensor
 from whorl import ops
 from whorl.device import ahead, graph_pool, has_one_arithmetic, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
-from whorl.nn import Inserted, Model, Step
+from whorl.nn import Inserted, Model, States, StateSpec, Step
 from whorl.ops._varied import varied
 
 from .batch import Batch
-from .caches import cache_specs
+from .caches import by_sequence, cache_specs
 from .call import Call, PlacedChunk, Sample, Score, field_offsets
 from .encoder import Work
 from .features import Features
@@ -35,6 +35,7 @@ from .lanes import Lanes
 from .sampling_params import FILTERS
 from .scheduler import Chunk
 from .sequence_parallel import PromptForward, SPSettings
+from .states import Move
 
 _STRIDE = 7919  # between the token ids of dummy calls, so that they are different tokens
 Outputs = tuple[Tensor, Tensor, Tensor]  # hidden states of all tokens, logits and token ids of the samples
@@ -63,6 +64,7 @@ class Runner:
     max_tokens: the most tokens of one call. vocab_size: only ids below it are sampled; None: the model's.
     prompt_graphs: calls with prompts of up to so many tokens are recorded as well. sp: the fields of
     `sequence_parallel.SPSettings`, with several ranks; None: prompts run without sequence parallelism.
+    num_snapshots: room for so many snapshots of states, if the model's layers keep a state for each sequence.
     share_tables_with: a runner of the same sizes whose block tables this runner uses, because its caches lie in the
     same blocks.
     """
@@ -81,13 +83,20 @@ class Runner:
         max_tokens: int = 2048,
         vocab_size: int | None = None,
         kv_cache_dtype: str = "auto",
+        num_snapshots: int = 0,
         sp: dict[str, Any] | None = None,
         share_tables_with: "Runner | None" = None,
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
         self.vocab_size = vocab_size or model.vocab_size
         specs = cache_specs(model, kv_cache_dtype)
-        self.caches = [spec.empty(num_blocks, block_size, device) for spec in specs]
+        states = by_sequence(specs)
+        self.states = States(states, max_num_seqs + 1, num_snapshots, device) if states else None
+        lanes_of = iter(() if self.states is None else self.states.caches)
+        self.caches = [
+            next(lanes_of) if isinstance(spec, StateSpec) else spec.empty(num_blocks, block_size, device)
+            for spec in specs
+        ]
         other_lanes = None if share_tables_with is None else share_tables_with.lanes
         self.lanes: Lanes = Lanes(max_num_seqs, -(-max_len // block_size), device, other_lanes)
         spare = self.lanes.spare
@@ -156,6 +165,8 @@ class Runner:
         """Run one call, as a graph if one fits. states: as for `run`, of all tokens of the call."""
         for lane, blocks in call.tables:
             self.lanes.admit(lane, blocks)
+        for move in call.moves:
+            self._move(move)
         graph = self._graph(call)
         if graph is None:
             self._inputs.send(call, Padded(call.size))
@@ -170,6 +181,13 @@ class Runner:
         hidden, logits, token_ids = outputs
         scored = hidden[call.score_indices] if call.scores else hidden
         return Result(call.samples, logits, token_ids, call.scores, scored, hidden, call.placed)
+
+    def _move(self, move: Move) -> None:
+        assert self.states is not None, "states move only in a model that has some"
+        if move.snapshot < 0:
+            self.states.clear(move.lane)
+        else:
+            (self.states.save if move.is_saved else self.states.load)(move.lane, move.snapshot)
 
     def _eager_options(self, call: Call, states: Tensor | None) -> dict[str, Any]:
         """Return the arguments of `_compute` for a call that is not recorded."""
@@ -223,6 +241,7 @@ class Runner:
             inserted=inserted,
             states=states,
             decoding_from=decoding_from,
+            lanes=None if self.states is None else inputs["entry_lanes"],
         )
         hidden = self._forward(step, is_decode)
         if not len(inputs["seeds"]):  # no prompt ends in this call; not every backend takes empty tensors

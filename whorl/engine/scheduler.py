@@ -61,6 +61,12 @@ class Scheduler:
                 f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}: "
                 "every running sequence decodes a token in each step"
             )
+        self._least = 1 if pool.states is None else pool.states.grid  # tokens of a chunk that does not end a prompt
+        if pool.states is not None and max_num_batched_tokens < (most := max_num_seqs - 1) + self._least:
+            raise ValueError(
+                f"max_num_batched_tokens is {max_num_batched_tokens}, expected at least {most + self._least}: beside "
+                f"{most} sequences that decode, prompts of this model need chunks of {self._least} tokens"
+            )
         self.pool, self.encoder = pool, encoder
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: FairQueue[Sequence] = FairQueue()
@@ -88,7 +94,7 @@ class Scheduler:
         decoding = self._decode()
         budget = self.max_num_batched_tokens - len(decoding)
         if max_prompt_tokens is not None:
-            budget = min(budget, max_prompt_tokens)
+            budget = min(budget, max(max_prompt_tokens, self._least))
         prompts = self._compute_prompts(budget)
         if lookahead:
             budget = self.max_num_batched_tokens - sum(chunk.length for chunk in (*decoding, *prompts))
@@ -96,6 +102,8 @@ class Scheduler:
                 num_left = chunk.sequence.max_len - chunk.sequence.length
                 # One token is sampled in any case. Drafts get the remaining budget in equal parts.
                 chunk.room = max(0, min(lookahead, num_left - 1, -(-budget // (len(decoding) - i))))
+                if self.pool.states is not None:
+                    chunk.room = min(chunk.room, self.pool.states.draft_room(chunk.start))
                 budget -= chunk.room
         return decoding + prompts
 
@@ -182,7 +190,7 @@ class Scheduler:
         while lines and budget > 0:
             client = min(lines, key=lambda client: self.waiting.turn(lines[client][0]))
             seq = lines[client].popleft()
-            if seq.lane >= 0 or self._enter(seq):
+            if seq.lane >= 0 or (budget >= self._least and self._enter(seq)):
                 budget -= self._fill(seq, budget, chunks)
             else:  # what it waits for must not go to others, but prompts that have begun go on
                 lines = {name: deque(other for other in line if other.lane >= 0) for name, line in lines.items()}
@@ -209,6 +217,8 @@ class Scheduler:
         self.running.append(seq)
         self._num_yielding += level(seq) > 0
         seq.lane, seq.is_new = self._lanes.pop(), True
+        if self.pool.states is not None:
+            self.pool.states.begin(seq)
         if not seq.num_preempted:
             seq.num_cached = seq.num_computed
         return True
@@ -220,6 +230,8 @@ class Scheduler:
             return 0
         room, cost = (budget, 0) if self.encoder is None else self.encoder.reach(seq, budget)
         length = min(seq.num_pending, room)
+        if self.pool.states is not None:
+            length = self.pool.states.chunk_length(seq, length)
         if length > 0:
             chunks.append(Chunk(seq, length, is_new=seq.is_new))
             seq.is_new = False

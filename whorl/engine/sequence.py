@@ -165,6 +165,7 @@ class Sequence:
         self.lane = -1  # its index into the device-side buffers while it runs, else -1
         self.is_new = False  # whether its block table must still be sent to the device
         self.num_computed = 0
+        self.num_in_state = self.branch = 0  # tokens that its state includes; that others have computed: states.py
         self.num_unread = 0  # tokens sampled on the device that the host has not seen
         self.num_cached = 0  # tokens found in the prefix cache on first admission
         self.num_preempted = 0

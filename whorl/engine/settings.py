@@ -132,6 +132,16 @@ class EngineSettings:
         above=0,
         most=1,
     )
+    num_snapshots: int | None = option(
+        None,
+        "Snapshots of states to keep for prefix hits, for models whose layers keep a state for each sequence. Default: "
+        "as many as --max-num-seqs; none without --prefix-cache.",
+        panel=CACHE,
+        least=0,
+    )
+    snapshot_tokens: int = option(
+        4096, "Prompt tokens after which the state of a long prompt gets another snapshot.", panel=CACHE, least=1
+    )
     encoder_cache: int = option(
         16384,
         "Tokens of images and videos whose features are kept; a single one with more is refused.",

@@ -20,7 +20,7 @@ from whorl.media import MediaItem
 from whorl.nn import Model, Ranks
 from whorl.nn import weights as formats
 
-from .caches import cache_memory, cache_specs, token_bytes
+from .caches import blocks_that_fit, cache_room, cache_specs
 from .call import Call
 from .encoder import Job, Work
 from .features import as_tensor
@@ -41,15 +41,12 @@ class Lead:
         self.model: Any = SharedModel(group, model)
         self._end = weakref.finalize(self, _end, group)
 
-    def num_blocks(self, block_size: int, memory: int | None, draft_head: Model | None = None) -> int:
+    def num_blocks(self, memory: int | None, draft_head: Model | None = None, **sizes: int) -> int:
         """Return how many blocks fit on every rank. memory: bytes for the cache on each; None: the default share of its
         own free memory. Ranks may differ in the bytes of a token, because they may have different numbers of heads.
-        draft_head: has its caches in the same blocks."""
+        draft_head: has its caches in the same blocks. sizes: as for `blocks_that_fit`."""
         local = _cache_room(self.model, self.group.device, self._kv_cache_dtype, draft_head)
-        return min(
-            (room["free"] if memory is None else memory) // (room["token"] * block_size)
-            for room in [local, *self.group.collect("room")]
-        )
+        return min(blocks_that_fit(room, memory, **sizes) for room in [local, *self.group.collect("room")])
 
     def runner(self, model: Model, **settings: Any) -> "LeadRunner":
         """Create the runners of all ranks and connect the ranks; the arguments are those of `Runner`."""
@@ -122,10 +119,9 @@ def _end(group: RankGroup) -> None:
 def _cache_room(
     model: Any, device: str, kv_cache_dtype: str = "auto", draft_head: Model | None = None
 ) -> dict[str, int]:
-    """Return the bytes of a cached token on this rank, and the bytes that are free for the cache."""
+    """Return this rank's `cache_room`."""
     models = (model,) if draft_head is None else (model, draft_head)
-    num_bytes = sum(token_bytes(cache_specs(each, kv_cache_dtype)) for each in models)
-    return {"token": num_bytes, "free": cache_memory(device)}
+    return cache_room([spec for each in models for spec in cache_specs(each, kv_cache_dtype)], device)
 
 
 # ---- rank 0 broadcasts what it does, then does it

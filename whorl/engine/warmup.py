@@ -167,8 +167,7 @@ class WarmUp:
         step_tokens = self.llm.settings.step_tokens
         for count, size in dict.fromkeys((count, min(size, step_tokens - count)) for count, size in pairs):
             if size > 0:
-                description = f"decode {count} beside a prompt of {size}"
-                yield Task("compile", description, partial(self._mix, count, size, 2))
+                yield Task("compile", f"decode {count} beside a prompt of {size}", partial(self._mix, count, size, 2))
         for count in sequence_classes(self._most_seqs) if self._is_full else []:
             if count < step_tokens:
                 description = f"decode {count} of {self._contexts[-1]} keys beside a prompt"
@@ -239,9 +238,11 @@ class WarmUp:
         draft: int = 0,
         params: SamplingParams | None = None,
     ) -> list[Chunk]:
-        """Return `count` chunks, each of the last `num_new` tokens of a sequence of `length` tokens, and of a draft of
-        `draft` tokens. All chunks share one sequence, in the spare lane; the last token is generated unless is_prompt.
-        """
+        """Return `count` chunks, each of the last `num_new` tokens of a sequence of `length` tokens and a draft of
+        `draft`. All share one sequence, in the spare lane; its last token is generated unless is_prompt."""
+        if (states := self.llm.pool.states) is not None and (is_prompt or draft):  # these start on the grid
+            length -= (length - num_new) % states.grid
+            draft = min(draft, states.draft_room(length - num_new))
         tokens = (np.arange(length) * _STRIDE % self.llm.vocab_size).tolist()
         prompt_len = length if is_prompt else length - 1
         seq = Sequence(tokens[:prompt_len] or tokens, params or SamplingParams(), max_len=length + draft + 1)

@@ -24,6 +24,9 @@ from whorl.nn import (
     LatentKV,
     LayerNorm,
     Linear,
+    Mix,
+    Mixer,
+    Normed,
     Packed,
     Ranks,
     RMSNorm,
@@ -97,7 +100,7 @@ class Indexer(Module):
         return self.num_heads * self.head_dim * num_tokens * (num_tokens + 1)
 
 
-class Attention(llama.Mixer):
+class Attention(Mixer):
     """Latent attention of one layer."""
 
     def __init__(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> None:
@@ -141,7 +144,7 @@ class Attention(llama.Mixer):
         scores = 0 if self.indexer is None else self.indexer.flops(num_tokens)
         return 2 * self.num_heads * (2 * self.rank + self.turning) * pairs + scores
 
-    def forward(self, x: Tensor, mix: llama.Mix) -> Tensor:
+    def forward(self, x: Tensor, mix: Mix) -> Tensor:
         q_low, kv = self.qkv_a_proj(x).split(self.qkv_a_proj.splits, -1)
         q_low = self.q_a_layernorm(q_low, None)[0]
         index = () if self.indexer is None else self.indexer.project(x, q_low)
@@ -178,7 +181,7 @@ class Attention(llama.Mixer):
         return torch.cat((self.kv_b_proj.absorb(heads[..., : self.nope]), rotated), -1)
 
 
-class MLP(llama.Normed):
+class MLP(Normed):
     """Llama's feed-forward part with any inner size."""
 
     def __init__(self, width: int, inner: int, ranks: Ranks) -> None:
@@ -192,7 +195,7 @@ class MLP(llama.Normed):
         return self.down_proj(ops.swiglu.unchecked(self.gate_up_proj(x)))
 
 
-class MoE(llama.Normed):
+class MoE(Normed):
     """Routed experts and shared ones.
 
     Scores are sigmoids; a bias takes part in the choice only. A token's experts come from its best groups of experts.
@@ -225,7 +228,7 @@ class Layer(llama.Layer):
     def attention(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> Attention:  # type: ignore[override]
         return Attention(config, layer, ranks)
 
-    def feed_forward(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> llama.Normed:
+    def feed_forward(self, config: DeepSeekConfig, layer: int, ranks: Ranks) -> Normed:
         if layer < config.first_k_dense_replace:
             return MLP(config.hidden_size, config.intermediate_size, ranks)
         return MoE(config, ranks)
@@ -238,15 +241,8 @@ class DeepSeek(llama.Llama):
     layer_class = Layer
     trained_names = NAMES  # names of tensors in checkpoints of `whorl train`
 
-    def __init__(
-        self,
-        config: DeepSeekConfig,
-        *,
-        dtype: torch.dtype = torch.float32,
-        ranks: Ranks = ONE,
-        max_length: int | None = None,
-    ) -> None:
-        super().__init__(config, dtype=dtype, ranks=ranks, max_length=max_length)  # type: ignore[arg-type]
+    def __init__(self, config: DeepSeekConfig, *, ranks: Ranks = ONE, **options: Any) -> None:
+        super().__init__(config, ranks=ranks, **options)  # type: ignore[arg-type]
         first, self.ranks = config.num_hidden_layers, ranks
         # The scales of the FP8 weights that DeepSeek publishes.
         self.block_scales = "ue8m0" if config.has_indexer else "float"

@@ -14,7 +14,7 @@ from torch.nn import Module, ModuleDict
 
 from whorl.models import llama
 from whorl.models.deepseek_v32 import PREDICTION_TIED
-from whorl.nn import ONE, CacheSpec, PlainLinear, Ranks, RMSNorm, StateSpec, Step
+from whorl.nn import ONE, CacheSpec, Mixer, PlainLinear, Ranks, RMSNorm, StateSpec, Step
 
 if TYPE_CHECKING:
     from whorl.models.deepseek import DeepSeek
@@ -87,7 +87,7 @@ class Prediction(Module):
         rotary = target.rope.rows(step)
         (layer,) = parts.block
 
-        def mix(mixer: llama.Mixer, projected: Tensor) -> Tensor:
+        def mix(mixer: Mixer, projected: Tensor) -> Tensor:
             return mixer.mix(projected, rotary, step, caches[0])
 
         embedded = target.decoder.embed_tokens(step.token_ids)

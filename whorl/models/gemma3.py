@@ -16,7 +16,7 @@ from whorl.models import llama, qwen3
 from whorl.models.fields import count, number
 from whorl.models.llama_config import LlamaConfig
 from whorl.models.windows import of_kinds
-from whorl.nn import KVCache, Packed, Ranks, RMSNorm, Rope, Step
+from whorl.nn import KVCache, Mix, Normed, Packed, Ranks, RMSNorm, Rope, Step
 from whorl.rope_config import RopeConfig
 
 # Defaults of Hugging Face's class.
@@ -121,10 +121,10 @@ class Layer(llama.Layer):
     def attention(self, config: Gemma3Config, layer: int, ranks: Ranks) -> Attention:
         return Attention(config, layer, ranks)
 
-    def feed_forward(self, config: Gemma3Config, layer: int, ranks: Ranks) -> llama.Normed:
+    def feed_forward(self, config: Gemma3Config, layer: int, ranks: Ranks) -> Normed:
         return MLP(config, layer, ranks)
 
-    def forward(self, x: Tensor, residual: Tensor | None, mix: llama.Mix) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, mix: Mix) -> tuple[Tensor, Tensor]:
         x, residual = self.mixer.after_norm(self.input_layernorm, x, residual, mix)
         x, _ = self.post_attention_layernorm(x, None)
         x, residual = self.mlp.after_norm(self.pre_feedforward_layernorm, x, residual)

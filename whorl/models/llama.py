@@ -1,6 +1,6 @@
 """Llama: embedding, layers of attention and SwiGLU, each after an RMSNorm and added to the residual, then the head."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from whorl.nn import (
     Inserted,
     KVCache,
     Linear,
+    Mix,
+    Mixer,
+    Normed,
     Packed,
     PagedKV,
     Ranks,
@@ -29,48 +32,6 @@ from whorl.nn import (
 
 # Projections that are separate in a checkpoint and one matrix product here.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
-class Normed(Module):
-    """A mixer or a feed-forward network, called together with the norm before it.
-
-    Subclasses override `after_norm` where the norm can be fused into their first matrix product.
-    """
-
-    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return the module's output for norm(x + residual), and x + residual; arguments: its other inputs."""
-        x, residual = norm(x, residual)
-        return self(x, *arguments), residual
-
-
-class Mixer(Normed):
-    """The part of a layer that mixes tokens, by attention or a recurrence, and declares what it stores for that.
-
-    It projects its input, gives the projections [T, ...] to the `Mix` that it is called with, and projects the result.
-    layer: its number, which is also that of its cache. mixed_size: channels of the result on this rank.
-    """
-
-    layer: int
-    mixed_size: int
-
-    def cache_spec(self, dtype: torch.dtype) -> CacheSpec | StateSpec:
-        """Return what the layer stores for each token, or for each sequence. dtype: of hidden states."""
-        raise NotImplementedError
-
-    def flops(self, num_tokens: int) -> float:
-        """Return the FLOPs of mixing the tokens of a prompt."""
-        raise NotImplementedError
-
-    def mix(self, projected: Tensor, rotary: Any, step: Step, cache: Any) -> Tensor:
-        """Return the mixed tokens, [T, mixed_size], and write to the cache; `step` has prompts or decoding sequences.
-
-        projected: [T, ...] of the step's tokens. rotary: what the model's `tables` return for them.
-        """
-        raise NotImplementedError
-
-    def mix_packed(self, projected: Tensor, rotary: Any, packed: Packed) -> Tensor:
-        """Return the mixed tokens of packed sequences, without a cache and with a gradient."""
-        raise ValueError(f"{type(self).__name__}: this layer has no training forward, so the model has no `logprobs`")
 
 
 class Attention(Mixer):
@@ -130,19 +91,13 @@ class Attention(Mixer):
         q = self.rotate(qkv, rotary, step, cache)
         return attend(q, step, cache, scale=self.scale, window=self.window).flatten(1)
 
-    def forward(self, x: Tensor, mix: "Mix") -> Tensor:
+    def forward(self, x: Tensor, mix: Mix) -> Tensor:
         return self.o_proj(mix(self, self.qkv_proj(x)))
 
     def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
         qkv, _, residual = self.qkv_proj.after_norm(norm, x, residual)
         (mix,) = arguments
         return self.o_proj(mix(self, qkv)), residual
-
-
-# The mixing of tokens: a function from a layer's mixer and its projections [T, ...] to the output [T, mixed_size]. It
-# is passed to a layer, because it differs: over the cache when serving, over packed sequences in training, and outside
-# of the graph where the rest of the model is captured.
-Mix = Callable[[Mixer, Tensor], Tensor]
 
 
 class MLP(Normed):

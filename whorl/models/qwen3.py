@@ -11,7 +11,7 @@ from whorl.models import llama
 from whorl.models.fields import count, flag
 from whorl.models.llama_config import LlamaConfig
 from whorl.models.windows import by_layer
-from whorl.nn import Experts, KVCache, Linear, Ranks, RMSNorm, Step
+from whorl.nn import Experts, KVCache, Linear, Normed, Ranks, RMSNorm, Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +121,7 @@ class Attention(llama.Attention):
         return q
 
 
-class MoE(llama.Normed):
+class MoE(Normed):
     """Routes each token to the experts with the highest scores and adds their outputs, weighted by the scores."""
 
     experts_class: type[Experts] = Experts
@@ -153,7 +153,7 @@ class Layer(llama.Layer):
     def attention(self, config: Qwen3Config, layer: int, ranks: Ranks) -> Attention:
         return Attention(config, layer, ranks)
 
-    def feed_forward(self, config: Qwen3Config, layer: int, ranks: Ranks) -> llama.Normed:
+    def feed_forward(self, config: Qwen3Config, layer: int, ranks: Ranks) -> Normed:
         if config.experts is not None and layer in config.experts.layers:
             return self.moe_class(config, config.experts, ranks)
         return llama.MLP(config, layer, ranks)

@@ -11,6 +11,7 @@ from .experts import Experts, StackedExperts
 from .latent_cache import LatentCache, LatentKV
 from .latent_heads import LatentHeads
 from .linear import Linear, PlainLinear
+from .mixer import Mix, Mixer, Normed
 from .model import Model
 from .norm import LayerNorm, RMSNorm
 from .ranks import ONE, Ranks, Unit
@@ -48,7 +49,10 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "Matrix",
+    "Mix",
+    "Mixer",
     "Model",
+    "Normed",
     "Packed",
     "PagedKV",
     "Part",

@@ -5,8 +5,8 @@ token's entry is. The layer decides what an entry is: a kind of cache is a `Cach
 returns, which the model's forward call gets for that layer.
 
 A layer whose memory does not grow with the sequence, such as a recurrence, has a `StateSpec` instead. The engine owns
-the lanes as well: it zeroes a state when a sequence begins, saves it in a snapshot, and begins with a snapshot where the
-prefix of a new sequence has one.
+the lanes as well: it zeroes a lane when a sequence starts, saves states as snapshots, and loads one where a sequence
+starts with a prefix that has it.
 """
 
 import math
@@ -126,17 +126,17 @@ TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dty
 class StateSpec:
     """What one layer stores for each running sequence on this rank, however long the sequence is.
 
-    kind: its name in messages. The model's forward call gets a dict with all tensors by name, [L, *shape] each; those of
-    sequence i are at `step.lanes[i]`. Between lanes lie other tensors, so they are not contiguous; the last lane belongs
-    to padding, and its numbers are nobody's.
+    The model's forward call gets a dict of all tensors by name, [lanes, *shape] each; those of sequence i are at
+    `step.lanes[i]`. A lane is one piece of memory, so a tensor is not contiguous from lane to lane. The last lane
+    is for padding; its values are unspecified.
 
-    grid: positions where computation can begin. kept: with n tokens of the sequence computed, these tensors hold all
-    that is needed to go on from token n - n % grid. A snapshot is a copy of them. open: what else the layer keeps of the
-    tokens since then; zero when a sequence begins, be it with a snapshot.
-    The tokens of a sequence in one call begin at a multiple of the grid, or do not reach past the next one.
-    rolls_back: drafted tokens may be rejected. Then the next call simply begins at an earlier position, after the token
-    before the draft at the least, and the layer must not miss what the rejected tokens wrote over. A draft never
-    includes the last token before a multiple of the grid, so it does not change what is `kept`.
+    kind: its name in messages. grid: the multiples of it are the positions at which computation can start. In each call
+    a sequence either starts at one of them or does not go past the next one.
+    kept: with n tokens computed, these tensors hold all that is needed to start at token n - n % grid. A snapshot is a
+    copy of them; zeros are the state before the first token.
+    open: what the layer stores of the tokens since then. Zeros when a sequence starts, with or without a snapshot.
+    rolls_back: whether drafted tokens may be rejected. The engine says nothing then: the next call starts at the first
+    rejected position. A draft never contains the last token before a multiple of the grid, so that `kept` stays valid.
     """
 
     kind: str
@@ -156,8 +156,8 @@ class StateSpec:
         return self.snapshot_bytes + sum(size for _, size in _sizes(self.open))
 
     def step_bytes(self, num_keys: int) -> int:
-        """Return the bytes that a decode step of one sequence moves: all is read, and written, unless a kind knows
-        better."""
+        """Return the bytes that a decode step of one sequence reads and writes: everything once, unless a subclass
+        knows better."""
         return 2 * self.lane_bytes
 
 

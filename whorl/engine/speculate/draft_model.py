@@ -13,7 +13,7 @@ import torch
 from whorl.device import default_device, require
 from whorl.engine.blocks import BlockPool
 from whorl.engine.caches import block_size as cache_block_size
-from whorl.engine.caches import cache_memory, token_bytes
+from whorl.engine.caches import cache_memory, token_bytes, without_states
 from whorl.engine.memory import check_cache
 from whorl.engine.runner import Runner
 from whorl.engine.sequence import Sequence as Seq
@@ -85,7 +85,7 @@ class DraftModel(Proposer):
         if model is None:
             model, tokenizer = _load(path, device, dtype)
         self.k, self.model, self.tokenizer, self.max_num_seqs = k, model, tokenizer, max_num_seqs
-        specs = model.cache_specs()
+        specs = without_states(model, "DraftModel")
         block_size = cache_block_size(specs, device, block_size)
         if num_blocks is None:
             memory = cache_memory(device) // _SHARE if memory is None else memory

@@ -1,0 +1,61 @@
+"""The part of a decoder layer that mixes tokens: attention, or a recurrence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from .cache import CacheSpec, StateSpec
+from .norm import RMSNorm
+from .step import Step
+from .training import Packed
+
+
+class Normed(Module):
+    """A mixer or a feed-forward network, called together with the norm before it.
+
+    Subclasses override `after_norm` where the norm can be fused into their first matrix product.
+    """
+
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Return the module's output for norm(x + residual), and x + residual; arguments: its other inputs."""
+        x, residual = norm(x, residual)
+        return self(x, *arguments), residual
+
+
+class Mixer(Normed):
+    """The part of a layer that mixes tokens, by attention or a recurrence, and declares what it stores for that.
+
+    It projects its input, gives the projections [T, ...] to the `Mix` that it is called with, and projects the result.
+    layer: its number, which is also that of its cache. mixed_size: channels of the result on this rank.
+    """
+
+    layer: int
+    mixed_size: int
+
+    def cache_spec(self, dtype: torch.dtype) -> CacheSpec | StateSpec:
+        """Return what the layer stores for each token, or for each sequence. dtype: of hidden states."""
+        raise NotImplementedError
+
+    def flops(self, num_tokens: int) -> float:
+        """Return the FLOPs of mixing the tokens of a prompt."""
+        raise NotImplementedError
+
+    def mix(self, projected: Tensor, rotary: Any, step: Step, cache: Any) -> Tensor:
+        """Return the mixed tokens, [T, mixed_size], and write to the cache; `step` has prompts or decoding sequences.
+
+        projected: [T, ...] of the step's tokens. rotary: what the model's `tables` return for them.
+        """
+        raise NotImplementedError
+
+    def mix_packed(self, projected: Tensor, rotary: Any, packed: Packed) -> Tensor:
+        """Return the mixed tokens of packed sequences, without a cache and with a gradient."""
+        raise ValueError(f"{type(self).__name__}: this layer has no training forward, so the model has no `logprobs`")
+
+
+# The mixing of tokens: a function from a layer's mixer and its projections [T, ...] to the output [T, mixed_size]. It
+# is passed to a layer, because it differs: over the cache when serving, over packed sequences in training, and outside
+# of the graph where the rest of the model is captured.
+Mix = Callable[[Mixer, Tensor], Tensor]
