@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whorl.engine.tensor_parallel import follow as follow
 from whorl.models import ARCHITECTURES
 from whorl.models.llama import Layer, Llama
 from whorl.nn import Linear, Mixer, Ranks, StateSpec, Step

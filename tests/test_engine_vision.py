@@ -284,6 +284,15 @@ def test_the_encoder_counts_its_work() -> None:
     assert not encoder._entries[next(iter(encoder._entries))].holders
 
 
+def test_images_in_one_piece_of_the_grid_are_held_together() -> None:
+    """A chunk that may end only there cannot release the first before it has the second."""
+    for grid, reached in ((1, 22), (32, 99 - 20 - 15)):
+        encoder = Encoder(depth=2, most=30, grid=grid)
+        seq, other = sequence(placed(0, 1, 20), placed(1, 22, 15)), sequence(placed(2, 3, 25))
+        assert encoder.reach(seq, 99)[0] == reached
+        assert encoder.reach(other, 99)[0] == 3, "it holds nothing, so it waits"
+
+
 def test_the_encoder_drops_what_nobody_needs() -> None:
     encoder = Encoder(depth=2, most=50)
     first, second, third = (sequence(placed(i, 0, 20)) for i in range(3))

@@ -4,23 +4,29 @@ Random schedules - batches, chunks, preemption, prefix hits, two snapshots only,
 against plain runs of one sequence.
 """
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import recurrent
 import torch
-from mock_model import Oracle, alone, record
+from checkpoints import write_checkpoints
+from mock_model import ByteTokenizer, MockModel, Oracle, alone, record
 from one_sequence import PROMPT, close
 from recurrent import GRID, ForgetfulHybrid, Hybrid, Pure, Recurrence
 from schedules import LONGEST, compare, requests, run_at_random, tiny
 
 from whorl import nn
-from whorl.engine import runner
+from whorl.engine import roofline, runner, tensor_parallel
 from whorl.engine.llm import LLM
 from whorl.engine.runner import Runner
 from whorl.engine.sequence import SamplingParams, Sequence
+from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.states import StatePool
 
@@ -147,9 +153,212 @@ def test_a_prompt_equals_plain_code(name: str) -> None:
     close(torch.tensor([token.logprob for token in seq.prompt_logprobs]), expected)
 
 
+# ---- snapshots
+
+
 def drain(llm: LLM) -> None:
     while llm.has_work:
         llm.step()
+
+
+def engine(name: str = "Hybrid", **options: Any) -> LLM:
+    sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "max_model_len": 120, "draft_length": "fixed"}
+    return LLM(model=setting(name).model, device="cpu", **{**sizes, **options})
+
+
+def num_cached(llm: LLM, prompt: list[int], **options: Any) -> int:
+    """How many tokens of a prompt the cache has when its request comes. Its output must be that of a plain run."""
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 6, "ignore_eos": True} | options)
+    (seq,) = llm.add(prompt, params)
+    drain(llm)
+    assert seq.output_ids == alone(llm.model, None, prompt, params)[0].output_ids
+    return seq.num_cached
+
+
+LONG = [(5 * i + 2) % 91 for i in range(50)]
+
+
+def test_an_equal_prompt_and_the_next_turn_are_hits() -> None:
+    llm = engine()
+    for length in (50, 52):  # in the middle of the grid, and on it: one token is left to be computed
+        prompt = [length, *LONG[: length - 1], 3, 3, 3][:length]
+        assert [num_cached(llm, prompt) for _ in range(3)] == [0, 48, 48]
+    (first,) = llm.add(LONG, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    drain(llm)
+    assert num_cached(llm, [*first.token_ids, 4, 4]) == 56, "57 of 58 tokens were computed"
+
+
+def test_a_beginning_that_others_share_is_a_hit_from_the_third_on() -> None:
+    llm = engine()
+    assert [num_cached(llm, [*LONG[:30], token, *LONG]) for token in (1, 2, 3, 4)] == [0, 0, 28, 28]
+
+
+def test_long_prompts_get_more_snapshots() -> None:
+    llm = engine(max_num_batched_tokens=15, snapshot_tokens=16)
+    num_cached(llm, LONG)
+    assert num_cached(llm, [*LONG[:40], 90, 90]) == 36, "the last of the chunks' ends that passed a multiple of 16"
+
+
+def test_copies_of_a_prompt_share_its_state() -> None:
+    llm = engine()
+    copies = llm.add(LONG, SamplingParams(n=3, max_tokens=5, seed=3, ignore_eos=True))
+    drain(llm)
+    assert [seq.num_cached for seq in copies] == [0, 48, 48]
+
+
+@pytest.mark.parametrize("num_snapshots", [0, 2])
+def test_the_preempted_start_at_their_last_snapshot(num_snapshots: int) -> None:
+    llm = engine(num_snapshots=num_snapshots)
+    (seq,) = llm.add(LONG, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    while seq.num_outputs < 11:
+        llm.step()
+    llm.scheduler.preempt_all()
+    llm.step()
+    computed = seq.num_computed
+    drain(llm)
+    assert seq.output_ids == alone(llm.model, None, LONG, seq.params)[0].output_ids
+    assert llm.stats()["num_states_loaded"] == (num_snapshots > 0)
+    assert computed == 61
+    assert llm.pool.num_hit == (60 if num_snapshots else 0)
+
+
+def test_the_least_recently_used_snapshot_goes_first() -> None:
+    llm = engine(num_snapshots=2)
+    prompts = [[token] * 9 for token in (11, 12, 13)]
+    assert [num_cached(llm, prompts[i], max_tokens=1) for i in (0, 1, 0, 2, 0, 1)] == [0, 0, 8, 0, 8, 0]
+    assert llm.stats()["num_snapshots"] == 2
+
+
+def test_a_snapshot_goes_with_its_block_and_with_the_weights() -> None:
+    """The block is found again without its snapshot; a snapshot is not without its block."""
+    llm = engine(num_blocks=8, max_model_len=32)
+    prompt = [7] * 9
+    num_cached(llm, prompt, max_tokens=1)
+    states = llm.pool.states
+    assert states is not None
+    states.drop(next(iter(states._snapshots)))
+    assert len(llm.pool._match(Sequence(prompt, SamplingParams(), max_len=20))) == 2
+    assert [num_cached(llm, prompt, max_tokens=1) for _ in range(2)] == [0, 8]
+    num_cached(llm, list(range(30)), max_tokens=1)  # takes all blocks
+    assert set(states._snapshots) <= {name for _, name in llm.pool._prefixes.values()}
+    assert num_cached(llm, prompt, max_tokens=1) == 0
+    llm.forget()
+    assert llm.stats()["num_snapshots"] == 0
+    assert num_cached(llm, prompt, max_tokens=1) == 0
+
+
+def test_an_error_in_a_step_leaves_no_state_of_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine()
+    (seq,) = llm.add(LONG, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    while seq.num_outputs < 5:
+        llm.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llm.model), "logits", lambda self, hidden: 1 / 0)  # all layers have run
+        with pytest.raises(ZeroDivisionError):
+            llm.step()
+    drain(llm)
+    assert seq.output_ids == alone(llm.model, None, LONG, seq.params)[0].output_ids
+
+
+# ---- what cannot be, and what everything takes
+
+
+def test_a_state_that_cannot_go_back_takes_no_drafts() -> None:
+    expected = (
+        "PromptLookup: ForgetfulHybrid keeps a state for each sequence .forgetful recurrence., which cannot go back"
+    )
+    with pytest.raises(ValueError, match=expected):
+        engine("ForgetfulHybrid", speculate=PromptLookup())
+    with pytest.raises(ValueError, match=r"DraftModel: Hybrid keeps a state for each sequence \(toy recurrence\)"):
+        DraftModel(model=setting("Hybrid").model, device="cpu", num_blocks=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"max_num_batched_tokens": 6},
+            "max_num_batched_tokens is 6, expected at least 7: beside 3 sequences that",
+        ),
+        ({"max_prompt_tokens": 3}, "max_prompt_tokens is 3, expected at least 4: the states of Hybrid's layers"),
+        ({"num_blocks": None, "memory": 2000}, "the cache has 2,000 bytes, and the states of 4 sequences and 4 snapsh"),
+    ],
+)
+def test_settings_that_states_do_not_fit(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        engine(**options)
+
+
+def test_settings_without_states() -> None:
+    with pytest.raises(ValueError, match="num_snapshots is 3, and no layer of MockModel keeps a state"):
+        LLM(model=MockModel(), device="cpu", num_snapshots=3)
+
+
+def test_states_are_on_one_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = Recurrence.cache_spec
+    monkeypatch.setattr(Recurrence, "cache_spec", lambda self, dtype: replace(spec(self, dtype), grid=4 * self.layer))
+    with pytest.raises(ValueError, match=r"grids of \[4, 12\] tokens; all must have the same"):
+        engine()
+
+
+def test_memory_is_planned_with_states() -> None:
+    model = setting("Hybrid").model
+    token, lane, snapshot = 2 * 2 * 2 * 24 * 4, 2 * (128 + 384), 2 * 128  # two layers of each kind, aligned to 128
+    room = tensor_parallel._cache_room(model, "cpu")
+    assert (room["token"], room["lane"], room["snapshot"]) == (token, lane, snapshot)
+    states = 5 * lane + 3 * snapshot  # four sequences, and padding
+    sizes = {"num_blocks": None, "max_model_len": 32, "num_snapshots": 3}
+    assert engine(**sizes, memory=states + 9 * 4 * token + 5).pool.num_blocks == 9
+    assert roofline.step_bytes(model, batch=3, context=10) - roofline.step_bytes(model, batch=3) == 3 * 10 * token
+    assert roofline.step_bytes(model, batch=3) - roofline.step_bytes(model, batch=2) >= token + 2 * lane
+    pure = LLM(model=setting("Pure").model, device="cpu", max_model_len=32, max_num_seqs=2, memory=1 << 20)
+    assert (pure.pool.block_size, pure.pool.num_blocks) == (GRID, 2 * 32 // GRID), "blocks take no memory"
+
+
+def test_an_eight_bit_cache_leaves_states_alone() -> None:
+    llm = engine(kv_cache_dtype="int8")
+    prompt = list(range(20))
+    outputs = [llm.generate(prompt, SamplingParams(temperature=0, max_tokens=6), progress=False)[0] for _ in range(2)]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert llm.runner.caches[1]["state"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["full", "short"])
+def test_a_warm_up_keeps_to_the_contract_and_leaves_no_snapshot(kind: Any) -> None:
+    """The toy asserts where the tokens of a call begin."""
+    llm = engine(max_num_batched_tokens=40, max_prompt_tokens=24, speculate=PromptLookup(k=5, min_hist=1))
+    llm.warm_up(kind, progress=False)
+    assert llm.stats()["num_snapshots"] == 0
+    assert num_cached(llm, LONG) == 0
+
+
+# ---- ranks
+
+
+@pytest.mark.slow
+def test_two_ranks_move_states_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has the heads of its shard, and snapshots of them. The other rank learns of the toy by importing it."""
+    folder = write_checkpoints(tmp_path, {"Hybrid": Hybrid.tiny()})["Hybrid"]
+    monkeypatch.setattr(tensor_parallel, "__name__", recurrent.__name__)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    outputs = []
+    for tp in (1, 2):
+        llm = LLM(folder, tokenizer=ByteTokenizer(), tp=tp, device="cpu", dtype="float32", block_size=4, num_blocks=20)
+        recorded, by_kind = record(llm), []
+        for kind in KINDS:
+            params = SamplingParams(max_tokens=9, **kind)
+            sequences = [llm.add(prompt, params)[0] for prompt in (LONG[:21], LONG[:33], [5, 4], LONG[:21])]
+            drain(llm)
+            by_kind += [(seq.output_ids, seq.prompt_logprobs, recorded[seq.id]) for seq in sequences]
+        stats = llm.stats()
+        assert min(stats["num_states_loaded"], stats["num_preemptions"]) > 0
+        assert llm.runner.caches[1]["state"].shape[1] == 24 // tp
+        outputs.append(by_kind)
+        llm.close()
+    for (one, scores, logits), (two, other_scores, other_logits) in zip(*outputs, strict=True):
+        assert one == two
+        close(torch.stack(list(other_logits.values())), torch.stack(list(logits.values())))
+        assert len(scores) == len(other_scores)
 
 
 # ---- the test can fail

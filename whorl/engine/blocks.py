@@ -86,8 +86,7 @@ class BlockPool:
         seq.block_table += self._take(num_new)
         seq.num_computed = len(shared) * self.block_size
         if self.states is not None:
-            seq.branch = seq.num_computed - seq.num_computed % self.states.grid
-            seq.num_computed = self.states.deepest(seq.chain) * self.block_size
+            seq.num_computed = self.states.cut(seq)
         self.num_queried += len(seq.token_ids)
         self.num_hit += seq.num_computed
         return True

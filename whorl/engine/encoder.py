@@ -55,10 +55,11 @@ class Entry:
 
 class Encoder:
     """Plans the tower's work. depth: layers of the tower. most: tokens whose features are kept; the least recently used
-    are dropped first."""
+    are dropped first. grid: chunks of prompts end at its multiples; a sequence that holds images and needs one more to
+    reach the next multiple may exceed `most`."""
 
-    def __init__(self, depth: int, most: int) -> None:
-        self.depth, self.most = depth, most
+    def __init__(self, depth: int, most: int, *, grid: int = 1) -> None:
+        self.depth, self.most, self._grid = depth, most, grid
         self._entries: OrderedDict[_Key, Entry] = OrderedDict()  # the most recently used is last
         self._numbers = itertools.count()
         self._jobs: dict[int, Job] = {}
@@ -82,7 +83,9 @@ class Encoder:
             left = budget - cost - num_before
             if left <= 0:  # the image is not reached in this step
                 break
-            entry = self._hold(seq, index, placed)
+            # Else it would wait for room that only its own next chunk can make.
+            must_have = 1 < self._grid > num_before and bool(seq.features)
+            entry = self._hold(seq, index, placed, must_have=must_have)
             if entry is None:  # images of other sequences fill the cache
                 return num_before, cost
             cost += self._advance(entry, placed, left)
@@ -115,16 +118,16 @@ class Encoder:
         self._dropped, self._jobs, self._cost = [], {}, 0
         return work
 
-    def _hold(self, seq: Sequence, index: int, placed: PlacedMedia) -> Entry | None:
+    def _hold(self, seq: Sequence, index: int, placed: PlacedMedia, *, must_have: bool) -> Entry | None:
         """Return the entry of an image, held by `seq`; None if it is new and the cache has no room for it.
 
-        index: of the image in the sequence's placement.
+        index: of the image in the sequence's placement. must_have: it gets an entry in any case.
         """
         item = placed.item
         key = seq.params.cache_salt, item.kind, item.grid, item.digest
         entry = self._entries.get(key)
         if entry is None:
-            if not self._make_room(placed.num_tokens):
+            if not self._make_room(placed.num_tokens) and not must_have:
                 return None
             entry = self._entries[key] = Entry(next(self._numbers), placed.num_tokens)
             self.num_encoded += 1

@@ -113,7 +113,8 @@ class LLM:
         self._weights = WeightVersions(model)
         self._budget = StepBudget(settings.step_tokens, device=device, fixed=settings.max_prompt_tokens)
         tower = getattr(model, "tower", None)
-        self.encoder = None if tower is None else Encoder(tower.config.depth, settings.encoder_cache)
+        grid = 1 if self.pool.states is None else self.pool.states.grid
+        self.encoder = None if tower is None else Encoder(tower.config.depth, settings.encoder_cache, grid=grid)
         counts = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": settings.step_tokens}
         self.scheduler = Scheduler(self.pool, **counts, encoder=self.encoder)
         self.sampler = Sampler(model, self.vocab_size)

@@ -11,7 +11,6 @@ call that runs. So a snapshot may be evicted while a lane is still to be loaded 
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from collections.abc import Sequence as List
 from typing import TYPE_CHECKING, NamedTuple
 
 from .sequence import Sequence
@@ -39,17 +38,18 @@ class StatePool:
     def __init__(self, num_snapshots: int, *, state_grid: int, block_size: int, interval: int) -> None:
         self.num_snapshots, self.state_grid, self._block_size = num_snapshots, state_grid, block_size
         self.grid = math.lcm(state_grid, block_size)  # where a prefix can be cut, and chunks of prompts end
-        self._interval = interval
+        self._step, self._interval = self.grid // block_size, interval
         self._free = list(range(num_snapshots))[::-1]
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # by the name of the prefix that ends there
         self._moves: list[Move] = []
         self.num_saved = self.num_loaded = 0
 
-    def deepest(self, names: List[int]) -> int:
-        """Return how many blocks lead to the deepest snapshot. names: those of the prefixes that end in each block."""
-        step = self.grid // self._block_size
-        ends = range(len(names) - len(names) % step, 0, -step)
-        return next((end for end in ends if names[end - 1] in self._snapshots), 0)
+    def cut(self, seq: Sequence) -> int:
+        """Return the tokens up to the deepest snapshot of the prefix that the sequence shares."""
+        first, step = len(seq.chain) - len(seq.chain) % self._step, self._step
+        count = next((n for n in range(first, 0, -step) if seq.chain[n - 1] in self._snapshots), 0)
+        seq.branch = first * self._block_size if self.num_snapshots else 0
+        return count * self._block_size
 
     def begin(self, seq: Sequence) -> None:
         """Prepare the lane of an admitted sequence: with the snapshot of its computed prefix, or zeros."""
@@ -69,8 +69,8 @@ class StatePool:
         if end < total:
             end -= end % self.grid
         last = self._last(seq)
-        is_last_kept = total - total % self.state_grid == last  # the state after the whole prompt keeps that point
-        for stop in (seq.branch, 0 if is_last_kept else last):
+        is_kept = total - total % self.state_grid == last or not self.num_snapshots  # when all tokens are computed
+        for stop in (seq.branch, 0 if is_kept else last):
             if start < stop < end:
                 end = stop
         return max(0, end - start)
