@@ -1,6 +1,10 @@
 """`whorl quantize` and --quantize: what is written, read back by the library that others use, and by whorl."""
 
 import json
+import os
+import resource
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from whorl.cli import app
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.weights import rewrite
+from whorl.files import CannotWrite
 from whorl.nn.weights import SCHEME_NAMES
 from whorl.nn.weights.dense import DENSE
 from whorl.nn.weights.rounding import SCHEMES, Rounding
@@ -172,6 +177,40 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     assert "is left over from a run that did not end" in run(folders["llama"], tmp_path / "y").output
     with pytest.raises(ValueError, match="quantize is 'int3', expected one of w4a16, w8a8, fp8, cpu4"):
         load(folders["llama"], quantize="int3")
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Files of up to 4 KiB: what writes more fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(
+    folders: dict[str, Path], tmp_path: Path, small_files: None
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(CannotWrite, match=r"out\.partial/0\.partial: cannot be written: File too large"):
+        rewrite.quantize_folder(str(folders["llama"]), out, scheme="fp8", progress=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotWrite, match="file/out: cannot be written: Not a directory"):
+        rewrite.quantize_folder(str(folders["llama"]), tmp_path / "file" / "out", scheme="fp8", progress=False)
+    with pytest.raises(CannotWrite, match="File name too long"):
+        rewrite.quantize_folder(str(folders["llama"]), tmp_path / ("n" * 300), scheme="fp8", progress=False)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "out"]
+
+
+def test_modes_of_files_are_the_umasks(folders: dict[str, Path], tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        rewrite.quantize_folder(str(folders["llama"]), tmp_path / "out", scheme="fp8", progress=False)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").iterdir()} == {0o640}
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
 
 
 def test_numbers_that_cannot_be_rounded(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Output files: whole under their names, or not there at all. It needs no torch."""
+"""Output files and folders: whole under their names, or not there at all. It needs no torch."""
 
 import contextlib
 import errno
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,30 @@ def output_file(path: Path) -> Iterator[Path]:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+@contextlib.contextmanager
+def output_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `path`, which takes its name when the block ends; parents are made.
+
+    After an error in the block `path` is as it was, and nothing else is left. Raises ValueError if `path` exists and is
+    no empty folder, or if an earlier run left its folder behind, and CannotWrite when a folder cannot be made. What the
+    block writes is its own affair: see `output_file`.
+    """
+    with _one_line(path):
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ValueError(f"{path}: it exists; give a new folder or an empty one")
+        partial = path.with_name(f"{path.name}.partial")
+        if partial.exists():
+            raise ValueError(f"{partial}: is left over from a run that did not end, or is still running; remove it")
+        partial.mkdir(parents=True)
+    try:
+        yield partial
+        with _one_line(path):
+            partial.replace(path)  # takes the place of an empty folder
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
 
 
 def check_output_file(path: Path) -> None:

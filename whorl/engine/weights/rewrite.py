@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whorl.files import output_file, output_folder
 from whorl.nn import weights as formats
 
+from ..memory import named_errors
 from .checkpoint import Checkpoint
 from .fill import progress_bar
 from .quantize import Cost, Quantized, quantized
@@ -65,7 +67,8 @@ def quantize_folder(
     model: str, out: Path, *, scheme: str, ignore: Sequence[str] = (), progress: bool = True
 ) -> Rewritten:
     """Quantise a model to a new folder. model: a folder of safetensors or a Hugging Face id. out: a folder that does
-    not exist, or an empty one. ignore: as in `quantized`. Raises ValueError if the model or the folder cannot be used.
+    not exist, or an empty one. ignore: as in `quantized`. Raises ValueError if the model or the folder cannot be used,
+    CannotWrite if the folder cannot be written; then nothing of it is left.
     """
     from . import build, open_checkpoint, resolve
 
@@ -74,27 +77,13 @@ def quantize_folder(
     path = resolve(model)
     if path.suffix == ".gguf":
         raise ValueError(f"{path}: a GGUF file is already quantised, and contains its tokenizer; give a folder")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: it exists; give a new folder or an empty one")
-    partial = out.with_name(f"{out.name}.partial")
-    if partial.exists():
-        raise ValueError(f"{partial}: is left over from a run that did not end, or that is still running; remove it")
-    with open_checkpoint(path) as checkpoint:
+    with named_errors(f"quantising {path}"), output_folder(out) as folder, open_checkpoint(path) as checkpoint:
         skeleton = build(checkpoint.config, device="meta", dtype=torch.float32)
         result = quantized(checkpoint, skeleton, scheme, ignore)
         build(result.checkpoint.config, device="meta", dtype=torch.float32)  # raises if part of a matrix is left out
-        partial.mkdir(parents=True)
-        try:
-            bytes_after = _write(result, partial, progress)
-            _copy_other_files(path, partial)
-            text = json.dumps(result.checkpoint.config, indent=2)
-            (partial / "config.json").write_text(text + "\n", encoding="utf-8")
-        except BaseException:
-            shutil.rmtree(partial)
-            raise
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
+        bytes_after = _write(result, folder, progress)
+        _copy_other_files(path, folder)
+        _write_json(result.checkpoint.config, folder / "config.json")
         bytes_before = sum(source.nbytes for source in checkpoint.sources.values())
     return Rewritten(path=out, format=scheme, bytes_before=bytes_before, bytes_after=bytes_after, modules=result.errors)
 
@@ -107,7 +96,8 @@ def _write(result: Quantized, folder: Path, progress: bool) -> int:
     shards: list[list[str]] = []
     with torch.inference_mode(), progress_bar("Quantising", total, progress) as advance:
         for shard in _shards(result.checkpoint, advance):
-            save_file(shard, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
+            with output_file(folder / f"{len(shards)}.partial") as file:
+                save_file(shard, file, metadata={"format": "pt"})
             shards.append(list(shard))
             del shard  # frees it before the next one is read
     by_name: dict[str, str] = {}
@@ -117,8 +107,13 @@ def _write(result: Quantized, folder: Path, progress: bool) -> int:
         by_name |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": by_name}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_json(index, folder / "model.safetensors.index.json")
     return total
+
+
+def _write_json(values: dict[str, Any], path: Path) -> None:
+    with output_file(path) as file:
+        file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _shards(checkpoint: Checkpoint, advance: Any) -> Iterator[dict[str, Tensor]]:
@@ -141,7 +136,8 @@ def _copy_other_files(source: Path, target: Path) -> None:
     for file in sorted(source.iterdir()):
         is_weights = file.name.endswith(_WEIGHTS) or file.name in ("config.json", "model.safetensors.index.json")
         if file.is_file() and not is_weights and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, target / file.name)
+            with output_file(target / file.name) as copy:
+                shutil.copyfile(file, copy)
 
 
 def render(result: Rewritten) -> str:
