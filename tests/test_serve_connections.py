@@ -279,7 +279,13 @@ def test_a_stranger_s_name_is_refused() -> None:
             "127.0.0.1.evil.example",
             "[::2]:80",
             *("[::1]evil", "[::1]:80evil", "[::1].evil.example", "[::1", "[[::1]]", "::1]", "[localhost]:x"),
-            *("localhost:evil", "localhost:80@evil.example", "localhost:80, evil.example", "localhost evil", "localhost/"),
+            *(
+                "localhost:evil",
+                "localhost:80@evil.example",
+                "localhost:80, evil.example",
+                "localhost evil",
+                "localhost/",
+            ),
         ):
             response = served.http.get("/v1/models", headers={"Host": host})
             assert response.status_code == 421

@@ -5,12 +5,11 @@ Each load runs in a process of its own. With `-s` the seconds are printed.
 
 import asyncio
 import contextlib
-import json
 import random
 import string
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -37,7 +36,7 @@ def say(text: str, **options: Any) -> dict[str, Any]:
 
 def show(count: int, number: int = 0) -> dict[str, Any]:
     parts: list[Any] = [{"type": "image_url", "image_url": {"url": BIG}}] * count
-    return say("", messages=[{"role": "user", "content": [*parts, {"type": "text", "text": f"\nwhat"}]}])
+    return say("", messages=[{"role": "user", "content": [*parts, {"type": "text", "text": "\nwhat"}]}])
 
 
 def shaped(number: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from . import sequence_parallel
 from .batch import Batch
 from .blocks import BlockPool
 from .caches import block_size as cache_block_size
-from .caches import blocks_that_fit, cache_room, cache_specs, check_rollback, state_grid, without_states
+from .caches import blocks_that_fit, cache_room, cache_specs, check_rollback, state_grid, token_bytes, without_states
 from .contents import Content
 from .encoder import NO_WORK, Encoder
 from .generate import Prompt, generate_all

@@ -77,7 +77,7 @@ def check_cache(num_blocks: int, block_bytes: int, device: str, *, memory: int |
             size = f"its memory is {_gb(memory)}"
         raise OutOfMemory(
             f"{name}: {size}, and {_gb(free)} {owner} are free; give at most {free} bytes (--cache-memory), which hold "
-            f"{free // block_bytes} blocks (--num-blocks)"
+            f"{free // max(1, block_bytes)} blocks (--num-blocks)"
         )
 
 
