@@ -53,7 +53,7 @@ async def while_connected(
 
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
-        pass
+        await asyncio.sleep(0)  # whatever a server sends, the work goes on
 
 
 class Running:
