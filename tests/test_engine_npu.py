@@ -6,6 +6,9 @@ the vendor documents that the device refuses; a graph that is recorded, or a cop
 """
 
 import os
+import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,12 @@ from mock_model import MockModel
 from test_torch_npu import HERE, VERSION, build, find_wheel, live_environment, locked, require_tools, run_proof
 
 from whorl import device
+from whorl.contracts import Installed, call_arguments
 from whorl.contracts.attention import PAGE_SIZES
 from whorl.engine import caches
 from whorl.engine.llm import LLM
 from whorl.engine.speculate.draft_model import DraftModel
+from whorl.ops import _torch_npu, availability
 
 ENGINE = HERE / "npu" / "engine.py"
 RUNS = ("qwen3:lookup", "experts:w4a16", "vision:plain", "deepseek:plain")
@@ -86,6 +91,52 @@ def test_blocks_are_what_the_backends_attention_takes(monkeypatch: pytest.Monkey
     assert LLM(model=MockModel(), device="cpu", num_blocks=4).pool.block_size == 8
     assert DraftModel(model=MockModel(), device="cpu", num_blocks=4).pool.block_size == 8
     assert LLM(model=MockModel(), device="cpu", num_blocks=4, block_size=4).pool.block_size == 4
+
+
+# ---- AscendC's batch-invariant operators
+
+
+@pytest.fixture
+def paper_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """A torch_npu of which only the version is looked at."""
+    package = types.ModuleType("torch_npu")
+    package.__version__ = "2.13.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_npu", package)
+    installed = _torch_npu.installed
+    installed.cache_clear()
+    yield package
+    installed.cache_clear()
+
+
+def test_a_package_that_cannot_be_imported_is_a_warning(
+    paper_npu: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "batch_invariant_ops.py").write_text("raise ImportError('libcust_opapi.so: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(UserWarning, match=r"batch_invariant_ops is installed but cannot be imported \(libcust_opapi"):
+        assert _torch_npu.batch_invariant("npu_mm") is None
+
+
+def test_the_list_of_operators_names_those_that_run(
+    paper_npu: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(availability, "default_device", lambda: "npu")
+    monkeypatch.setattr(availability, "device_name", lambda _: "Ascend")
+    assert "AscendC: none, batch_invariant_ops is not installed" in availability.as_table()
+    has_one = Installed(version="2.13.0", arguments={"npu_mm_batch_invariant": ("a", "b")})
+    monkeypatch.setattr(_torch_npu, "installed", lambda: has_one)
+    assert availability.as_table().splitlines()[1] == "batch-invariant operators of AscendC: npu_mm_batch_invariant"
+
+
+def test_a_torch_npu_that_is_not_supported_is_said_there(paper_npu: types.ModuleType) -> None:
+    paper_npu.__version__ = "2.1.0"  # type: ignore[attr-defined]
+    assert _torch_npu.batch_invariant_operators().startswith("torch_npu 2.1.0 is not supported")
+
+
+def test_an_argument_that_the_package_lacks_is_an_error() -> None:
+    name = "npu_fused_infer_attention_score_batch_invariant"
+    with pytest.raises(RuntimeError, match=f"{name}: sparse_mode=3 needs another batch_invariant_ops; the installed"):
+        call_arguments(name, ["query"], query=0, sparse_mode=3)
 
 
 # ---- the engine over the real schemas

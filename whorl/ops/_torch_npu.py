@@ -42,10 +42,14 @@ def batch_invariant(op: str) -> Callable[..., Any] | None:
     return getattr(getattr(torch.ops, BATCH_INVARIANT), name) if name in installed().arguments else None
 
 
-def batch_invariant_operators() -> dict[str, bool]:
-    """Return, for each of AscendC's batch-invariant operators that whorl uses, whether it is installed."""
+def batch_invariant_operators() -> str:
+    """List those of AscendC's batch-invariant operators that run in place of torch_npu's, or say why none does."""
     names = [contract.name for contract in CONTRACTS.values() if contract.library == BATCH_INVARIANT]
-    return {name: name in installed().arguments for name in names}
+    try:
+        present = [name for name in names if name in installed().arguments]
+    except RuntimeError as error:  # this torch_npu is not supported
+        return str(error)
+    return ", ".join(present) or f"none, {BATCH_INVARIANT} is not installed"
 
 
 def call(op: str, **arguments: Any) -> Any:

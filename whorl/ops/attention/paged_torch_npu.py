@@ -125,7 +125,7 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
         )
     if arguments["k_scale"] is None and _torch_npu.batch_invariant(OPERATOR):
         kinds = [_kind(*lengths, window, _takes_packed(q, 1)) for lengths in zip(counts, contexts, strict=True)]
-        if len(set(kinds) - {0}) > 1:
+        if len(set(kinds)) > 1:
             return _apart(q, (k_cache, v_cache), block_tables, arguments, counts, kinds)
     half = len(counts) // 2
     if half and sum(-(-length // k_cache.shape[1]) for length in contexts) > k_cache.shape[0]:
