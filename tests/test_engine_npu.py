@@ -9,6 +9,7 @@ import os
 import sys
 import types
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def paper_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """A torch_npu of which only the version is looked at."""
     package = types.ModuleType("torch_npu")
     package.__version__ = "2.13.0"  # type: ignore[attr-defined]
+    package.__spec__ = ModuleSpec("torch_npu", None)
     monkeypatch.setitem(sys.modules, "torch_npu", package)
     installed = _torch_npu.installed
     installed.cache_clear()
