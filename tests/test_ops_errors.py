@@ -231,5 +231,9 @@ def test_merge_mrope_checks_what_mrope_checks() -> None:
     table, positions = torch.randn(64, 16), torch.zeros(3, 5, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"merge_mrope: sections \[2, 3, 4\] sum to 9"):
         ops.merge_mrope(table, positions, [2, 3, 4])
+    with pytest.raises(
+        ValueError, match=r"merge_mrope: layout is 'striped', expected one of chunked, interleaved, hwt"
+    ):
+        ops.merge_mrope(table, positions, [2, 3, 3], "striped")
     with pytest.raises(ValueError, match="merge_mrope: position 64 is outside the table of 64 rows"):
         ops.merge_mrope(table, positions + 64, [2, 3, 3])

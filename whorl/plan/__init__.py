@@ -1,6 +1,6 @@
 """List the parallel layouts of a model that fit a cluster and estimate how fast they train.
 
 A layout is one choice of the degrees PP, TP, CP, DP and EP, with the optimizer on the device or swapped to the host.
-`serving.py` counts the bytes of serving a model, for the doctor. The plan is arithmetic and runs on any machine: nothing here imports torch or TorchTitan. Start reading at `command.py`,
-which is `whorl train --plan`.
+The plan is arithmetic and runs on any machine: nothing here imports torch or TorchTitan. Start reading at `command.py`,
+which is `whorl train --plan`. `serving.py` counts the bytes of serving a model, for the doctor.
 """

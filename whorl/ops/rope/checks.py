@@ -9,6 +9,8 @@ from whorl.contracts import interleaved_range_reason
 
 from .._tracing import is_readable
 
+LAYOUTS = ("chunked", "interleaved", "hwt")  # of MRoPE sections, as mrope explains them
+
 
 def check_tensors(name: str, q: Tensor, k: Tensor | None, cos_sin: Tensor, prefix: str = "") -> None:
     """Raise ValueError unless q, k and the table fit together. prefix: "d" for gradients, which are dq and dk."""
@@ -64,6 +66,8 @@ def check_axes(name: str, q: Tensor, cos_sin: Tensor, positions: Tensor, section
 def check_sections(name: str, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> None:
     """Raise ValueError unless the sections fit the positions, the table and the layout."""
     half = cos_sin.shape[-1] // 2
+    if layout not in LAYOUTS:
+        raise ValueError(f"{name}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
     if len(sections) != positions.shape[0]:
         raise ValueError(
             f"{name}: positions has {positions.shape[0]} rows, sections {list(sections)} need {len(sections)}"
