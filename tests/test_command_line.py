@@ -53,7 +53,7 @@ SURFACE = {
     "whorl chat": sorted(ENGINE | DRAFTING | TEXT | {"--pld"}),
     "whorl serve": sorted(
         {"--allowed-hosts", "--api-key", "--drain", "--host", "--max-body", "--max-queue", "--name", "--allow-origin"}
-        | {"--api-key-file"}
+        | {"--api-key-file", "--strict-model-name"}
         | {"--port", "--timeout", "--seed", "--pld", "--chat-template", "--tool-parser", "--reasoning-parser"}
         | {"--media-folder", "--media-hosts"}
         | REPLICAS

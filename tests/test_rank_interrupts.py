@@ -1,15 +1,22 @@
-"""Ctrl-C at every place of the code around what ranks do together."""
+"""Ctrl-C at every place of the code around what ranks do together, and ranks that are stopped."""
 
+import contextlib
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+from checkpoints import write_checkpoints
+from serving import byte_tokenizer, serving
 
 from whorl.engine import launch
 from whorl.engine.launch import RankGroup
+from whorl.engine.llm import LLM
+from whorl.models.llama import Llama
 
 AROUND = {function.__wrapped__.__code__ for function in (launch._interrupts_wait, RankGroup.together)}  # type: ignore[attr-defined]
 
@@ -76,3 +83,29 @@ def test_a_second_ctrl_c_inside_ends_the_ranks() -> None:
         pytest.fail("it went on")
     assert group._is_closed
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# ---- a rank that does not answer
+
+
+def test_health_tells_of_a_rank_that_is_stopped_or_lost(tmp_path: Path) -> None:
+    path = write_checkpoints(tmp_path, {"llama": Llama.tiny()})["llama"]
+    options: dict[str, Any] = {"tokenizer": byte_tokenizer(), "device": "cpu", "num_blocks": 40, "tp": 2}
+    with contextlib.closing(LLM(path, **options)) as llm, serving(llm) as served:
+        assert llm._lead is not None
+        (rank,) = llm._lead.group._processes.values()
+
+        def health(status: int, seconds: float, says: str) -> None:
+            began = time.monotonic()
+            while (answer := served.http.get("/health")).status_code != status or says not in answer.text:
+                assert time.monotonic() - began < seconds, answer.text
+                time.sleep(0.1)
+
+        health(200, 5, "ok")
+        rank.send_signal(signal.SIGSTOP)
+        health(503, 5, "rank 1 has been stopped for ")  # while nothing asks the engine for anything
+        rank.send_signal(signal.SIGCONT)
+        health(200, 5, "ok")
+        assert served.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
+        rank.kill()
+        health(503, 5, "rank 1 was killed by signal 9")

@@ -2,13 +2,14 @@
 
 import json
 import logging
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import Served, in_background, serving, told, wait_until
+from serving import Served, in_background, own_process, serving, told, wait_until
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
@@ -255,6 +256,48 @@ def test_a_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:
     assert answer.json()["id"] == "cmpl-n-7"
     assert '"get /v1/mod%0aels" 401 in ' in second.lower()
     assert "sk-secret" not in "".join(lines)
+
+
+def test_errors_are_logged_with_their_reason_and_polls_only_when_they_fail(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "whorl.serve.access")
+    with serving(told()) as served:
+        for path in ("/health", "/metrics", "/page/stats"):
+            assert served.http.get(path).status_code == 200
+        assert not [record for record in caplog.records if record.name == "whorl.serve.access"]
+        for path, body in (
+            ("/v1/completions", {"prompt": "a", "temprature": 1}),
+            ("/v1/completions", {"prompt": "a" * 5000}),
+            ("/v1/messages", {"model": "told", "max_tokens": 5, "messages": []}),
+            ("/tokenize", {"prompt": "a", "mod\nforged": 1}),
+        ):
+            assert served.http.post(path, json=body).status_code == 400
+        served.http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
+        served.http.post("/v1/completions", content=b"{}")
+        served.app.state.service.engine.failure = ValueError("it broke")
+        assert served.http.get("/health").status_code == 503
+        served.app.state.service.engine.failure = None
+    lines = [record.getMessage() for record in caplog.records if record.name == "whorl.serve.access"]
+    reasons = (
+        ": temprature: is not a parameter that this server knows",
+        ": the text has 5000 tokens; up to 1024 are allowed",
+        ": messages: List should have at least 1 item after validation, not 0",
+        ": 'mod\\nforged: is not a parameter that this server knows'",
+        " Expecting property name enclosed in double quotes at line 1, column 2, where the end is",
+        ": the header Content-Type is missing: send application/json",
+        ": the engine failed: ValueError: it broke",
+    )
+    for line, reason in zip(lines, reasons, strict=True):
+        assert line.endswith(reason), line
+
+
+def test_every_line_of_the_log_has_its_time(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as out, own_process("llm=told()", output=out) as (_, url):
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a", "n": 0})
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "INFO" in line]
+    assert any('"POST /v1/completions" 400 in ' in line for line in lines)
+    assert any("Started server process" in line for line in lines), "uvicorn's lines are in the same form"
+    for line in lines:
+        assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO: ", line), line
 
 
 def test_what_is_logged_for_a_request_has_its_number(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(told(), max_body=20_000) as running:
+    with serving(told(), max_body=20_000, strict_model_name=True) as running:
         yield running
 
 

@@ -30,7 +30,7 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(told(ANSWERS | MORE), api_key=KEY) as running:
+    with serving(told(ANSWERS | MORE), api_key=KEY, strict_model_name=True) as running:
         running.http.headers.pop("authorization")
         running.http.headers["x-api-key"] = KEY
         yield running
@@ -202,7 +202,7 @@ def refused(response: httpx.Response, status: int, kind: str, says: str) -> None
         ({"max_tokens": 5000}, "5000 more are asked for"),
         ({"topp": 1}, "topp: is not a parameter that this server knows"),
         ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [{"role": "assistant", "content": "So"}]}, "the last message is the assistant's"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "the last message has no text to continue"),
         (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "messages.0.content.0: a block's type is",

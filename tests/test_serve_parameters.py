@@ -76,7 +76,7 @@ def test_every_field_that_clients_send_is_known(kind: Any) -> None:
 
 
 def refused_fields() -> list[tuple[str, dict[str, Any], str, Any]]:
-    found = []
+    cases = []
     for path, kind, base in (
         (CHAT, ChatRequest, {"messages": ASK}),
         (COMPLETIONS, CompletionRequest, {"prompt": "a"}),
@@ -88,8 +88,8 @@ def refused_fields() -> list[tuple[str, dict[str, Any], str, Any]]:
         for name, field in kind.model_json_schema()["properties"].items():
             if field.get("description", "").startswith(REFUSED):
                 limit = {"max_output_tokens": 1} if path == "/v1/responses" else short.get(path, {})
-                found.append((path, base | limit, name, field["enum"]))
-    return found
+                cases.append((path, base | limit, name, field["enum"]))
+    return cases
 
 
 def test_what_is_refused_says_what_to_do_and_what_asks_for_nothing_is_taken(served: Served) -> None:

@@ -33,7 +33,9 @@ class Answer(BaseModel):
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(told(ANSWERS | {"thinkcall": f"<think>\nhm\n</think>\n\n{ANSWERS['call']}"})) as running:
+    with serving(
+        told(ANSWERS | {"thinkcall": f"<think>\nhm\n</think>\n\n{ANSWERS['call']}"}), strict_model_name=True
+    ) as running:
         yield running
 
 
@@ -166,8 +168,8 @@ def test_logprobs(served: Served) -> None:
     [
         ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id: this server keeps no responses"),
         ({"input": "hi", "conversation": "c"}, "conversation: this server keeps no responses"),
-        ({"input": "hi", "background": True}, "background: Input should be False"),
-        ({"input": "hi", "truncation": "auto"}, "truncation: Input should be 'disabled', not 'auto'"),
+        ({"input": "hi", "background": True}, "background: is refused: nothing is stored here"),
+        ({"input": "hi", "truncation": "auto"}, "truncation: is refused: nothing is left out of a conversation"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: an item's type is 'message'"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0: a part's type is"),
         ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),

@@ -16,7 +16,6 @@ import pytest
 import torch
 from checkpoints import write_checkpoints
 from mock_model import ByteTokenizer, Logits, MockModel, Oracle, alone, record
-from serving import byte_tokenizer, serving
 from typer.testing import CliRunner
 
 from whorl import nn
@@ -309,27 +308,6 @@ def test_a_rank_that_stops_is_not_waited_for_for_ever(
     llm = engine()
     ranks(llm)[0].send_signal(signal.SIGSTOP)
     expect_loss(llm, "a rank did not answer within 4 s, and none has failed")
-
-
-def test_health_tells_of_a_rank_that_is_stopped_or_lost(checkpoints: dict[str, Path]) -> None:
-    options: dict[str, Any] = {"tokenizer": byte_tokenizer(), "device": "cpu", "num_blocks": 40, "tp": 2}
-    with serving(llm := LLM(checkpoints["llama"], **options)) as served:
-        (rank,) = ranks(llm)
-
-        def health(status: int, seconds: float, says: str) -> None:
-            began = time.monotonic()
-            while (answer := served.http.get("/health")).status_code != status or says not in answer.text:
-                assert time.monotonic() - began < seconds, answer.text
-                time.sleep(0.1)
-
-        health(200, 5, "ok")
-        rank.send_signal(signal.SIGSTOP)
-        health(503, 5, "rank 1 has been stopped for ")  # while nothing asks the engine for anything
-        rank.send_signal(signal.SIGCONT)
-        health(200, 5, "ok")
-        assert served.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
-        rank.kill()
-        health(503, 5, "rank 1 was killed by signal 9")
 
 
 PROGRAM = """

@@ -8,7 +8,6 @@ import copy
 import functools
 import json
 import math
-import secrets
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from . import sentencepiece
 from .chat_template import ChatTemplate, Message
 from .gguf_header import read_metadata
-from .prompt_formats import PromptWriter, format_of, prompt_writer
+from .prompt_formats import PromptWriter, format_of, prompt_writer, write_open
 from .sampling_params import PARAMETERS
 
 _REPLACEMENT = "\ufffd"
@@ -209,22 +208,13 @@ class Tokenizer:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Return the conversation as the text of a prompt.
-
-        enable_thinking: None leaves the choice to the template. continue_final_message: the prompt ends where the text
-        of the last message ends; add_generation_prompt must be False. Raises ValueError if the template refuses the
-        messages, or leaves out the end of the last one.
-        """
+        """Return the conversation as the text of a prompt. enable_thinking: None leaves the choice to the template.
+        continue_final_message: see `prompt_formats.write_open`; then there is no generation prompt."""
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
-        mark = ""
         if continue_final_message:
-            mark = f"\u2060{secrets.token_hex(16)}"  # a template may strip white space, and no text contains this
-            messages = [*messages[:-1], _with_mark(messages[-1], mark)]
-        text = self.template.render(messages, tools, add_generation_prompt=add_generation_prompt, **variables)
-        if mark and mark not in text:
-            raise ValueError("the template leaves out the end of the last message, which therefore cannot be continued")
-        return text[: text.rindex(mark)] if mark else text
+            return write_open(self.template, messages, tools, **variables)
+        return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt, **variables)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Apply the chat template, then `encode` without special tokens: the template itself writes the first token."""
@@ -278,14 +268,6 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special=self._skip_special)
-
-
-def _with_mark(message: Message, mark: str) -> Message:
-    """Return a message with a mark behind its text, which may be in the last part of its content."""
-    content = message["content"]
-    if isinstance(content, str):
-        return {**message, "content": content + mark}
-    return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]}
 
 
 def _shrinks(normalizer: Mapping[str, Any] | None) -> int | None:

@@ -10,14 +10,16 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from .api_error import ApiError
+
+if TYPE_CHECKING:
+    from fastapi.routing import APIRoute
 
 BODY = "whorl.body"  # in a request's scope: its `Body`
 MAX_VALUES = 2**18
@@ -198,13 +200,17 @@ class _ParsedRequest(Request):
         return self.scope[BODY].parse()
 
 
-class JsonRoute(APIRoute):
-    """A route whose requests are `_ParsedRequest`s."""
+def json_route() -> "type[APIRoute]":
+    """Return a class of routes whose requests are `_ParsedRequest`s."""
+    from fastapi.routing import APIRoute
 
-    def get_route_handler(self) -> Any:
-        handler = super().get_route_handler()
+    class JsonRoute(APIRoute):
+        def get_route_handler(self) -> Any:
+            handler = super().get_route_handler()
 
-        async def handle(request: Request) -> Response:
-            return await handler(_ParsedRequest(request.scope, request.receive))
+            async def handle(request: Request) -> Response:
+                return await handler(_ParsedRequest(request.scope, request.receive))
 
-        return handle
+            return handle
+
+    return JsonRoute

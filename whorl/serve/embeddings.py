@@ -66,9 +66,8 @@ class EmbeddingRequest(Strict):
     @property
     def prompts(self) -> CompletionRequest:
         """The completion request with the same prompts."""
-        fields = {"prompt": self.input, "add_special_tokens": self.add_special_tokens, "max_tokens": 1}
-        fields["truncate_prompt_tokens"] = self.truncate_prompt_tokens
-        return CompletionRequest.model_validate(fields)
+        same = self.model_dump(include={"add_special_tokens", "truncate_prompt_tokens"})
+        return CompletionRequest.model_validate({"prompt": self.input, "max_tokens": 1, **same})
 
 
 class EmbeddingsApi:

@@ -74,9 +74,10 @@ def chat_request(request: CountRequest) -> ChatRequest:
     if isinstance(request, MessagesRequest):
         fields |= {name: getattr(request, name) for name in ("stream", *SAMPLING)}
         fields |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
-    if request.messages[-1].role == "assistant":  # its beginning, which the answer continues
-        fields["continue_final_message"] = True
-    return _conversation(request).to_request(**fields)
+    conversation = _conversation(request)
+    # A last message of the assistant is the beginning of the answer.
+    fields["continue_final_message"] = conversation.messages[-1]["role"] == "assistant"
+    return conversation.to_request(**fields)
 
 
 def _choice(choice: ToolChoice) -> Any:

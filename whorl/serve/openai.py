@@ -61,7 +61,7 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
     from whorl import __version__
 
     from .api_error import ApiError
-    from .body import MAX_VALUES, JsonRoute
+    from .body import MAX_VALUES, json_route
     from .dialects import error_response
     from .gate import Cors, Gate
     from .page import add_page
@@ -79,7 +79,7 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
 
     app = FastAPI(title="whorl", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    app.router.route_class = JsonRoute
+    app.router.route_class = json_route()
     add_routes(app, service)
     add_page(app, service, takes_images=processor is not None)
 

@@ -112,8 +112,8 @@ class Preparer:
             variables.setdefault("enable_thinking", request.reasoning_effort != "none")
         tools = request.tools if request.uses_tools else None
         template_input = request.messages, tools, request.add_generation_prompt, variables, items
-        more = {"documents": request.documents, "continues": request.continue_final_message}
-        return await self.render(*template_input, max_tokens=max_tokens, **more)
+        continues, documents = request.continue_final_message, request.documents
+        return await self.render(*template_input, max_tokens=max_tokens, documents=documents, continues=continues)
 
     async def media(self, messages: Sequence[ChatMessage], *, max_tokens: int | None = None) -> list[MediaItem]:
         """Read the pictures and videos of a conversation.
