@@ -342,8 +342,9 @@ def test_two_ranks_move_states_together(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(tensor_parallel, "__name__", recurrent.__name__)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     outputs = []
-    for tp in (1, 2):
-        llm = LLM(folder, tokenizer=ByteTokenizer(), tp=tp, device="cpu", dtype="float32", block_size=4, num_blocks=20)
+    sizes = {"device": "cpu", "dtype": "float32", "block_size": 4, "num_blocks": 20}
+    for tp, sp in ((1, "off"), (2, "off"), (2, "on")):
+        llm = LLM(folder, tokenizer=ByteTokenizer(), tp=tp, sp=sp, **sizes)
         recorded, by_kind = record(llm), []
         for kind in KINDS:
             params = SamplingParams(max_tokens=9, **kind)
@@ -355,10 +356,11 @@ def test_two_ranks_move_states_together(tmp_path: Path, monkeypatch: pytest.Monk
         assert llm.runner.caches[1]["state"].shape[1] == 24 // tp
         outputs.append(by_kind)
         llm.close()
-    for (one, scores, logits), (two, other_scores, other_logits) in zip(*outputs, strict=True):
-        assert one == two
-        close(torch.stack(list(other_logits.values())), torch.stack(list(logits.values())))
-        assert len(scores) == len(other_scores)
+    for (one, _, alone_logits), (two, scores, logits), (three, sp_scores, sp_logits) in zip(*outputs, strict=True):
+        assert one == two == three
+        close(torch.stack(list(logits.values())), torch.stack(list(alone_logits.values())))
+        assert scores == sp_scores
+        assert all(torch.equal(sp_logits[place], logits[place]) for place in logits)
 
 
 # ---- the test can fail
