@@ -22,6 +22,7 @@ from recurrent import GRID, ForgetfulHybrid, Hybrid, Pure, Recurrence
 from schedules import LONGEST, compare, requests, run_at_random, tiny
 
 from whorl import nn
+from whorl.bench.filled_cache import fill
 from whorl.engine import roofline, runner, tensor_parallel
 from whorl.engine.llm import LLM
 from whorl.engine.runner import Runner
@@ -330,6 +331,15 @@ def test_a_warm_up_keeps_to_the_contract_and_leaves_no_snapshot(kind: Any) -> No
     llm.warm_up(kind, progress=False)
     assert llm.stats()["num_snapshots"] == 0
     assert num_cached(llm, LONG) == 0
+
+
+def test_a_benchmark_fills_states() -> None:
+    """It decodes as if the prompt had been computed."""
+    llm = engine(max_num_batched_tokens=8)
+    fill(llm)
+    (seq,) = llm.add(LONG, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    drain(llm)
+    assert llm.num_steps == seq.num_outputs == 9
 
 
 # ---- ranks

@@ -1,8 +1,8 @@
 """Engines whose KV cache already holds the keys of every prompt, so that decoding is timed without a long prefill.
 
-The blocks hold random numbers instead of the model's keys and values: attention takes the same time. The numbers have
-both signs. Values of one sign would average to the same output of attention for every sequence, and then all sequences
-choose the same experts.
+The blocks hold random numbers instead of the model's keys and values, and so do the lanes of layers with states:
+attention takes the same time. The numbers have both signs. Values of one sign would average to the same output of
+attention for every sequence, and then all sequences choose the same experts.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from torch import Tensor
 from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import Sequence
+from whorl.engine.states import StatePool
 
 _MOST = 1 << 28  # bytes of a mask
 _CODES = 120  # upper bound of int8 and fp8 codes; 127 would be NaN in fp8
@@ -30,12 +31,21 @@ class _FilledPool(BlockPool):
         return is_admitted
 
 
+class _FilledStates(StatePool):
+    """Leaves lanes as they are."""
+
+    def begin(self, seq: Sequence) -> None:
+        seq.num_in_state = seq.num_computed
+
+
 def fill(llm: LLM) -> None:
     """Fill the caches of an engine, and make it treat prompts admitted from now on as computed."""
     for cache in llm.runner.caches:
         generator: torch.Generator | None = None
-        for field in dataclasses.fields(cache):
-            values = getattr(cache, field.name)
+        stored = (
+            cache if isinstance(cache, dict) else {f.name: getattr(cache, f.name) for f in dataclasses.fields(cache)}
+        )
+        for values in stored.values():
             if not isinstance(values, Tensor):
                 continue
             generator = generator or torch.Generator(values.device).manual_seed(0)
@@ -47,6 +57,8 @@ def fill(llm: LLM) -> None:
                 values.normal_(generator=generator)
     # The class changes in place, since the scheduler and perhaps a proposer refer to this pool.
     llm.pool.__class__, llm.pool.use_prefix_cache = _FilledPool, False
+    if llm.pool.states is not None:
+        llm.pool.states.__class__ = _FilledStates
 
 
 def _fill_bytes(values: Tensor, generator: torch.Generator) -> None:
