@@ -248,7 +248,7 @@ class Runner:
             no_logits = hidden.new_empty(0, self.model.vocab_size)
             return hidden, no_logits, no_logits.new_empty(0, dtype=torch.int64)
         logits = self.model.logits(hidden if is_dense else hidden[inputs["sample_indices"]])
-        filters = {name: inputs[name] for name in FILTERS}
+        filters: dict[str, Any] = {name: inputs[name] for name in FILTERS}
         token_ids = ops.sample(logits[:, : self.vocab_size], seeds=inputs["seeds"], steps=inputs["places"], **filters)
         # A sequence with a draft has several samples in one lane, and any of them may be stored. That is harmless: the
         # host reads them all before the next step and sends the accepted one with it.

@@ -12,7 +12,7 @@ and the output has the target's distribution, but for a given seed it is not the
 
 from collections import abc
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -204,13 +204,13 @@ def _uniform(samples: abc.Sequence[Sample], device: torch.device) -> Tensor:
     return torch.exp(-torch.exp(-gumbel(**_noise(samples, device, _ACCEPT), size=1).squeeze(1)))
 
 
-def _noise(samples: abc.Sequence[Sample], device: torch.device, stream: int = 0) -> dict[str, Tensor]:
+def _noise(samples: abc.Sequence[Sample], device: torch.device, stream: int = 0) -> dict[str, Any]:
     """Return seeds and steps [N], of which the noise is a hash, as arguments of `ops.sample`."""
     seeds = _column([sample.chunk.sequence.seed ^ stream for sample in samples], device, torch.int64)
     return {"seeds": seeds, "steps": _column([sample.output_index for sample in samples], device, torch.int64)}
 
 
-def _filters(params: abc.Sequence[SamplingParams], device: torch.device) -> dict[str, Tensor]:
+def _filters(params: abc.Sequence[SamplingParams], device: torch.device) -> dict[str, Any]:
     """Return the filters [N] as arguments of `ops.sample`."""
     dtypes = {"f4": torch.float32, "i4": torch.int64}
     return {name: _column([getattr(p, name) for p in params], device, dtypes[kind]) for name, kind in FILTERS.items()}

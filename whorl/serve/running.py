@@ -5,10 +5,9 @@ A request whose client left is cancelled, wherever it waits; so is one in progre
 
 import asyncio
 import ipaddress
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from typing import Any
 
 from starlette.types import Receive
 
@@ -34,9 +33,7 @@ def client_name(key: int | None, address: str) -> str:
     return str(parsed.ipv4_mapped or ipaddress.IPv6Network((parsed, 64), strict=False))
 
 
-async def while_connected(
-    work: Coroutine[Any, Any, None], receive: Receive, *, is_answered: Callable[[], bool]
-) -> bool:
+async def while_connected(work: Awaitable[None], receive: Receive, *, is_answered: Callable[[], bool]) -> bool:
     """Run `work`, but cancel it when the client closes the connection before it is answered; False then."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:

@@ -15,7 +15,7 @@ def _field(hint: Any, declared: Parameter) -> tuple[Any, Any]:
     """Return the annotation and the default of a parameter's field; null means the model's recommendation."""
     kind = int if int in (hint, *get_args(hint)) else float
     least, most = declared.api_bounds
-    bounds = {"ge": least, "gt": declared.above, "le": most}
+    bounds: dict[str, Any] = {"ge": least, "gt": declared.above, "le": most}
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
     return Annotated[kind, Field(**bounds)] | None, Field(None, description=declared.text)
 
