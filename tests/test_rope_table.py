@@ -2,9 +2,7 @@
 
 import copy
 import importlib
-import itertools
 import json
-import math
 import pickle
 import threading
 import time
@@ -379,45 +377,6 @@ def test_lookup_compiles_without_a_break(keywords: dict[str, Any]) -> None:
     table.cos_sin("cpu")
     compiled = torch.compile(lambda positions: table.lookup(positions) * 2, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(positions), table.lookup(positions) * 2)
-
-
-def test_patches_of_llama_4() -> None:
-    """A row for each patch and one for the class token, as the module of transformers has them."""
-    from transformers import Llama4VisionConfig
-    from transformers.models.llama4.modeling_llama4 import Llama4VisionRotaryEmbedding, vision_apply_rotary_emb
-
-    config = Llama4VisionConfig(image_size=56, patch_size=14, hidden_size=88 * 2, num_attention_heads=2)
-    theirs = Llama4VisionRotaryEmbedding(config)(torch.zeros(1))  # complex [patches + 1, 1, D/2]
-    table = get_rope(config)
-    assert get_rope(head_dim=88, max_position=16, rope_type="mllama4", style="pairs").config == table.config
-    rows = table.cos_sin()
-    torch.testing.assert_close(rows, torch.cat((theirs[:, 0].real, theirs[:, 0].imag), dim=-1))
-    q, k = torch.randn(2, 17, 2, 88).unbind(0)
-    expected = vision_apply_rotary_emb(q[None], k[None], theirs)
-    ours = table.apply(q, k, torch.arange(17))
-    for actual, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(actual, other[0])
-
-
-@pytest.mark.parametrize("sections", [(3, 2, 3), (5, 3)])
-def test_spread_axes_have_their_own_positions(sections: tuple[int, ...]) -> None:
-    table = get_rope(
-        head_dim=20, rotary_dim=16, max_position=64, rope_type="openpangu", mrope_section=sections,
-        mrope_interleaved=True,
-    )  # fmt: skip
-    axes, frequencies = table.config.spread, table.config.frequencies()
-    assert axes is not None
-    positions = torch.randint(0, 64, (len(sections), 9))
-    rows = table.lookup(positions)
-    for token, pair in itertools.product(range(9), range(8)):
-        angle = positions[axes[pair], token].item() * float(frequencies[pair])
-        assert rows[token, pair].item() == pytest.approx(math.cos(angle), abs=1e-5)
-        assert rows[token, pair + 8].item() == pytest.approx(math.sin(angle), abs=1e-5)
-    q, k = torch.randn(9, 2, 20), torch.randn(9, 1, 20)
-    by_rows, by_positions = table.apply(q, k, rows), table.apply(q, k, positions)
-    for one, other in zip(by_rows, by_positions, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert torch.equal(table.lookup(positions[0]), table.lookup(positions[:1].expand(len(sections), -1)))
 
 
 def test_dual_chunk_rows() -> None:
