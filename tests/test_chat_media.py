@@ -133,8 +133,8 @@ def test_generate_takes_pictures(files: Path, monkeypatch: pytest.MonkeyPatch) -
     ("extra", "says"),
     [
         ("-p hi --image {0}/0.png", "--image and --video need the chat template: add --chat"),
-        ("-c -p hi --image {0}/none.png", "none.png: cannot be read"),
-        ("-c -p hi --image {0}/broken.png", "broken.png: it is not a PNG"),
+        ("--chat -p hi --image {0}/none.png", "none.png: cannot be read"),
+        ("--chat -p hi --image {0}/broken.png", "broken.png: it is not a PNG"),
     ],
 )
 def test_generate_refuses_before_loading(files: Path, monkeypatch: pytest.MonkeyPatch, extra: str, says: str) -> None:
@@ -148,6 +148,6 @@ def test_generate_refuses_before_loading(files: Path, monkeypatch: pytest.Monkey
 def test_a_model_of_text(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (files / "config.json").write_text('{"model_type": "qwen3"}')
     monkeypatch.setattr(command, "load", lambda options: pytest.fail("loaded"))
-    done = CliRunner().invoke(app, ["generate", str(files), "-c", "-p", "hi", "--image", f"{files}/0.png"])
+    done = CliRunner().invoke(app, ["generate", str(files), "--chat", "-p", "hi", "--image", f"{files}/0.png"])
     assert done.exit_code == 2
     assert "takes text only, no pictures and no videos" in " ".join(done.output.split())

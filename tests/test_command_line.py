@@ -24,9 +24,10 @@ DRAFTING = {
     *("--pld-loop-warn", "--speculate", "--draft-model", "--draft-k", "--draft-fixed"),
 }
 TEXT = {
-    *("--max-tokens", "--n-predict", "-n", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--seed", "-s"),
+    *("--max-tokens", "--n-predict", "-n", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "-s"),
     *("--system", "--think", "--no-think", "--reset", "--no-stream", "--stop", "--when-full"),
 }
+THREADS = {"--threads", "-t"}
 PROMPT = {
     "--prompts",
     "--samples",
@@ -36,7 +37,6 @@ PROMPT = {
     "--prompt-file",
     "-f",
     "--chat",
-    "-c",
     "--interactive",
     "-i",
     "--json",
@@ -49,14 +49,15 @@ REPLICAS = {
 }
 SURFACE = {
     "whorl": ["--version"],
-    "whorl generate": sorted(ENGINE | DRAFTING | TEXT | PROMPT | {"--pld"}),
-    "whorl chat": sorted(ENGINE | DRAFTING | TEXT | {"--pld"}),
+    "whorl generate": sorted(ENGINE | DRAFTING | TEXT | PROMPT | THREADS | {"--pld"}),
+    "whorl chat": sorted(ENGINE | DRAFTING | TEXT | THREADS | {"--pld", "PROMPT"}),
     "whorl serve": sorted(
         {"--allowed-hosts", "--api-key", "--drain", "--host", "--max-body", "--max-queue", "--name", "--allow-origin"}
         | {"--api-key-file", "--strict-model-name"}
         | {"--port", "--timeout", "--seed", "--pld", "--chat-template", "--tool-parser", "--reasoning-parser"}
         | {"--media-folder", "--media-hosts"}
         | REPLICAS
+        | THREADS
         | ENGINE
         | DRAFTING
     ),

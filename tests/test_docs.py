@@ -92,7 +92,8 @@ def known_options(words: list[str]) -> set[str]:
     command: Any = typer.main.get_command(app)
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
-    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return options | {"--help", "--help-all"}
 
 
 def parse(words: list[str]) -> None:

@@ -347,7 +347,8 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.slow
 def test_the_default_model() -> None:
-    arguments = ["generate", "--prompt", "The capital of France is", "-n", "8", "-t", "0", "--json", "--device", "cpu"]
+    words = "generate -n 8 --temperature 0 --json --device cpu --prompt"
+    arguments = [*words.split(), "The capital of France is"]
     outputs = []
     for sp in ("off", "on"):
         command = [sys.executable, "-m", "whorl", *arguments, "--tp", "2", "--sp", sp, "--report"]

@@ -35,8 +35,8 @@ def test_no_file_tells_anybody_to_install_it_by_name() -> None:
     for name in {*tracked} - {"pyproject.toml", "tests/test_extras.py"}:
         path = ROOT / name
         if path.suffix not in (".png", ".jsonl") and path.is_file():
-            found = BY_NAME.search(path.read_text(encoding="utf-8", errors="replace"))
-            assert found is None, f"{name}: {found[0]!r} is another project's package"
+            match = BY_NAME.search(path.read_text(encoding="utf-8", errors="replace"))
+            assert match is None, f"{name}: {match[0]!r} is another project's package"
 
 
 def test_what_can_be_installed_exists() -> None:

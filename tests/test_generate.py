@@ -136,7 +136,7 @@ def test_seed_0_is_another_one_each_time(with_llm: Any) -> None:
         outputs = set()
         for _ in range(3):
             with_llm(mock_llm())
-            outputs.add(run("-p", "Once", "-t", "5", "-n", "6", "--seed", str(seed)).stdout)
+            outputs.add(run("-p", "Once", "--temperature", "5", "-n", "6", "--seed", str(seed)).stdout)
         return outputs
 
     assert len(texts(0)) == 3
@@ -158,6 +158,19 @@ def test_prompt_file_and_standard_input(with_llm: Any, tmp_path: Path) -> None:
     assert run("-p", "asked", input="not read").stdout == "four\n"
     prompts = [llm.tokenizer.decode(seq.token_ids[: seq.prompt_len]) for seq in llm.added]
     assert prompts == [file.read_text(encoding="utf-8"), "from a pipe\n", "by echo", "asked"]
+
+
+def test_chat_with_a_prompt_answers_it_and_ends(with_llm: Any) -> None:
+    llm = Scripted("one")
+    with_llm(llm)
+    done = CliRunner().invoke(app, ["chat", "a/model", "Hi", "--system", "Be kind."], input="not read")
+    assert (done.exit_code, done.stdout) == (0, "one\n"), done.stderr
+    (seq,) = llm.added
+    text = llm.tokenizer.decode(seq.token_ids[: seq.prompt_len], skip_special=False)
+    assert text == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert seq.params.max_tokens is None, "as many as fit"
+    refused = CliRunner().invoke(app, ["chat", "a/model", "Hi", "--reset"])
+    assert "--reset needs a conversation" in refused.stderr
 
 
 def test_chat_writes_the_template(with_llm: Any) -> None:

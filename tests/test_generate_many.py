@@ -150,7 +150,7 @@ def test_ctrl_c_keeps_what_is_finished(with_llm: Any, monkeypatch: pytest.Monkey
 
 def test_samples(with_llm: Any) -> None:
     with_llm(mock_llm(max_num_seqs=4))
-    answers = rows(run("-p", "Once", "--samples", "3", "-t", "5", "-n", "6", "-s", "3"))
+    answers = rows(run("-p", "Once", "--samples", "3", "--temperature", "5", "-n", "6", "-s", "3"))
     assert [row["sample"] for row in answers] == [0, 1, 2]
     assert len({row["text"] for row in answers}) == 3
     assert {(row["index"], row["prompt"]) for row in answers} == {(0, "Once")}

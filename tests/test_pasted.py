@@ -1,10 +1,13 @@
 """Command lines written for vLLM, and for the Ascend program whose options ours are: what they come to here."""
 
+import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from click.testing import Result
 from default_model import Scripted
 from serving import told
@@ -179,7 +182,10 @@ def test_a_model_behind_a_name_stays_the_model(served: Made) -> None:
 
 def test_values_are_not_taken_for_options(answered: Made) -> None:
     """A text may look like an option, and so may what stands behind --."""
-    for command in ("generate --system --quantization -c -p --enable-lora", "generate -p --vocab -- --quantization"):
+    for command in (
+        "generate --system --quantization --chat -p --enable-lora",
+        "generate -p --vocab -- --quantization",
+    ):
         done = run(f"whorl {command}")
         assert (done.exit_code, done.stdout, done.stderr) == (0, "Paris.\n", "")
     assert answered.path == "--quantization"
@@ -190,4 +196,56 @@ def test_values_are_not_taken_for_options(answered: Made) -> None:
 def test_an_option_that_nobody_has() -> None:
     done = run("whorl serve --max-model-length 3")
     assert done.exit_code == 2
-    assert "No such option: --max-model-length" in done.stderr
+    assert "serve: no such option: --max-model-length; did you mean --max-model-len?" in done.stderr
+
+
+# ---- llama.cpp's names
+
+
+def test_llama_cpp(served: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    done = run("whorl serve -m a/model -c 4096 -t 3 -np 2 -ngl 99 --jinja --host 127.0.0.1 --port 0 --alias one")
+    assert done.exit_code == 0, done.stderr
+    assert (served.path, served.settings) == ("a/model", EngineSettings(max_model_len=4096, max_num_seqs=2))
+    assert served.served[0].names == ("one",)
+    assert os.environ["OMP_NUM_THREADS"] == "3"  # which torch reads when it is imported
+    assert done.stderr.splitlines() == [
+        "whorl: serve: -ngl is ignored: the whole model is on the device, see --device",
+        "whorl: serve: --jinja is ignored: the model's chat template is always applied as it is",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("chat --host 0.0.0.0", "chat: there is no --host: it is an option of whorl serve"),
+        ("chat --conversation", "chat: there is no --conversation: whorl chat holds a conversation"),
+        ("generate -p x --treads 3", "generate: no such option: --treads; did you mean --threads?"),
+        ("serve --nonsense", "serve: no such option: --nonsense; --help-all lists those that there are"),
+        ("generate -p x -t 0.7", "Invalid value for '--threads'"),
+        ("generate -c -p x", "Invalid value for '--max-seq'"),
+    ],
+)
+def test_what_is_refused_names_the_right_option(command: str, problem: str) -> None:
+    done = run(f"whorl {command}")
+    assert done.exit_code == 2
+    assert problem in done.stderr
+
+
+# ---- --help
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_help_shows_what_people_use_first_and_help_all_shows_all(command: str) -> None:
+    made: Any = typer.main.get_command(app)
+    options = [each.opts[0] for each in made.commands[command].params if each.opts[0].startswith("-")]
+    first = made.commands[command].first
+    assert 8 <= len(first) <= 10
+    assert set(first) <= set(options), "a name that no option has"
+    short, full = (run(f"whorl {command} {option}", env={"COLUMNS": "300"}) for option in ("--help", "--help-all"))
+    assert (short.exit_code, full.exit_code) == (0, 0)
+    for name in options:
+        listed = rf"^\W+{name}(?![\w-])"
+        assert re.search(listed, full.output, re.MULTILINE), name
+        assert bool(re.search(listed, short.output, re.MULTILINE)) == (name in first), name
+    assert f"{command} --help-all" in short.output

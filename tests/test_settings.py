@@ -18,7 +18,7 @@ from whorl.engine import memory
 from whorl.engine.llm import LLM
 from whorl.engine.settings import EngineSettings
 from whorl.fields import aliases, flag_names, options
-from whorl.pasted import MISSING, NEEDLESS
+from whorl.pasted import LLAMA_CPP, MISSING, NEEDLESS
 from whorl.serve.options import ServeOptions
 
 ROOT = Path(__file__).parents[1]
@@ -139,7 +139,7 @@ settings.EngineSettings = More
 from whorl.cli import app
 
 commands = (["generate"], ["chat"], ["serve"], ["bench", "decode"], ["bench", "serve"])
-found = {" ".join(c): CliRunner().invoke(app, [*c, "--help"], env={"COLUMNS": "200"}).output for c in commands}
+found = {" ".join(c): CliRunner().invoke(app, [*c, "--help-all"], env={"COLUMNS": "200"}).output for c in commands}
 
 from whorl.chat import command
 
@@ -198,6 +198,6 @@ def test_the_page_has_every_field(kind: type) -> None:
 
 def test_the_page_has_what_is_passed_over_and_what_is_refused() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for table in (NEEDLESS, MISSING):
-        expected = "\n".join(f"| `{name}` | {why} |" for name, why in table.items())
+    for table in (NEEDLESS, MISSING, {name: f"`{own}`" for name, own in LLAMA_CPP.items()}):
+        expected = "\n".join(f"| `{name}` | {text} |" for name, text in table.items())
         assert f"|---|---|\n{expected}\n" in text, f"docs/settings.md: this table is the code's:\n{expected}"

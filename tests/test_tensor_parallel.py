@@ -392,7 +392,8 @@ def test_more_ranks_than_heads_start_nothing(engine: Callable[..., LLM], monkeyp
 @pytest.mark.parametrize("by", ["torchrun", "--tp 2", "TP_SIZE"])
 def test_the_default_model(by: str) -> None:
     """9 query heads and 3 KV heads, on two ranks."""
-    arguments = ["generate", "--prompt", "The capital of France is", "-n", "8", "-t", "0", "--json", "--device", "cpu"]
+    words = "generate -n 8 --temperature 0 --json --device cpu --prompt"
+    arguments = [*words.split(), "The capital of France is"]
     texts = []
     for size in (1, 2):
         command, environment = [sys.executable, "-m", "whorl"], dict(os.environ)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shlex
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -15,6 +16,7 @@ import typer
 
 from whorl.bench.command import bench
 from whorl.chat.options import AT_ONCE, AnswerOptions, ChatOptions, MediaOptions, SamplingOptions
+from whorl.chat.text_streams import as_argument
 from whorl.cluster.options import ClusterOptions
 from whorl.engine import model_names
 from whorl.engine.drafting import DraftOptions
@@ -33,7 +35,7 @@ from whorl.options import (
     print_json,
     stop,
 )
-from whorl.pasted import PASTED, PastedCommand
+from whorl.pasted import PASTED, with_first
 from whorl.plan.options import PlanOptions
 from whorl.serve.options import ServeOptions
 from whorl.startup import INTERRUPTED, end_at_once, raise_again, starting
@@ -108,14 +110,31 @@ ModelDir = Annotated[
     str | None,
     typer.Option("--model-dir", "--model", metavar="MODEL", help="The same as MODEL.", rich_help_panel=MODEL),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        *("--threads", "-t"),
+        min=1,
+        metavar="N",
+        help="CPU threads of a rank. Default: all cores.",
+        rich_help_panel=MODEL,
+    ),
+]
 Report = Annotated[
     bool, typer.Option("--report", help="Report on standard error what --sp has rewritten.", rich_help_panel=RANKS)
 ]
 # `generate` and `chat` run one sequence at a time by default, which selects the kernels for few tokens. Their --seed is
 # the seed of sampling, so the engine's own seed is not an option.
+FIRST = ("--device", "--max-seq", "--tp", "--quantize")  # of the engine's options, those that people use first
 OneSequence = Annotated[
     EngineSettings, Overrides(defaults={"max_num_seqs": 1}, without={"seed": "--seed seeds the sampling"})
 ]
+
+
+def _use_threads(threads: int | None) -> None:
+    """Set the number of CPU threads of this process, before torch reads it, and of the ranks that it starts."""
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def _one_model(command: str, model: str | None, model_dir: str | None, drafting: DraftOptions) -> str | None:
@@ -144,7 +163,9 @@ def _run_model(command: str, model: str | None, model_dir: str | None, **options
     sys.exit(work())
 
 
-@app.command(cls=PastedCommand, epilog=PASTED)
+@app.command(
+    cls=with_first(*FIRST, "--prompt", "--chat", "--system", "--max-tokens", "--temperature", "--json"), epilog=PASTED
+)
 @expand_options
 def generate(
     context: typer.Context,
@@ -166,6 +187,7 @@ def generate(
     sampling: SamplingOptions,
     chat: ChatOptions,
     model_dir: ModelDir = None,
+    threads: Threads = None,
     engine: OneSequence,
     report: Report = False,
     drafting: DraftOptions,
@@ -175,6 +197,7 @@ def generate(
         from whorl.chat.command import read_prompt
 
         text = read_prompt(prompt, prompt_file, or_pipe=not chat.interactive and answers.prompts is None)
+    _use_threads(threads)
     source = context.get_parameter_source("max_num_seqs")
     if answers.are_many and source is not None and source.name == "DEFAULT":
         engine = engine.changed(max_num_seqs=AT_ONCE)
@@ -189,10 +212,13 @@ def generate(
     _run_model("generate", model, model_dir, media=media, report=report, as_json=as_json, **options)
 
 
-@app.command(cls=PastedCommand, epilog=PASTED)
+@app.command(cls=with_first(*FIRST, "--system", "--max-tokens", "--temperature", "--think", "--seed"), epilog=PASTED)
 @expand_options
 def chat(
     model: Model = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="A message: answer it and end, instead of reading more.")
+    ] = None,
     *,
     sampling: SamplingOptions,
     chat: Annotated[
@@ -206,13 +232,18 @@ def chat(
         ),
     ],
     model_dir: ModelDir = None,
+    threads: Threads = None,
     engine: OneSequence,
     report: Report = False,
     drafting: DraftOptions,
 ) -> None:
     """Talk with a model in the terminal. It remembers the conversation; /help lists its other commands."""
+    if prompt is not None:
+        with exit_on_bad_usage():
+            prompt, chat = as_argument(prompt, "PROMPT"), replace(chat, interactive=False)
+    _use_threads(threads)
     options = {"sampling": sampling, "chat": chat, "engine": engine, "drafting": drafting}
-    _run_model("chat", model, model_dir, report=report, **options)
+    _run_model("chat", model, model_dir, prompt=prompt, default_tokens=None, report=report, **options)
 
 
 @app.command()
@@ -295,7 +326,10 @@ def selftest(
     sys.exit(0 if report.passed else 1)
 
 
-@app.command(cls=PastedCommand, epilog=PASTED)
+@app.command(
+    cls=with_first(*FIRST, "--host", "--port", "--api-key", "--name", "--max-num-seqs", "--gpu-memory-utilization"),
+    epilog=PASTED,
+)
 @expand_options
 def serve(
     model: Model = None,
@@ -303,6 +337,7 @@ def serve(
     server: ServeOptions,
     cluster: ClusterOptions,
     model_dir: ModelDir = None,
+    threads: Threads = None,
     engine: EngineSettings,
     report: Report = False,
     drafting: DraftOptions,
@@ -310,6 +345,7 @@ def serve(
     """Serve a model over HTTP with the OpenAI API, until Ctrl-C or SIGTERM."""
     need_torch()
     need_engine("serve")
+    _use_threads(threads)
     from whorl.serve import openai
 
     with exit_on_bad_usage():

@@ -1,11 +1,13 @@
-"""Command lines written for vLLM: options that whorl translates, ignores or refuses.
+"""Command lines written for vLLM or llama.cpp: options that whorl translates, ignores or refuses.
 
-An option that whorl has is translated: its field states vLLM's name (`whorl.fields.Option.vllm`). The others are listed
-here by name. An option that asks for something whorl always does is ignored with a line on standard error; one that
-asks for something whorl does not have is refused with a line that says what to do instead.
+An option that whorl has is translated: its field states vLLM's name (`whorl.fields.Option.vllm`), and llama.cpp's are
+listed here. So are the others: one that asks for something whorl always does is ignored with a line on standard error;
+one that asks for something whorl does not have is refused with a line that says what to do instead.
 """
 
-from collections.abc import Iterator, Mapping
+import copy
+import difflib
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import typer
@@ -13,11 +15,32 @@ from typer.core import TyperCommand
 
 from whorl.options import stop
 
-PASTED = "vLLM's names for these options work too."  # for --help
+HELP_ALL = "--help-all"
+PASTED = "vLLM's and llama.cpp's names for these options work too."  # for --help
+# llama.cpp's names, each with whorl's.
+LLAMA_CPP = {
+    **dict.fromkeys(("-m", "-hf", "--hf-repo"), "--model-dir"),
+    **dict.fromkeys(("-c", "--ctx-size"), "--max-seq"),
+    **dict.fromkeys(("-np", "--parallel"), "--max-num-seqs"),
+    "--predict": "--max-tokens",
+    "--temp": "--temperature",
+    "-sys": "--system",
+    "--system-prompt": "--system",
+    "--alias": "--name",
+    "--reverse-prompt": "--stop",
+    "-r": "--stop",
+    "-ub": "--max-step-tokens",
+    "--ubatch-size": "--max-step-tokens",
+    "-md": "--draft-model",
+    "--model-draft": "--draft-model",
+    "--draft-max": "--draft-k",
+    "--chat-template-file": "--chat-template",
+}
 
 # Ignored options that take a value, then ignored flags.
 _NEEDLESS_VALUES = {
     "--vocab": "the tokenizer comes with the model",
+    **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), "the whole model is on the device, see --device"),
 }
 _NEEDLESS_FLAGS = {
     "--enable-auto-tool-choice": "tool calls are always parsed",
@@ -25,13 +48,24 @@ _NEEDLESS_FLAGS = {
     "--trust-remote-code": "code in a checkpoint is never run",
     "--disable-log-requests": "the content of requests is never logged",
     "--no-enable-log-requests": "the content of requests is never logged",
+    "--jinja": "the model's chat template is always applied as it is",
+    **dict.fromkeys(("--mlock", "--no-mmap"), "weights are copied to memory once"),
 }
 NEEDLESS = _NEEDLESS_VALUES | _NEEDLESS_FLAGS
 _RANKS = "tensor parallelism is the only way to split a model over ranks: use --tensor-parallel-size"
 _LORA = "merge the adapter into the weights and give the folder of the merged model"
 _FORMAT = "the checkpoint says how its weights are quantised: leave it out; --quantize rounds them while loading"
+_SERVER = "it is an option of whorl serve"
 # Refused options, with the text that says what to do instead.
 MISSING = {
+    **dict.fromkeys(("--host", "--port", "--api-key", "--served-model-name"), _SERVER),
+    **dict.fromkeys(("-fa", "--flash-attn"), "attention is always fused: leave it out"),
+    **dict.fromkeys(("-cnv", "--conversation"), "whorl chat holds a conversation"),
+    **dict.fromkeys(("-b", "--batch-size"), "say --max-num-seqs N for sequences, --max-step-tokens N for prompts"),
+    "--repeat-penalty": "requests of a server take repetition_penalty",
+    "--lora": _LORA,
+    "-ts": _RANKS,
+    "--tensor-split": _RANKS,
     "--quantization": _FORMAT,
     "-q": _FORMAT,
     "--load-format": "the format follows from the files, safetensors or .gguf: leave it out",
@@ -72,20 +106,44 @@ SEVERAL = (
 
 
 class PastedCommand(TyperCommand):
-    """A command that accepts vLLM's options, and its own options written with _ for -, as vLLM does.
+    """A command that accepts the options of vLLM and llama.cpp, and its own written with _ for -, as vLLM does.
 
-    `whorl.options.expand_options` puts `aliases` and `refused` on its function.
+    `whorl.options.expand_options` puts `aliases` and `refused` on its function. `first`: the options that --help shows,
+    if it does not show all; see `with_first`.
     """
+
+    first: tuple[str, ...] = ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         takes_value = {
             name: not getattr(parameter, "is_flag", False)
-            for parameter in self.params
+            for parameter in self.get_params(ctx)
             for name in (*parameter.opts, *parameter.secondary_opts)
+            if name.startswith("-")
         }
         refused = MISSING | getattr(self.callback, "refused", {})
-        aliases = getattr(self.callback, "aliases", {})
+        aliases = {name: own for name, own in LLAMA_CPP.items() if own in takes_value and name not in takes_value}
+        aliases |= getattr(self.callback, "aliases", {})
+        if HELP_ALL in args:
+            ctx.meta[HELP_ALL], args = True, ["--help"]
         return super().parse_args(ctx, list(_translate(args, takes_value, aliases, refused, str(self.name))))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        shown = self
+        if self.first and HELP_ALL not in ctx.meta:
+            shown = copy.copy(self)
+            shown.params = [each for each in self.params if not each.opts[0].startswith("-") or self._is_first(each)]
+            number = sum(each.opts[0].startswith("-") for each in self.params)
+            shown.epilog = f"All {number} options: {ctx.command_path} {HELP_ALL}. {self.epilog or ''}"
+        super(PastedCommand, shown).format_help(ctx, formatter)
+
+    def _is_first(self, parameter: Any) -> bool:
+        return bool({*parameter.opts} & {*self.first})
+
+
+def with_first(*names: str) -> type[PastedCommand]:
+    """Return a command whose --help lists these options; --help-all lists all."""
+    return type("PastedCommand", (PastedCommand,), {"first": names})
 
 
 def _translate(
@@ -127,5 +185,13 @@ def _translate(
             typer.echo(f"whorl: {command}: {name} is ignored: {NEEDLESS[name]}", err=True)
         elif name in refused and (name.startswith("--") or name[:2] not in takes_value):  # -pp may be -p p
             stop(f"{command}: there is no {name}: {refused[name]}")
+        elif name.startswith("--"):
+            stop(f"{command}: no such option: {name}{_meant(name, [*takes_value, *aliases])}")
         else:
             yield word
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    """Return a question about the one option that a misspelt one is close to; else where all options are listed."""
+    near = difflib.get_close_matches(name, [one for one in known if one.startswith("--")], n=1, cutoff=0.8)
+    return f"; did you mean {near[0]}?" if near else "; --help-all lists those that there are"

@@ -40,6 +40,7 @@ class Options:
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     report: bool = False
     as_json: bool = False
+    default_tokens: int | None = DEFAULT_TOKENS  # None: as many as fit
 
     def check(self) -> None:
         """Raise ValueError for options that contradict each other, before anything is loaded."""
@@ -196,7 +197,7 @@ def sampling(options: Options, llm: "LLM") -> "SamplingParams":
     numbers = {name: getattr(sampling_options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     fields |= {name: value for name, value in numbers.items() if value is not None}
     fields |= {"stop": sampling_options.stop, "n": options.answers.samples}
-    max_tokens = sampling_options.max_tokens or (None if chat.interactive and chat.chat else DEFAULT_TOKENS)
+    max_tokens = sampling_options.max_tokens or (None if chat.interactive and chat.chat else options.default_tokens)
     return SamplingParams(max_tokens=max_tokens, seed=sampling_options.seed or None, **fields)
 
 

@@ -21,7 +21,7 @@ class SamplingOptions:
         least=1,
     )
     temperature: float | None = option(
-        None, "0: greedy. Default: the model's recommendation, or 0.", "--temperature", "-t", panel=SAMPLING, least=0
+        None, "0: greedy. Default: the model's recommendation, or 0.", "--temperature", panel=SAMPLING, least=0
     )
     top_k: int | None = option(None, "Sample from the N most likely tokens; 0: all.", panel=SAMPLING, least=0)
     top_p: float | None = option(
@@ -55,7 +55,7 @@ class SamplingOptions:
 class ChatOptions:
     """How prompts are built and answers shown."""
 
-    chat: bool = option(False, "The prompt is a message: apply the model's chat template.", "--chat", "-c", panel=CHAT)
+    chat: bool = option(False, "The prompt is a message: apply the model's chat template.", "--chat", panel=CHAT)
     system: str | None = option(None, "The system message.", panel=CHAT, metavar="TEXT")
     think: bool | None = option(
         None,

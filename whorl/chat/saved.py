@@ -27,6 +27,7 @@ def save(conversation: Conversation, name: str) -> tuple[Path, int]:
     except FileExistsError:
         raise ValueError(f"/save {path}: the file exists already; choose another name") from None
     except OSError as error:
+        path.unlink(missing_ok=True)  # half of it
         raise ValueError(f"/save {path}: {error.strerror}") from error
     return path, len(messages)
 

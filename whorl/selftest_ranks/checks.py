@@ -1,7 +1,6 @@
 """The checks of `whorl selftest --ranks`, listed in CHECKS. A check returns a text about what it compared, or raises.
 
-Numbers come from generators seeded by rank, so that every rank can compute the data of all ranks and no check relies on
-the collective that it tests.
+Numbers come from generators seeded by rank: a rank computes the data of all, and no check relies on what it tests.
 """
 
 import dataclasses
