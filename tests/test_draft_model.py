@@ -438,6 +438,28 @@ def test_a_planted_bias_shows_in_sequences(monkeypatch: pytest.MonkeyPatch) -> N
     assert max(misfit(counts[before], right[before]) for before in range(4)) > 1
 
 
+@pytest.mark.parametrize("params", [{"temperature": 1.0}, FILTERED, {"repetition_penalty": 1.3}], ids=str)
+def test_a_seed_gives_the_text_of_plain_decoding(params: dict[str, Any]) -> None:
+    """Whatever the draft model, its length and its neighbours: the drafts share the noise of the target's tokens."""
+
+    def tokens(k: int | None, draft: int = 1) -> tuple[list[list[int]], LLM]:
+        model, proposer = Chain(1), None
+        if k is not None:
+            proposer = DraftModel(model=Chain(draft), k=k, device="cpu", num_blocks=64)  # type: ignore[arg-type]
+        llm = LLM(model=model, device="cpu", num_blocks=256, speculate=proposer, draft_length="fixed")  # type: ignore[arg-type]
+        requests = [SamplingParams(max_tokens=40, seed=seed, n=2, **params) for seed in (5, 6)]
+        return [output.token_ids for output in llm.generate([[1], [2]], requests, progress=False)], llm
+
+    plain, _ = tokens(None)
+    assert len({tuple(text) for text in plain}) == 4
+    for k, draft in ((1, 2), (3, 2), (4, 1)):
+        text, llm = tokens(k, draft)
+        assert text == plain
+        assert llm.num_drafted > 20
+        share = llm.num_accepted / llm.num_drafted
+        assert share > 0.2 if draft == 2 else share == 1  # the same model, the same noise: the same tokens
+
+
 def test_the_same_seed_gives_the_same_text() -> None:
     def tokens(seed: int) -> list[int]:
         proposer = DraftModel(model=Chain(2), k=3, device="cpu", num_blocks=64)  # type: ignore[arg-type]

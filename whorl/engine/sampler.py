@@ -5,9 +5,11 @@ draft is sampled exactly as plain decoding would sample it, and the draft is acc
 differs. The output equals that of plain decoding bit for bit, greedy or not, whatever the proposer: a drafted token x
 is accepted with the probability p(x) that the target gives it; otherwise the target's own token takes its place.
 
-A draft token that was itself sampled, from a draft model's distribution q, is accepted with probability
-min(1, p(x) / q(x)); otherwise a token sampled from max(p - q, 0) takes its place. More tokens are accepted this way,
-and the output has the target's distribution, but for a given seed it is not the same text as without a draft.
+A draft model samples its tokens, too. For a request with a seed it does so with the noise that the target has for the
+same place, so that both mostly choose the same token, and the output remains that of plain decoding. Without a seed
+nobody can tell, and more tokens are accepted in another way: a draft token x that was sampled from q is accepted with
+probability min(1, p(x) / q(x)); otherwise a token sampled from max(p - q, 0) takes its place. The output then has the
+target's distribution.
 """
 
 from collections import abc
@@ -85,8 +87,8 @@ class Sampler:
     def draw(self, logits: Tensor, samples: abc.Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Sample draft tokens: return one id for each row, and the distributions [N, V] they were sampled from.
 
-        A greedy row takes the likeliest token. The noise is a separate stream: with the target's noise, the draft would
-        be correlated with the token that replaces it.
+        A greedy row takes the likeliest token. Without a seed the noise is a separate stream: with the target's noise,
+        the draft would be correlated with the token that replaces it.
         """
         logits = self._adjuster.adjust(logits.float(), samples)
         filters = _filters([sample.chunk.sequence.params for sample in samples], logits.device)
@@ -159,7 +161,7 @@ def _sample(logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
 
 # ---- drafts that were sampled
 
-# A sequence's seed is XORed with these for the noise of its drafts and of their acceptance.
+# The seed of a sequence whose request has none is XORed with these for the noise of its drafts and of their acceptance.
 _DRAFT, _ACCEPT = 0x3C6EF372FE94F82B, 0x1F83D9ABFB41BD6B
 
 
@@ -205,8 +207,10 @@ def _uniform(samples: abc.Sequence[Sample], device: torch.device) -> Tensor:
 
 
 def _noise(samples: abc.Sequence[Sample], device: torch.device, stream: int = 0) -> dict[str, Any]:
-    """Return seeds and steps [N], of which the noise is a hash, as arguments of `ops.sample`."""
-    seeds = _column([sample.chunk.sequence.seed ^ stream for sample in samples], device, torch.int64)
+    """Return seeds and steps [N], of which the noise is a hash, as arguments of `ops.sample`. stream: of sequences whose
+    request has no seed."""
+    sequences = [sample.chunk.sequence for sample in samples]
+    seeds = _column([seq.seed ^ (stream if seq.params.seed is None else 0) for seq in sequences], device, torch.int64)
     return {"seeds": seeds, "steps": _column([sample.output_index for sample in samples], device, torch.int64)}
 
 

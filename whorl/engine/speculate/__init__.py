@@ -26,7 +26,8 @@ _REPEATS = 3  # timed calls for each number of tokens
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Drafted tokens. probs [len(token_ids), V] fp32: the distributions they were sampled from; None if not sampled."""
+    """Drafted tokens. probs [len(token_ids), V] fp32: the distributions that they were sampled from; None if they were
+    not sampled, or with the target's own noise."""
 
     token_ids: list[int]
     probs: "Tensor | None" = None

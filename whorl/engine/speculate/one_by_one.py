@@ -87,7 +87,7 @@ class OneByOne:
             ids, distributions = self._choose(order, logits, ids)
             for row, seq in enumerate(order):
                 seq.num_computed = seq.length
-                if distributions is not None and seq.params.temperature > 0:
+                if distributions is not None and seq.params.temperature > 0 and seq.params.seed is None:
                     probs[seq].append(distributions[row])
             if waits:
                 for seq, token_id in zip(order, ids.tolist(), strict=True):
