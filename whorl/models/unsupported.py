@@ -120,10 +120,16 @@ _BY_GGUF = {name: known for known in UNSUPPORTED.values() for name in known.gguf
 _BY_GGUF["deepseek2"] = Known("llama.cpp's layout of latent attention", "DeepseekV3ForCausalLM, from safetensors")
 
 
+_NEXT = (
+    ". What you can do: take a model of a known architecture, such as Qwen/Qwen3-0.6B; run this one with transformers, "
+    "with whorl's operators inside (docs/adapters.md); or add it, in one file (docs/models.md, Adding a model)"
+)
+
+
 def refusal(name: str) -> str:
-    """Return what an error that names this architecture should add, or "" if nothing is known of it.
+    """Return what an error that names this architecture should add: what is known of it, and what to do.
 
     name: of Hugging Face or of a GGUF file.
     """
     known = UNSUPPORTED.get(name) or _BY_GGUF.get(name)
-    return f". {name} needs {known.needs}; nearest is {known.nearest}" if known else ""
+    return (f". {name} needs {known.needs}; nearest is {known.nearest}" if known else "") + _NEXT
