@@ -1,5 +1,6 @@
-"""How `whorl train` ends: whatever signal it gets, nobody trains on; and a folder has one writer."""
+"""How `whorl train` ends: whatever signal it gets, nobody trains on; a folder has one writer; what is said."""
 
+import json
 import os
 import select
 import signal
@@ -10,10 +11,12 @@ from typing import IO, Any
 
 import pytest
 import titan_job
+import torch
 from typer.testing import CliRunner
 
 from whorl.cli import app
-from whorl.titan import ending
+from whorl.files import CannotWrite
+from whorl.titan import display, ending, train_command
 from whorl.titan.folder_lock import FILE, FolderLock, FolderLocked, check_free
 
 ROOT = Path(__file__).parents[1]
@@ -215,3 +218,58 @@ def test_a_rank_locks_what_it_writes(tmp_path: Path) -> None:
             FolderLock(tmp_path / folder)
     first.kill()
     check_free([tmp_path / "one", tmp_path / "shared"])
+
+
+# ---- what is said at the end
+
+
+def said_at_the_end(folder: Path, capsys: pytest.CaptureFixture[str], *added: dict[str, Any]) -> str:
+    folder.mkdir()
+    (folder / display.FILE).write_text("".join(json.dumps(line) + "\n" for line in ({"run": {}}, *added)))
+    job = train_command.Job(recipe=folder, folder=folder, ranks=1, command=[], locked=[])
+    train_command._print_end(job, display.read(folder))
+    return capsys.readouterr().out
+
+
+def test_the_end_says_what_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "2 logged steps are in" in said_at_the_end(
+        tmp_path / "a", capsys, {"step": 1}, {"step": 2}, {"end": {"steps": 2}}
+    )
+    assert "3 steps were trained in" in said_at_the_end(tmp_path / "b", capsys, {"end": {"steps": 3}})
+    assert "has already finished its steps" in said_at_the_end(tmp_path / "c", capsys, {"end": {"steps": 0}})
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    made = train_command.build_job("tiny", ["--job.dump_folder", str(tmp_path / "file" / "run")], ranks=1, torchrun="")
+    with pytest.raises(CannotWrite, match=rf"^{tmp_path}/file/run.*: cannot be written: Not a directory$"):
+        train_command.prepare(made)
+
+
+def test_the_reason_of_a_failure_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "0" / "stderr.log"
+    log.parent.mkdir()
+    log.write_text(f"Traceback:\n  ...\n{train_command.REASON}the disk is full\n")
+    train_command._print_failure({tmp_path}, "", 1)
+    assert capsys.readouterr().err == f"whorl: training failed: the disk is full (log: {log})\n"
+    log.write_text("Traceback:\nKeyError: 3\n")
+    train_command._print_failure({tmp_path}, "", 1)
+    assert capsys.readouterr().err == f"whorl: training failed (torchrun: exit 1)\n--- {log}\nTraceback:\nKeyError: 3\n"
+
+
+def test_reasons_are_those_written_for_users() -> None:
+    """An error of the system or one that our code raises on purpose; one of torch's is a fault, and has its trace."""
+    from whorl.titan.data import text_files
+    from whorl.titan.worker import reason_of
+
+    def raised(call: Any) -> Exception:
+        try:
+            call()
+        except Exception as error:
+            return error
+        raise AssertionError("it raises nothing")
+
+    assert "nowhere is neither a file nor a folder" in str(reason_of(raised(lambda: text_files("nowhere", ".txt"))))
+    assert "No such file or directory: 'nowhere'" in str(reason_of(raised(lambda: open("nowhere"))))  # noqa: SIM115
+    assert reason_of(raised(lambda: torch.zeros(2) @ torch.zeros(3))) is None
+    assert reason_of(raised(lambda: json.loads("{"))) is None

@@ -14,6 +14,7 @@ pytest.importorskip("torchtitan", reason="pip install -e '.[train]'")
 
 import torchtitan
 
+from whorl.device import HOST, default_device
 from whorl.titan import job_options, train_command
 from whorl.titan.config import Whorl
 
@@ -26,6 +27,19 @@ def run(*arguments: str) -> Any:
 
 
 TP2 = ("--ranks", "2", "--parallelism.tensor_parallel_degree", "2")
+
+
+def test_every_number_has_a_bound_or_none_is_known() -> None:
+    """An option that is not there would not be checked."""
+    config = job_options.read(["--job.custom_config_module", train_command.CONFIG])
+    assert job_options.BETWEEN.keys() <= dict(job_options.leaves(config)).keys()
+
+
+@pytest.mark.skipif(default_device() != HOST, reason="for machines without an accelerator")
+def test_pinned_memory_needs_an_accelerator() -> None:
+    done = run("tiny", "--dry-run", "--checkpoint.async_mode", "async_with_pinned_mem")
+    assert done.exit_code == 2
+    assert "async_with_pinned_mem needs an accelerator; use async" in done.output
 
 
 @pytest.mark.parametrize(
@@ -71,6 +85,18 @@ TP2 = ("--ranks", "2", "--parallelism.tensor_parallel_degree", "2")
         (("--job.custom_config_module", "no.such"), ("the job cannot be read: ModuleNotFoundError",)),
         (("--training.stepz", "3"), ("--training.steps",)),
         (("--training.steps", "many"), ("many",)),
+        # Numbers that no run can be made of.
+        (("--training.steps", "-1"), ("training.steps is -1, expected at least 1",)),
+        (("--checkpoint.interval", "0"), ("checkpoint.interval is 0, expected at least 1",)),
+        (("--training.seq_len", "0"), ("training.seq_len is 0, expected at least 1",)),
+        (("--training.local_batch_size=-2",), ("training.local_batch_size is -2, expected at least 1",)),
+        (("--metrics.log_freq", "0"), ("metrics.log_freq is 0, expected at least 1",)),
+        (("--optimizer.lr=-1",), ("optimizer.lr is -1.0, expected at least 0",)),
+        (("--optimizer.lr", "nan"), ("optimizer.lr is nan, expected at least 0",)),
+        (("--optimizer.beta1", "1.5"), ("optimizer.beta1 is 1.5, expected from 0 to 1",)),
+        (("--training.max_norm=-1",), ("training.max_norm is -1.0, expected at least 0",)),
+        (("--checkpoint.load_step=-7",), ("checkpoint.load_step is -7, expected at least -1",)),
+        (("--checkpoint.keep_latest_k", "1"), ("checkpoint.keep_latest_k is 1, expected 0 for all or at least 2",)),
         # What nothing would read.
         (("--fault_tolerance.enable",), ("fault_tolerance.enable would have no effect", "experiments.ft.train")),
         (("--fault_tolerance.group_size", "2"), ("fault_tolerance.group_size would have no effect",)),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import titan_job
+import titan_tasks
 import torch
 from rich.console import Console
 from titan_models import job
@@ -105,9 +106,9 @@ def test_the_command_of_torchrun(tmp_path: Path) -> None:
     made = train_command.build_job(str(plain), ["--job.dump-folder=there"], ranks=1, torchrun="")
     assert made.folder == Path("there")
     assert made.command[made.command.index("--job.custom_config_module") + 1] == "whorl.titan.config"
-    done = run("tiny", "--dry-run", "--ranks", "3", "--training.steps", "7", "--optimizer.lr=-1")
+    done = run("tiny", "--dry-run", "--ranks", "3", "--training.steps", "7", "--checkpoint.load_step=-1")
     assert done.exit_code == 0, done.output
-    assert done.output.split()[-3:] == ["--training.steps", "7", "--optimizer.lr=-1"]
+    assert done.output.split()[-3:] == ["--training.steps", "7", "--checkpoint.load_step=-1"]
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,7 @@ def lines(*steps: int, loss: float = 2.0) -> list[dict[str, Any]]:
     return [{"step": step, "loss": loss / step, "grad_norm": 1.5, "tokens_per_second": 1234.5} for step in steps]
 
 
+STEPS = ("--training.steps", "3", "--metrics.log_freq", "1", "--checkpoint.no_enable")
 HEAD = {"run": {"model": "deepseek_v32", "flavor": "tiny", "ranks": 2, "device": "cpu", "steps": 9}}
 
 
@@ -235,6 +237,16 @@ def test_metrics_are_lines_of_json(tmp_path: Path) -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB", 312e12) == 312e12
     assert peak_flops("Some new card", 312e12) is None, "TorchTitan's guess"
     assert peak_flops("Ascend910_9392", 312e12) == 376e12
+
+
+def test_a_model_without_metrics_of_its_own_is_shown(tmp_path: Path) -> None:
+    """As TorchTitan's own models are: they have its metrics processor."""
+    titan_job.run(["--job.dump_folder", str(tmp_path), *STEPS], function=titan_tasks.with_torchtitans_metrics)
+    history = display.read(tmp_path)
+    assert history.run["steps"] == 3
+    assert [line["step"] for line in history.steps] == [1, 2, 3]
+    assert all(line["loss"] > 1 and line["grad_norm"] > 0 for line in history.steps)
+    assert history.end == {"steps": 3}
 
 
 @pytest.mark.parametrize(("schedule", "rank"), [("1F1B", 6), ("ZBVZeroBubble", 0), ("DualPipeV", 0), ("dualpipev", 0)])

@@ -1,5 +1,6 @@
 """What tests do inside a rank of titan_job, beside plain training."""
 
+import dataclasses
 import hashlib
 import resource
 import shutil
@@ -105,6 +106,14 @@ def folder_rules(flags: list[str], tell: Tell) -> dict[str, Any]:
     except ValueError as e:
         folders["model_alone"] = str(e)
     return folders
+
+
+def with_torchtitans_metrics(flags: list[str], tell: Tell) -> None:
+    from torchtitan.protocols import train_spec as specs
+
+    ours = specs._extra_train_specs["deepseek_v32"]
+    specs._extra_train_specs["deepseek_v32"] = dataclasses.replace(ours, build_metrics_processor_fn=None)
+    build(flags, tell).train()
 
 
 def without_space(flags: list[str], tell: Tell) -> str | None:

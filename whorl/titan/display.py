@@ -57,6 +57,7 @@ class History:
 
     run: Line = field(default_factory=dict)  # the description of the run
     steps: list[Line] = field(default_factory=list)
+    end: Line = field(default_factory=dict)  # how many steps it trained, logged or not; written when it ends well
 
     def add(self, lines: list[Line]) -> list[Line]:
         """Add lines of metrics.jsonl, and return those that are steps.
@@ -65,8 +66,8 @@ class History:
         """
         step_lines = []
         for line in lines:
-            if "run" in line:
-                self.run = line["run"]
+            if "run" in line or "end" in line:
+                self.run, self.end = line.get("run", self.run), line.get("end", {})
                 continue
             while self.steps and self.steps[-1]["step"] >= line["step"] and "validation_loss" not in line:
                 self.steps.pop()

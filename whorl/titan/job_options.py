@@ -7,6 +7,7 @@ users may start TorchTitan themselves.
 import dataclasses
 import importlib
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import model_converter
 from torchtitan.protocols import train_spec as specs
 
+from whorl.device import HOST, default_device
 from whorl.titan.register import MODELS, model, register
 
 OPTIMIZERS = ("Adam", "AdamW")
@@ -61,6 +63,27 @@ IGNORED = [
     ),
     Ignored("validation", "this model has no TorchTitan validator", only_ours=True),
 ]
+
+
+# The least value of options that are numbers; the greatest one too, if there is one.
+AT_LEAST: dict[str, float] = {
+    **dict.fromkeys(("training.steps", "training.seq_len", "training.local_batch_size", "training.gc_freq"), 1),
+    **dict.fromkeys(("checkpoint.interval", "metrics.log_freq", "lr_scheduler.total_steps"), 1),
+    **dict.fromkeys(("profiling.profile_freq", "profiling.profiler_active"), 1),
+    **dict.fromkeys(("comm.init_timeout_seconds", "comm.train_timeout_seconds"), 1),
+    **dict.fromkeys(("validation.freq", "validation.seq_len", "validation.local_batch_size"), 1),
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    **dict.fromkeys(("training.global_batch_size", "validation.steps", "checkpoint.load_step"), -1),
+    **dict.fromkeys(("optimizer.lr", "optimizer.eps", "optimizer.weight_decay", "training.max_norm"), 0),
+    **dict.fromkeys(("lr_scheduler.warmup_steps", "checkpoint.keep_latest_k", "profiling.profiler_warmup"), 0),
+    **dict.fromkeys(("comm.trace_buf_size", "whorl.loss_chunk", "whorl.health_every"), 0),
+    **dict.fromkeys(("whorl.indexer_loss_coeff", "whorl.mtp_loss_coeff"), 0),
+}
+SHARES = (
+    *("optimizer.beta1", "optimizer.beta2", "lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"),
+    "activation_checkpoint.memory_budget",
+)
+BETWEEN = {**{name: (least, math.inf) for name, least in AT_LEAST.items()}, **dict.fromkeys(SHARES, (0, 1))}
 
 
 def read(arguments: Sequence[str]) -> JobConfig:
@@ -108,6 +131,7 @@ def check(config: JobConfig, num_ranks: int | None) -> None:
         _one_of("model.converters", name, model_converter._registry_model_converter_cls)
     _one_of("optimizer.name", config.optimizer.name, dict.fromkeys(OPTIMIZERS))
     _check_ignored(config)
+    _check_numbers(config)
     if config.comm.mode != "default":  # one process simulates all ranks; TorchTitan reads their number from NGPU
         simulated = os.environ.get("NGPU", "")
         num_ranks = int(simulated) if simulated.isdigit() else None
@@ -118,6 +142,22 @@ def check(config: JobConfig, num_ranks: int | None) -> None:
         if config.model.name in MODELS:
             model(config.model.name).check_layout(args, dims, config)
             _check_needs(config, dims)
+
+
+def _check_numbers(config: JobConfig) -> None:
+    for name, value in leaves(config):
+        least, most = BETWEEN.get(name, (-math.inf, math.inf))
+        if name in BETWEEN and value is not None and not least <= value <= most:  # nan is not either
+            limit = f"from {least} to {most}" if most < math.inf else f"at least {least}"
+            raise ValueError(f"{name} is {value}, expected {limit}")
+    if config.checkpoint.keep_latest_k == 1:
+        raise ValueError("checkpoint.keep_latest_k is 1, expected 0 for all or at least 2: one may be half-written")
+    if (
+        config.checkpoint.enable
+        and config.checkpoint.async_mode == "async_with_pinned_mem"
+        and default_device() == HOST
+    ):
+        raise ValueError("checkpoint.async_mode async_with_pinned_mem needs an accelerator; use async")
 
 
 def _import(name: str) -> None:

@@ -63,6 +63,10 @@ class JsonLines(BaseLogger):
             line.pop("mfu", None)
         self._write({"step": step} | {name: value for name, value in line.items() if value is not None})
 
+    def end(self, num_steps: int) -> None:
+        """Note the end of a run that has trained so many steps, logged or not."""
+        self._write({"end": {"steps": num_steps}})
+
     def close(self) -> None:
         self._file.close()
 
@@ -92,6 +96,30 @@ def metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
     return 0 if is_v else _get_metrics_rank(parallel_dims, job_config)
 
 
+def add_json_lines(processor: MetricsProcessor) -> JsonLines | None:
+    """Let a metrics processor also write the JSON file, on the rank that knows the loss; None on other ranks."""
+    job, dims, name = processor.job_config, processor.parallel_dims, processor.device_memory_monitor.device_name
+    if torch.distributed.get_rank() != metrics_rank(dims, job):
+        return None
+    peak = peak_flops(name, processor.gpu_peak_flops)
+    processor.gpu_peak_flops = peak or processor.gpu_peak_flops
+    run = {
+        "model": job.model.name,
+        "flavor": job.model.flavor,
+        "converters": job.model.converters,
+        "steps": job.training.steps,
+        "seq_len": job.training.seq_len,
+        "ranks": dims.world_size,
+        "device": name,
+    }
+    lines = JsonLines(Path(job.job.dump_folder) / FILE, run, knows_peak=peak is not None)
+    loggers = LoggerContainer()
+    loggers.add_logger(processor.logger)
+    loggers.add_logger(lines)
+    processor.logger = loggers
+    return lines
+
+
 # A function that returns the metrics of a model by name. Every rank calls it with: model parts, dimensions, job config,
 # step, and the number of steps since the last call.
 Figures = Callable[[Sequence[nn.Module], ParallelDims, JobConfig, int, int], dict[str, float]]
@@ -100,35 +128,13 @@ Figures = Callable[[Sequence[nn.Module], ParallelDims, JobConfig, int, int], dic
 class WhorlMetrics(MetricsProcessor):
     """TorchTitan's metrics processor with the JSON file and the metrics of the model."""
 
-    gpu_peak_flops: float
-    logger: BaseLogger
-
     def __init__(
         self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None, *, figures: Figures
     ) -> None:
         super().__init__(job_config, parallel_dims, tag)
         self._figures = figures
         self._steps = 0  # steps since the last log
-        if torch.distributed.get_rank() == metrics_rank(parallel_dims, job_config):
-            self._add_json_lines()
-
-    def _add_json_lines(self) -> None:
-        job, name = self.job_config, self.device_memory_monitor.device_name
-        peak = peak_flops(name, self.gpu_peak_flops)
-        self.gpu_peak_flops = peak or self.gpu_peak_flops
-        run = {
-            "model": job.model.name,
-            "flavor": job.model.flavor,
-            "converters": job.model.converters,
-            "steps": job.training.steps,
-            "seq_len": job.training.seq_len,
-            "ranks": self.parallel_dims.world_size,
-            "device": name,
-        }
-        loggers = LoggerContainer()
-        loggers.add_logger(self.logger)
-        loggers.add_logger(JsonLines(Path(job.job.dump_folder) / FILE, run, knows_peak=peak is not None))
-        self.logger = loggers
+        self.lines = add_json_lines(self)
 
     def should_log(self, step: int) -> bool:
         self._steps += 1  # the trainer calls this once for each step

@@ -8,10 +8,13 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whorl.extras import how_to_install
 from whorl.files import CannotWrite
+
+if TYPE_CHECKING:
+    from whorl.titan.display import History
 
 RECIPES = Path(__file__).parent / "recipes"
 CONFIG = "whorl.titan.config"
@@ -217,18 +220,25 @@ def run(job: Job) -> int:
     if process.returncode:
         _print_failure(set(logs.iterdir()) - before, errors, process.returncode)
         return 1
-    _print_end(job, len(display.history.steps))
+    _print_end(job, display.history)
     return 0
 
 
-def _print_end(job: Job, num_steps: int) -> None:
-    if num_steps:
-        print(f"{num_steps} logged steps are in {job.folder}/metrics.jsonl; plot: whorl train --plot {job.folder}")
-        return
-    print(
-        f"the run in {job.folder} has already finished its steps; continue it with --training.steps N, start again "
-        "with --fresh, or write elsewhere with --job.dump_folder FOLDER"
-    )
+def _print_end(job: Job, history: "History") -> None:
+    num_steps = history.end.get("steps", 0)
+    if history.steps:
+        text = f"{len(history.steps)} logged steps are in {job.folder}/metrics.jsonl"
+        text += f"; plot: whorl train --plot {job.folder}"
+    elif num_steps:
+        text = (
+            f"{num_steps} steps were trained in {job.folder}, and none was logged; log more with --metrics.log_freq 1"
+        )
+    else:
+        text = (
+            f"the run in {job.folder} has already finished its steps; continue it with --training.steps N, start again "
+            "with --fresh, or write elsewhere with --job.dump_folder FOLDER"
+        )
+    print(text)
 
 
 def _print_failure(folders: set[Path], errors: str, code: int) -> None:

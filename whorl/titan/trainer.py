@@ -6,7 +6,7 @@ Start it with `torchtitan.train.main(WhorlTrainer)`: TorchTitan takes the traine
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from whorl.titan.checkpoint import Checkpoints
 from whorl.titan.checkpoint_record import Record
 from whorl.titan.data import ByteTokenizer
 from whorl.titan.folder_lock import FolderLock
+from whorl.titan.metrics import WhorlMetrics, add_json_lines
 from whorl.titan.nan_watch import NaNWatch
 from whorl.titan.pipeline import set_num_tokens
 from whorl.titan.served_files import describer
@@ -43,6 +44,18 @@ class WhorlTrainer(Trainer):
             self.watch.replay, self.watch.replays_backward = self._replay, True
         if job_config.checkpoint.enable:
             self._replace_checkpointer()
+        metrics = self.metrics_processor
+        self._lines = metrics.lines if isinstance(metrics, WhorlMetrics) else add_json_lines(metrics)
+        self._num_steps = 0  # that this process has trained
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
+        super().train_step(data_iterator)
+        self._num_steps += 1
+
+    def train(self) -> None:
+        super().train()
+        if self._lines is not None:
+            self._lines.end(self._num_steps)
 
     def close(self) -> None:
         super().close()

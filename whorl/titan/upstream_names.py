@@ -104,6 +104,7 @@ SIGNATURES = {
     "torchtitan.train:Trainer.__init__": "(self, job_config)",
     "torchtitan.train:Trainer.close": "(self)",
     "torchtitan.train:Trainer.forward_backward_step": "(self, *, input_dict, labels, global_valid_tokens)",
+    "torchtitan.train:Trainer.train": "(self)",
     "torchtitan.train:Trainer.train_step": "(self, data_iterator)",
     "torchtitan.train:main": "(trainer_class)",
 }
@@ -154,7 +155,7 @@ ATTRIBUTES = {
         "enable initial_load_path keep_latest_k pg purge_queue sd_adapter stager states"
     ),
     "torchtitan.components.metrics:MetricsProcessor": (
-        "device_memory_monitor job_config logger model_parts parallel_dims"
+        "device_memory_monitor gpu_peak_flops job_config logger model_parts parallel_dims"
     ),
     "torchtitan.models.moe.moe:TokenChoiceTopKRouter": (
         "_debug_force_load_balance gate num_expert_groups num_experts route_norm route_scale score_func top_k"
@@ -162,7 +163,8 @@ ATTRIBUTES = {
     "torchtitan.models.moe.moe:TokenReorderer": "num_experts",
     "torchtitan.models.deepseek_v3.model.state_dict_adapter:DeepSeekV3StateDictAdapter": "model_args",
     "torchtitan.train:Trainer": (
-        "checkpointer dataloader job_config lr_schedulers model_args model_parts optimizers parallel_dims pp_schedule"
+        "checkpointer dataloader job_config lr_schedulers metrics_processor model_args model_parts optimizers"
+        " parallel_dims pp_schedule"
         " step tokenizer train_spec"
     ),
 }
