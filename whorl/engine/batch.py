@@ -19,12 +19,12 @@ UNREAD = -1  # in `tokens`: the token is only on the device, as the last one sam
 class Batch:
     """The chunks of a step. Drafts may be added to them until `calls` builds the indices.
 
-    moves: copies of states that precede its calls. is_eager: the step runs as if its size were not recorded, for the
-    warm-up.
+    is_eager: the step runs as if its size were not recorded, for the warm-up. moves: copies of states that precede it.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], *, moves: Sequence[Move] = (), is_eager: bool = False) -> None:
-        self.chunks, self.moves, self.is_eager = list(chunks), list(moves), is_eager
+    def __init__(self, chunks: Sequence[Chunk], *, is_eager: bool = False) -> None:
+        self.chunks, self.is_eager = list(chunks), is_eager
+        self.moves: list[Move] = []
 
     @property
     def num_prompts(self) -> int:

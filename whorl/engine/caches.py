@@ -47,13 +47,13 @@ def state_grid(specs: Specs) -> int | None:
     return grids[0] if grids else None
 
 
-def without_states(model: Model, purpose: str) -> Specs:
-    """Return the model's specs; ValueError if a layer has a state, which `purpose` cannot have."""
+def without_states(model: Model, proposer: str) -> Specs:
+    """Return the specs of a model that drafts for `proposer`; ValueError if a layer has a state."""
     specs = model.cache_specs()
     if states := by_sequence(specs):
         raise ValueError(
-            f"{purpose}: {type(model).__name__} keeps a state for each sequence ({states[0].kind}), which a model that "
-            "drafts cannot have yet; use one with attention in all layers"
+            f"{proposer}: {type(model).__name__} keeps a state for each sequence ({states[0].kind}), which a model that "
+            "drafts cannot have; use one with attention in all layers"
         )
     return specs
 
