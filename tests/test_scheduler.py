@@ -261,6 +261,21 @@ def test_a_full_cache_preempts_of_the_client_with_most() -> None:
     assert second.num_preempted
 
 
+def test_a_shared_step_decodes_equal_parts_in_turns() -> None:
+    sched = scheduler(seqs=8, num_blocks=256)
+    sched._max_shared = 4
+    heavy = [add(sched, 4, token=i, client="heavy") for i in range(5)]
+    assert [len(step(sched)) for _ in range(3)] == [5, 5, 5], "a client alone decodes all"
+    lone = add(sched, 4, token=7, client="lone")
+    step(sched)
+    before = [seq.num_outputs for seq in heavy]
+    for _ in range(10):
+        lengths = step(sched)
+        assert lone in lengths
+        assert len(lengths) == 3
+    assert {seq.num_outputs - count for seq, count in zip(heavy, before, strict=True)} <= {3, 4, 5}
+
+
 def test_priority_orders_the_requests_of_a_client() -> None:
     sched = scheduler(seqs=1)
     last, middle, first, tie = (add(sched, 4, token=i, max_len=5, priority=p) for i, p in enumerate((9, 0, -3, 0)))

@@ -4,7 +4,7 @@ Each load runs in a process of its own. With `-s` the seconds are printed.
 """
 
 import asyncio
-import contextlib
+import json
 import random
 import string
 import subprocess
@@ -75,21 +75,29 @@ class Load:
         """The same while another client has sent `heavy`; and the statuses of /health meanwhile. stay: it waits for
         its answers, else it closes its connections as soon as its requests are sent."""
         async with self.client(HEAVY) as client:
-            tasks = [asyncio.ensure_future(client.post(where, json=what)) for where, what in heavy]
-            await asyncio.sleep(1.0)
-            if not stay:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.sleep(0.1)
+            tasks = []
+            if stay:
+                tasks = [asyncio.ensure_future(client.post(where, json=what)) for where, what in heavy]
+                await asyncio.sleep(1.0)
+            else:
+                await asyncio.gather(*(self.leave(where, what) for where, what in heavy))
             health = asyncio.ensure_future(self.health())
             taken = await self.seconds(path, body)
-            health.cancel()
-            for task in tasks:
+            for task in (health, *tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            with contextlib.suppress(asyncio.CancelledError):
-                await health
+            await asyncio.gather(health, *tasks, return_exceptions=True)
         return taken, self.statuses
+
+    async def leave(self, path: str, body: dict[str, Any]) -> None:
+        """Send a request and close the connection."""
+        _, writer = await asyncio.open_connection("127.0.0.1", int(self.url.rpartition(":")[2]))
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {HEAVY}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
 
     async def health(self) -> None:
         self.statuses: set[int] = set()

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from whorl.passes import Report
 
 _COST_TOKENS = 64  # the largest decode step that is timed for `DraftLength`
+_MAX_SHARED = 24  # on a CPU: a step of two clients takes about twice as long as one that decodes a single token
 _COST_SECONDS = 0.2  # time to measure the cost of verifying drafts, and again of drafting
 
 
@@ -116,7 +117,8 @@ class LLM:
         grid = 1 if self.pool.states is None else self.pool.states.grid
         self.encoder = None if tower is None else Encoder(tower.config.depth, settings.encoder_cache, grid=grid)
         counts = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": settings.step_tokens}
-        self.scheduler = Scheduler(self.pool, **counts, encoder=self.encoder)
+        max_shared = _MAX_SHARED if device == HOST else None  # on an accelerator a step costs the same for one and many
+        self.scheduler = Scheduler(self.pool, **counts, max_shared=max_shared, encoder=self.encoder)
         self.sampler = Sampler(model, self.vocab_size)
         self.eos_ids = () if tokenizer is None else tuple(tokenizer.eos_ids)
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids

@@ -7,7 +7,8 @@ which nothing runs gets the lane and the blocks of a client that has several, an
 makes way for work that does not. Which sequences run together changes no bit of their output.
 """
 
-from collections import deque
+import math
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from .blocks import BlockPool
@@ -47,12 +48,19 @@ class Chunk:
 class Scheduler:
     """Queues sequences and chooses what each step computes.
 
-    max_num_seqs: running sequences at once; max_num_batched_tokens: tokens of one step. Raises ValueError if a step
-    could not hold one token of every running sequence.
+    max_num_seqs: running sequences at once; max_num_batched_tokens: tokens of one step. max_shared: sequences that
+    decode in a step while several clients have some, in equal parts; the others do in the next steps. None: all.
+    Raises ValueError if a step could not hold one token of every running sequence.
     """
 
     def __init__(
-        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, encoder: Encoder | None = None
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_shared: int | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}, expected at least 1")
@@ -72,6 +80,7 @@ class Scheduler:
         self.waiting: FairQueue[Sequence] = FairQueue()
         self.running: list[Sequence] = []  # in order of admission
         self._lanes = list(range(max_num_seqs))[::-1]  # the free ones; every running sequence has one
+        self._max_shared, self._num_shared = max_shared, 0  # how many steps have been shared
         self._num_yielding = 0  # running sequences that yield to others
         self.num_preemptions = 0
 
@@ -122,17 +131,27 @@ class Scheduler:
     def _decode(self) -> list[Chunk]:
         """Return a chunk of one token for each decoding sequence that has, or can get, a block for it."""
         chunks: list[Chunk] = []
-        for seq in list(self.running):
+        parts: Counter[Client] = Counter()
+        most, order = self._parts()
+        for seq in order:
             # A sequence just preempted for another has no lane. One whose last possible token is in flight must wait.
             if seq.lane < 0 or seq.num_pending != 1 or not seq.is_decoding or seq.length >= seq.max_len:
                 continue
-            if self._make_room(seq):
+            if parts[seq.client] < most and self._make_room(seq):
                 chunks.append(Chunk(seq, 1))
-        chunks = [chunk for chunk in chunks if chunk.sequence.lane >= 0]  # one may have been preempted for a later one
-        if len(self.waiting.running) > 1:
-            for chunk in chunks:
-                self.waiting.charge(chunk.sequence.client, 1)
-        return chunks
+                parts[seq.client] += 1
+                seq.last_shared = self._num_shared
+        for client, count in parts.items():
+            self.waiting.charge(client, count)
+        return [chunk for chunk in chunks if chunk.sequence.lane >= 0]  # one may have been preempted for a later one
+
+    def _parts(self) -> tuple[float, list[Sequence]]:
+        """Return how many sequences of each client may decode in this step, and the order in which they may."""
+        num_clients = len(self.waiting.running)
+        if self._max_shared is None or num_clients < 2:
+            return math.inf, list(self.running)
+        self._num_shared += 1
+        return max(1, self._max_shared // num_clients), sorted(self.running, key=lambda seq: seq.last_shared)
 
     def _make_room(self, seq: Sequence) -> bool:
         """Get a block for the next token, by preemption if necessary; False if `seq` itself was preempted."""

@@ -169,6 +169,7 @@ class Sequence:
         self.num_unread = 0  # tokens sampled on the device that the host has not seen
         self.num_cached = 0  # tokens found in the prefix cache on first admission
         self.num_preempted = 0
+        self.last_shared = 0  # the last step shared by clients in which it decoded
         self.num_drafted = self.num_accepted = 0
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[Logprob] = []
