@@ -52,8 +52,8 @@ def without_states(model: Model, proposer: str) -> Specs:
     specs = model.cache_specs()
     if states := by_sequence(specs):
         raise ValueError(
-            f"{proposer}: {type(model).__name__} keeps a state for each sequence ({states[0].kind}), which a model that "
-            "drafts cannot have; use one with attention in all layers"
+            f"{proposer}: {type(model).__name__} keeps a state for each sequence ({states[0].kind}), and a model that "
+            "drafts cannot; use one with attention in all layers"
         )
     return specs
 
