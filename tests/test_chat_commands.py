@@ -64,15 +64,15 @@ def test_set() -> None:
     changed = llm.added[1].params
     assert (changed.temperature, changed.top_k, changed.stop, changed.seed) == (0.5, 7, ("END",), 4)
     assert llm.added[0].params == GREEDY
-    table = dict(line.split(None, 1) for line in shown.splitlines()[-11:])
+    table = dict(line.split(None, 1) for line in shown.splitlines()[-(len(set_command._KINDS) + 1) :])
     assert [table[name] for name in ("temperature", "stop", "max_tokens", "when_full")] == ["0.5", "'END'", "24", "ask"]
 
 
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("speed 3", "/set speed: is not known. Has: temperature, "),
-        ("temperature warm", "/set temperature warm: expected a number; 0 is greedy"),
+        ("speed 3", "/set speed: is not known. Has: max_tokens, "),
+        ("temperature warm", "/set temperature warm: expected a number: How random"),
         ("top_p 2", "/set top_p: top_p is 2.0, expected at most 1"),
         ("when_full wait", "/set when_full wait: expected ask, drop, stop"),
     ],

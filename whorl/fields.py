@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -45,6 +45,11 @@ def option(default: Any, text: str, *names: str, declared: type[Option] = Option
         kind = type(default).__name__
         raise TypeError(f"{text}: a default of type {kind} would be shared by all instances; use a tuple or None")
     return field(default=default, metadata={_KEY: declared(text=text, names=names, **more)})
+
+
+def restated(declared: Option, default: Any, **changes: Any) -> Any:
+    """Return a dataclass field that is declared like another one, with this default and these changes."""
+    return field(default=default, metadata={_KEY: replace(declared, **changes)})
 
 
 def options(kind: type) -> Iterator[tuple[Field[Any], Option]]:

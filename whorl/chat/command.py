@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
@@ -192,10 +192,8 @@ def sampling(options: Options, llm: "LLM") -> "SamplingParams":
     from whorl.engine.tokenizer import Tokenizer
 
     assert isinstance(llm.tokenizer, Tokenizer)
-    fields: dict[str, Any] = dict(llm.tokenizer.sampling)
     sampling_options, chat = options.sampling, options.chat
-    numbers = {name: getattr(sampling_options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    fields |= {name: value for name, value in numbers.items() if value is not None}
+    fields = llm.tokenizer.sampling | sampling_options.values()
     fields |= {"stop": sampling_options.stop, "n": options.answers.samples}
     max_tokens = sampling_options.max_tokens or (None if chat.interactive and chat.chat else options.default_tokens)
     return SamplingParams(max_tokens=max_tokens, seed=sampling_options.seed or None, **fields)

@@ -1,17 +1,31 @@
 """The options of `whorl generate` and `whorl chat` about prompts and answers. Does not import torch."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, make_dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from whorl.fields import option
+from whorl.engine.sampling_params import PARAMETERS
+from whorl.fields import option, restated
 
 AT_ONCE = 16  # default of max_num_seqs when there are many prompts
 SAMPLING, CHAT, MEDIA, ANSWERS = "Sampling", "Chat", "Pictures", "Answers"
 
 
+def _optional(name: str) -> tuple[str, Any, Any]:
+    """Return the field of a sampling parameter: None leaves it to the model's generation_config.json."""
+    hint, declared = PARAMETERS[name]
+    return name, hint | None, restated(declared, None, panel=SAMPLING)
+
+
+_SHARED = [name for name, (_, declared) in PARAMETERS.items() if declared.is_in_apis and name != "seed"]
+if TYPE_CHECKING:
+    _Shared = object
+else:
+    _Shared = make_dataclass("_Shared", map(_optional, _SHARED), frozen=True, kw_only=True, slots=True)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingOptions:
-    """Sampling parameters. None: the model's recommendation, from its generation_config.json."""
+class SamplingOptions(_Shared):
+    """Sampling parameters: those that the APIs have as well, and these."""
 
     max_tokens: int | None = option(
         None,
@@ -19,24 +33,6 @@ class SamplingOptions:
         *("--max-tokens", "--n-predict", "-n"),
         panel=SAMPLING,
         least=1,
-    )
-    temperature: float | None = option(
-        None, "0: greedy. Default: the model's recommendation, or 0.", "--temperature", panel=SAMPLING, least=0
-    )
-    top_k: int | None = option(None, "Sample from the N most likely tokens; 0: all.", panel=SAMPLING, least=0)
-    top_p: float | None = option(
-        None,
-        "Sample from the most likely tokens whose probabilities sum to N; 1: all.",
-        panel=SAMPLING,
-        least=0,
-        most=1,
-    )
-    min_p: float | None = option(
-        None,
-        "Leave out tokens less than N times as likely as the most likely one; 0: none.",
-        panel=SAMPLING,
-        least=0,
-        most=1,
     )
     seed: int = option(
         0,
@@ -49,6 +45,10 @@ class SamplingOptions:
     stop: tuple[str, ...] = option(
         (), "An answer ends before this text; may be repeated.", panel=SAMPLING, metavar="TEXT"
     )
+
+    def values(self) -> dict[str, Any]:
+        """Return the parameters of `SamplingParams` that the options set."""
+        return {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,28 +2,33 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
-from whorl.engine.sequence import SamplingParams
-
-
-def _optional(number: str) -> int | None:
-    return None if number == "none" else int(number)
+from whorl.engine.sampling_params import PARAMETERS, Parameter, SamplingParams
 
 
+def _reader(hint: Any) -> Callable[[str], Any]:
+    """Return the function that parses a value of this type."""
+    kind = int if int in (hint, *get_args(hint)) else float
+    is_optional = NoneType in get_args(hint)
+    return lambda text: None if is_optional and text == "none" else kind(text)
+
+
+def _expected(hint: Any, declared: Parameter) -> str:
+    """Return what errors say was expected."""
+    kind = "a whole number" if int in (hint, *get_args(hint)) else "a number"
+    return f"{kind}{', or none' if NoneType in get_args(hint) else ''}: {declared.text}"
+
+
+_LEFT_OUT = ("n", "logprobs", "prompt_logprobs")  # of a chat, which shows one answer
 # For each parameter: how its value is parsed, and what errors say was expected.
 _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "temperature": (float, "a number; 0 is greedy"),
-    "top_k": (int, "a whole number; 0: all"),
-    "top_p": (float, "a number up to 1; 1: all"),
-    "min_p": (float, "a number up to 1; 0: none"),
-    "repetition_penalty": (float, "a number; 1: none"),
-    "presence_penalty": (float, "a number; 0: none"),
-    "frequency_penalty": (float, "a number; 0: none"),
-    "max_tokens": (_optional, "a whole number, or none: as many as fit"),
-    "seed": (_optional, "a whole number, or none: a new one each time"),
-    "stop": (lambda text: (text,) if text != "none" else (), "a text that ends an answer, or none"),
+    name: (_reader(hint), _expected(hint, declared))
+    for name, (hint, declared) in PARAMETERS.items()
+    if name not in _LEFT_OUT
 }
+_KINDS["stop"] = (lambda text: (text,) if text != "none" else (), "a text that ends an answer, or none")
 
 
 def change(params: SamplingParams, argument: str) -> SamplingParams:

@@ -207,8 +207,10 @@ def _uniform(samples: abc.Sequence[Sample], device: torch.device) -> Tensor:
 
 
 def _noise(samples: abc.Sequence[Sample], device: torch.device, stream: int = 0) -> dict[str, Any]:
-    """Return seeds and steps [N], of which the noise is a hash, as arguments of `ops.sample`. stream: of sequences whose
-    request has no seed."""
+    """Return seeds and steps [N], of which the noise is a hash, as arguments of `ops.sample`.
+
+    stream: what the seeds of sequences are XORed with whose request has none.
+    """
     sequences = [sample.chunk.sequence for sample in samples]
     seeds = _column([seq.seed ^ (stream if seq.params.seed is None else 0) for seq in sequences], device, torch.int64)
     return {"seeds": seeds, "steps": _column([sample.output_index for sample in samples], device, torch.int64)}

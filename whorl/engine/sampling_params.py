@@ -63,9 +63,6 @@ class SamplingParams:
     max_tokens: int | None = parameter(
         None,
         "Longest answer, in tokens.",
-        "--max-tokens",
-        "--n-predict",
-        "-n",
         least=1,
         most=2**31 - 1,
         is_in_apis=False,
@@ -74,7 +71,7 @@ class SamplingParams:
         0, "Shortest answer, in tokens; before that no stop ends it.", least=0, is_in_apis=False
     )
     temperature: float = parameter(
-        1.0, "0: greedy.", "--temperature", "-t", least=0, api_most=100, array="f4", is_advised=True
+        1.0, "How random the choice is; 0: greedy.", least=0, api_most=100, array="f4", is_advised=True
     )
     top_k: int = parameter(
         0,
