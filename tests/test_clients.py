@@ -34,14 +34,15 @@ ANSWERS = {
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(told(ANSWERS), api_key="sk-test") as running:
+    with serving(told(ANSWERS), api_key="sk-test", strict_model_name=True) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[Served]:
     """The default model."""
-    with serving(LLM(device="cpu", max_model_len=1024, max_num_seqs=32), names=(DEFAULT_NAME,)) as running:
+    llm = LLM(device="cpu", max_model_len=1024, max_num_seqs=32)
+    with serving(llm, names=(DEFAULT_NAME,), strict_model_name=True) as running:
         yield running
 
 

@@ -29,7 +29,7 @@ class Fruit(BaseModel):
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(told(ANSWERS), api_key="sk-test") as running:
+    with serving(told(ANSWERS), api_key="sk-test", strict_model_name=True) as running:
         yield running
 
 

@@ -32,7 +32,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("media")
     (folder / "a.png").write_bytes(png())
     limits = Limits(max_bytes=200_000, max_pixels=1 << 20, max_items=3, max_frames=40)
-    with seeing(ANSWERS, limits=limits, max_body=20_000, media_folder=str(folder)) as running:
+    with seeing(ANSWERS, limits=limits, max_body=40_000, media_folder=str(folder)) as running:
         running.folder = folder  # type: ignore[attr-defined]
         yield running
 
@@ -247,10 +247,25 @@ def test_a_text_that_writes_a_place_out(served: Served, mark: str) -> None:
         refused(served, response, 400, "stands for a picture or video, and there is none")
 
 
-@pytest.mark.parametrize("field", ["prompt_embeds", "mm_processor_kwargs", "media_io_kwargs"])
-def test_what_is_not_taken_beside_pictures(served: Served, field: str) -> None:
-    response = ask(served, image(data_uri(png())), TEXT, **{field: {}})
-    refused(served, response, 400, f"{field}: is not a parameter that this server knows")
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ("prompt_embeds", "is not a parameter that this server knows"),
+        ("mm_processor_kwargs", "is refused: pictures and videos are read in one way"),
+        ("media_io_kwargs", "is refused: pictures and videos are read in one way"),
+    ],
+)
+def test_what_is_not_taken_beside_pictures(served: Served, field: str, says: str) -> None:
+    response = ask(served, image(data_uri(png())), TEXT, **{field: {"fps": 1}})
+    refused(served, response, 400, f"{field}: {says}")
+
+
+def test_pictures_may_be_larger_than_the_text_beside_them(served: Served) -> None:
+    body = served.app.user_middleware[0].kwargs
+    assert body["max_body"] < 200_000 < min(body["larger"].values())
+    url = data_uri(b"x" * 150_000)
+    refused(served, ask(served, image(url), TEXT), 400, "messages.0.content.0")  # read, and no picture
+    refused(served, ask(served, {"type": "text", "text": "\u00e9" * 50_000}), 413, "more than 40000 bytes beside")
 
 
 def test_patches_are_not_kept_for_the_whole_answer(served: Served) -> None:
