@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,6 @@ from .running import CURRENT_CLIENT, Running, client_name, while_connected
 if TYPE_CHECKING:
     from .key_limits import KeyUse
 
-_LOG = logging.getLogger("whorl.serve")
 # Paths that need no API key: probes and scrapers have none, nor have readers; the page is where people enter theirs.
 _OPEN = ("/health", "/metrics", "/", "/docs", "/openapi.json")
 # Exceptions that stop a task or the program; they are passed on. Every other one becomes an error response, including
