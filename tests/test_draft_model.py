@@ -23,7 +23,7 @@ from whorl.engine.sequence import Sequence as Seq
 from whorl.engine.speculate import Draft, DraftLength, one_by_one
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.nn import KVCache, PagedKV, Step
-from whorl.ops.sample import _cut, probabilities
+from whorl.ops.sample import _cut, _near, probabilities
 
 # ---- greedy: the target's own output, bit for bit
 
@@ -366,8 +366,9 @@ def test_probabilities_keep_what_sampling_keeps() -> None:
         torch.manual_seed(seed)
         logits = (torch.randn(1, 40) * rng.choice((0.5, 2, 6))).round(decimals=rng.choice((0, 1, 6)))
         k, p, m, t = rng.choice((0, 1, 5, 40, 99)), rng.choice((1.0, 0.9, 0.3, 1e-6)), rng.choice((0.0, 0.1, 1.0)), 0.7
-        actual = probabilities(logits, *(torch.tensor([value]) for value in (t, k, p, m)))
-        expected = _cut((logits[0] - logits.max()) / t, k, p, m).softmax(0)
+        sigmas = torch.tensor([rng.choice((0.0, 0.3, 1.5))])
+        actual = probabilities(logits, *(torch.tensor([value]) for value in (t, k, p, m)), sigmas)
+        expected = _cut((_near(logits, sigmas)[0] - logits.max()) / t, k, p, m).softmax(0)
         assert torch.equal(actual[0] > 0, expected > 0), (k, p, m)
         torch.testing.assert_close(actual[0], expected)
 

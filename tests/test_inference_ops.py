@@ -333,6 +333,7 @@ def test_experts_are_hugging_faces(backend: str, k: int, device: str) -> None:
 
 def settings(count: int, device: str = "cpu", **changes: Any) -> dict[str, Tensor]:
     plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seeds": 0, "steps": 0}
+    plain["top_n_sigma"] = 0.0
     kinds = {"top_k": torch.int64, "seeds": torch.int64, "steps": torch.int64}
     made = {n: torch.as_tensor(changes.get(n, v), dtype=kinds.get(n, torch.float32)) for n, v in plain.items()}
     return {n: v.expand(count).contiguous().to(device) for n, v in made.items()}
@@ -370,6 +371,13 @@ EDGES = [
     ({"top_k": 2, "top_p": 0.55}, {0}),  # 0.4 of the remaining 0.7
     ({"top_p": 0.75, "min_p": 0.6}, {0, 1}),
     ({"temperature": 0.01}, {0}),
+    ({"top_n_sigma": 0.01}, {0}),  # one standard deviation of the logits is 0.736
+    ({"top_n_sigma": 0.5}, {0, 1}),
+    ({"top_n_sigma": 2.0}, {0, 1, 2, 3}),
+    ({"top_n_sigma": 2.0, "temperature": 3.0}, {0, 1, 2, 3}),
+    ({"top_n_sigma": 3.0}, {0, 1, 2, 3, 4}),
+    ({"top_n_sigma": 2.0, "top_p": 0.72}, {0, 1}),  # 0.7 of the remaining 0.95
+    ({"top_n_sigma": 0.5, "top_k": 3}, {0, 1}),
 ]
 
 
@@ -378,6 +386,13 @@ EDGES = [
 def test_which_tokens_may_be_chosen(backend: str, changes: dict[str, Any], expected: set[int], device: str) -> None:
     actual = allowed_tokens(backend, device, [0.4, 0.3, 0.125, 0.125, 0.05], **changes)
     assert actual <= expected if is_slow(backend) else actual == expected
+
+
+@pytest.mark.parametrize("backend", backends("sample", slow=True))
+def test_excluded_tokens_do_not_widen_the_deviation(backend: str, device: str) -> None:
+    """A grammar's minus infinities are no logits."""
+    probabilities = [0.4, 0.3, 0.125, 0.125, 0.05, *[0.0] * 300]
+    assert allowed_tokens(backend, device, probabilities, top_n_sigma=0.5) <= {0, 1}
 
 
 def chi_square(seen: Tensor, expected: Tensor) -> float:
@@ -402,13 +417,14 @@ def test_the_distribution(temperature: float, vary: str, device: str) -> None:
     """Chi-square against the softmax in fp64; with top-k and top-p, against what is left of it."""
     count, logits = 4000, torch.randn(12) * 0.8
     draws = {vary: torch.arange(count), "temperature": temperature}
-    for cut in ({}, {"top_k": 6}, {"top_p": 0.7}, {"min_p": 0.15}):
+    for cut in ({}, {"top_k": 6}, {"top_p": 0.7}, {"min_p": 0.15}, {"top_n_sigma": 1.3}):
         expected = torch.softmax(logits.double() / temperature, 0)
         ranked, order = expected.sort(descending=True)
         keep = torch.ones(12, dtype=torch.bool)
         keep &= torch.arange(12) < cut.get("top_k", 12)
         keep &= ranked.cumsum(0) - ranked < cut.get("top_p", 2.0)
         keep &= ranked >= cut.get("min_p", 0.0) * ranked[0]
+        keep &= logits.max() - logits[order] <= cut.get("top_n_sigma", 99.0) * logits.std(correction=0)
         expected[order[~keep]] = 0
         expected /= expected.sum()
         got = sample(logits.expand(count, -1).to(device), **settings(count, device, **draws, **cut)).cpu()

@@ -98,6 +98,12 @@ class SamplingParams:
         array="f4",
         is_advised=True,
     )
+    top_n_sigma: float = parameter(
+        0.0,
+        "Leave out tokens whose logit is more than N standard deviations of all logits below the highest; 0: none.",
+        least=0,
+        array="f4",
+    )
     repetition_penalty: float = parameter(
         1.0, "Make tokens of the prompt and the answer less likely; 1: none.", above=0, api_most=100, is_advised=True
     )

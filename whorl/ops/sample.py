@@ -13,23 +13,31 @@ _MASK = 0xFFFFFFFF  # the lowest 32 bits
 
 
 def _check(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, steps: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    top_n_sigma: Tensor | None,
 ) -> None:
     if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point() or logits.dtype.itemsize < 2:
         raise ValueError(
             f"sample: logits is {list(logits.shape)} {logits.dtype}, expected [B, V] bf16, fp16 or fp32, V > 0"
         )
-    params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seeds": seeds}
-    params["steps"] = steps
-    for name, value in params.items():
+    integers = {"top_k": top_k, "seeds": seeds, "steps": steps}
+    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    filters |= {} if top_n_sigma is None else {"top_n_sigma": top_n_sigma}
+    for name, value in (filters | integers).items():
         if value.shape != logits.shape[:1]:
             raise ValueError(f"sample: {name} is {list(value.shape)}, expected [{logits.shape[0]}]")
-        if value.is_floating_point() != (name in ("temperature", "top_p", "min_p")):
+        if value.is_floating_point() == (name in integers):
             kind = "an integer" if value.is_floating_point() else "a floating point"
             raise ValueError(f"sample: {name} is {value.dtype}, expected {kind} dtype")
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        if logits.shape[0] and is_readable(params[name]) and not params[name].min() >= 0:
-            raise ValueError(f"sample: the lowest {name} is {params[name].min().item()}, expected none below 0")
+    for name, value in filters.items():
+        if logits.shape[0] and is_readable(value) and not value.min() >= 0:
+            raise ValueError(f"sample: the lowest {name} is {value.min().item()}, expected none below 0")
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -59,6 +67,18 @@ def gumbel(seeds: Tensor, steps: Tensor, size: int) -> Tensor:
     return -torch.log(exponential)
 
 
+def _near(logits: Tensor, top_n_sigma: Tensor | None) -> Tensor:
+    """Return logits [N, V] with minus infinity for those that top-n-sigma excludes."""
+    if top_n_sigma is None:
+        return logits
+    below = logits.amax(-1, keepdim=True) - logits
+    is_finite = below < torch.inf
+    count, below = is_finite.sum(-1, keepdim=True), torch.where(is_finite, below, 0)
+    deviations = torch.where(is_finite, below - below.sum(-1, keepdim=True) / count, 0)
+    limit = top_n_sigma.unsqueeze(1) * (deviations.square().sum(-1, keepdim=True) / count).sqrt()
+    return logits.masked_fill((top_n_sigma > 0).unsqueeze(1) & (below > limit), -torch.inf)
+
+
 def _cut(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     """Apply top-k, top-p and min-p to one row; return it with minus infinity for excluded tokens.
 
@@ -79,8 +99,16 @@ def _cut(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     return scaled
 
 
-def probabilities(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def probabilities(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    top_n_sigma: Tensor | None = None,
+) -> Tensor:
     """Return the distribution [N, V] fp32 that `ops.sample` samples from. Rows of temperature 0 are treated as 1."""
+    logits = _near(logits, top_n_sigma)
     scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
     ordered = scaled.sort(descending=True).values
     k = torch.where((top_k > 0) & (top_k < ordered.shape[1]), top_k, ordered.shape[1])
@@ -104,19 +132,28 @@ def _fake(logits: Tensor, **_: object) -> Tensor:
 
 @operator(check=_check, forward_only=True, fake=_fake)
 def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, steps: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    top_n_sigma: Tensor | None = None,
 ) -> Tensor:
     """Sample one token id for each sequence.
 
-    logits: [B, V] bf16, fp16 or fp32, widened to fp32; temperature, top_p, min_p: [B] fp32; top_k, seeds, steps: [B]
-    int; returns [B] int64.
+    logits: [B, V] bf16, fp16 or fp32, widened to fp32; temperature, top_p, min_p, top_n_sigma: [B] fp32; top_k, seeds,
+    steps: [B] int; returns [B] int64.
     Temperature 0 takes the highest logit, on ties the lowest id. Otherwise the softmax of logits / temperature is
-    sampled among the tokens that pass three filters, in this order: `top_k` (0: all) keeps those no lower than the k-th
-    highest; `top_p` (1: all) keeps a token when those before it in descending order hold less than top_p of the
-    remaining mass, and tokens equal to the last one kept; `min_p` (0: all) keeps those at least min_p times as likely
-    as the most likely one. At least one token always passes. The noise is a hash of seed, step and token id, so a
-    sequence's token does not depend on the rest of the batch. A logit of minus infinity is never chosen while another
-    is finite. No gradient. Raises ValueError when shapes or dtypes do not fit or, on the CPU, a parameter is negative.
+    sampled among the tokens that pass four filters, in this order: `top_n_sigma` (0 or None: all) keeps those whose
+    logit is at least the highest minus top_n_sigma standard deviations of the row's finite logits; `top_k` (0: all)
+    keeps those no lower than the k-th highest; `top_p` (1: all) keeps a token when those before it in descending order
+    hold less than top_p of the remaining mass, and tokens equal to the last one kept; `min_p` (0: all) keeps those at
+    least min_p times as likely as the most likely one. At least one token always passes. The noise is a hash of seed,
+    step and token id, so a sequence's token does not depend on the rest of the batch. A logit of minus infinity is
+    never chosen while another is finite. No gradient. Raises ValueError when shapes or dtypes do not fit or, on the
+    CPU, a parameter is negative.
 
         ids = ops.sample(logits, temperature, top_k, top_p, min_p, seeds, steps)
     """
@@ -124,7 +161,7 @@ def sample(
     chosen = logits.argmax(-1)
     drawn = (temperature > 0).nonzero().flatten()  # the sequences that do not take the argmax
     if len(drawn):
-        rows = logits[drawn]
+        rows = _near(logits[drawn], None if top_n_sigma is None else top_n_sigma[drawn])
         scaled = (rows - rows.amax(-1, keepdim=True)) / temperature[drawn].unsqueeze(1)
         filters = zip(*(x[drawn].tolist() for x in (top_k, top_p, min_p)), strict=True)
         for b, (k, p, m) in enumerate(filters):
@@ -142,9 +179,9 @@ sample.impl("triton", "sample_triton:forward", accepts=_triton_reason)
 
 
 @sample.impl("torch_npu", accepts=sample_torch_npu.reason)
-def _(logits, temperature, top_k, top_p, min_p, seeds, steps):  # type: ignore[no-untyped-def]
+def _(logits, temperature, top_k, top_p, min_p, seeds, steps, top_n_sigma):  # type: ignore[no-untyped-def]
     noise = gumbel(seeds, steps, logits.shape[1])
-    return sample_torch_npu.forward(_wide(logits), temperature, top_k, top_p, min_p, noise)
+    return sample_torch_npu.forward(_near(_wide(logits), top_n_sigma), temperature, top_k, top_p, min_p, noise)
 
 
 def _check_penalties(
@@ -228,6 +265,8 @@ _CASES: list[Values] = [
     {"tokens": (3,), "vocab": 600, "narrow": True, "temperature": 0.0},
     {"tokens": (4,), "vocab": 200, "scale": 3.0, "top_p": 0.8},
     {"tokens": (4,), "vocab": 200, "scale": 3.0, "min_p": 0.2, "top_p": 0.5, "top_k": 20, "temperature": 1.7},
+    {"tokens": (5,), "vocab": 600, "scale": 3.0, "top_n_sigma": 1.5},
+    {"tokens": (4,), "vocab": 200, "scale": 3.0, "top_n_sigma": 2.0, "min_p": 0.1, "top_p": 0.8, "top_k": 20},
     {"tokens": (2,), "vocab": 600, "scale": 2.0, "top_p": 0.9, "top_k": 50, "temperature": 0.3},
 ]
 _BENCH: list[Values] = [
@@ -245,6 +284,7 @@ def _make(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    top_n_sigma: float = 0.0,
     narrow: bool = False,
 ) -> Values:
     count, wide, device = tokens[0], draw.wide, draw.device
@@ -262,6 +302,7 @@ def _make(
         "min_p": full(min_p, wide),
         "seeds": torch.arange(count, device=device) * 7919 + 2**40,
         "steps": torch.arange(count, device=device) + 11,
+        "top_n_sigma": full(top_n_sigma, wide) if top_n_sigma else None,
     }
 
 

@@ -73,6 +73,23 @@ def _within(logits_ptr, V, top, temperature, limit, COUNT: tl.constexpr, BLOCK: 
 
 
 @triton.jit
+def _deviation(logits_ptr, V, top, temperature, BLOCK: tl.constexpr):
+    """Return the standard deviation of `_below` over the tokens where it is finite."""
+    count, total = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        below = _below(logits_ptr, V, top, temperature, start + tl.arange(0, BLOCK))
+        count += tl.where(below < float("inf"), 1.0, 0.0)
+        total += tl.where(below < float("inf"), below, 0.0)
+    mean = tl.sum(total, 0) / tl.sum(count, 0)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        below = _below(logits_ptr, V, top, temperature, start + tl.arange(0, BLOCK))
+        off = tl.where(below < float("inf"), below - mean, 0.0)
+        squares += off * off
+    return tl.sqrt(tl.sum(squares, 0) / tl.sum(count, 0))
+
+
+@triton.jit
 def _nearest(logits_ptr, V, top, temperature, target, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Return the smallest limit at which `_within` reaches `target`.
 
@@ -98,12 +115,14 @@ def _draw_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    sigma_ptr,
     seeds_ptr,
     steps_ptr,
     chosen_ptr,
     stride,
     V,
     chunks,
+    HAS_SIGMA: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -117,9 +136,13 @@ def _draw_kernel(
     if temperature > 0:
         logits_ptr += row * stride
         limit = float("inf")
+        if HAS_SIGMA:
+            sigmas = tl.load(sigma_ptr + row)
+            if sigmas > 0:
+                limit = sigmas * _deviation(logits_ptr, V, top, temperature, BLOCK)
         k, p, least = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
         if (k > 0) & (k < V):
-            limit = _nearest(logits_ptr, V, top, temperature, k.to(tl.float32), True, BLOCK)
+            limit = tl.minimum(limit, _nearest(logits_ptr, V, top, temperature, k.to(tl.float32), True, BLOCK))
         if p < 1:
             mass = p * _within(logits_ptr, V, top, temperature, limit, False, BLOCK)
             limit = tl.minimum(limit, _nearest(logits_ptr, V, top, temperature, mass, False, BLOCK))
@@ -139,7 +162,14 @@ def _draw_kernel(
 
 
 def forward(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, steps: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    top_n_sigma: Tensor | None,
 ) -> Tensor:
     logits = unit_stride(logits)
     rows, vocab = logits.shape
@@ -155,13 +185,14 @@ def forward(
         logits,
         top,
         ids,
-        *(t.contiguous() for t in (temperature, top_k, top_p, min_p)),
+        *(t.contiguous() for t in (temperature, top_k, top_p, min_p, min_p if top_n_sigma is None else top_n_sigma)),
         seeds.long().contiguous(),
         steps.long().contiguous(),
         chosen,
         logits.stride(0),
         vocab,
         chunks,
+        HAS_SIGMA=top_n_sigma is not None,
         CHUNKS=power_of_2(chunks),
         BLOCK=chunk,
         num_warps=8,
