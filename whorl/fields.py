@@ -113,13 +113,12 @@ def out_of_bounds(value: Any, hint: Any, declared: Option) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, Integral if kinds == {int} else Real):
         return "a whole number" if kinds == {int} else "a number"
-    number = float(value)
-    if math.isnan(number):
+    if math.isnan(value):
         return "a number"
-    if declared.least is not None and number < declared.least:
+    if declared.least is not None and value < declared.least:
         return f"at least {declared.least:g}"
-    if declared.above is not None and number <= declared.above:
+    if declared.above is not None and value <= declared.above:
         return f"more than {declared.above:g}"
-    if declared.most is not None and number > declared.most:
+    if declared.most is not None and value > declared.most:
         return f"at most {declared.most:g}"
     return None
