@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from whorl.engine.settings import EngineSettings
 from whorl.extras import how_to_install
+from whorl.serve.engine_thread import QueueFull
 from whorl.serve.settings import ServerSettings
 
 from .forwarded import ForwardedRequest, Message, ReplicaLost
@@ -213,8 +214,6 @@ class RayCluster:
             name = self.routing.replica_of(request.attempt_id) or "(unknown)"
             raise ReplicaLost(f"replica {name} was lost") from error
         except BackPressureError as error:
-            from whorl.serve.engine_thread import QueueFull  # imports torch, which the options' check must not
-
             raise QueueFull(f"{self._settings.max_queue} requests wait already") from error
         finally:
             response.cancel()

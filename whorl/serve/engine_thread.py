@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from whorl.engine.fair_queue import has_room
 from whorl.engine.sequence import FinishReason, Logprob, SamplingParams, Sequence
 from whorl.media import MediaItem
-from whorl.streams import carried_over
 
 from .metrics import Metrics
 from .readiness import Readiness
@@ -120,6 +119,8 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._owners: dict[Sequence, tuple[Job, int]] = {}
         self._thread = threading.Thread(target=self._run, name="whorl-engine", daemon=True)
+        from whorl.streams import carried_over  # imports torch, which the errors that this module defines do not need
+
         self._use_stream = carried_over()  # of the thread that loaded the model
         self._is_stopping = False
         self._refusal: str | None = None  # why new requests are refused, once the engine failed or is stopping

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .api_error import ApiError
+from .api_error import ApiError
 
 _LIMITS = ("max_running", "requests_per_minute", "tokens_per_minute")
 _MINUTE = 60.0
@@ -129,8 +127,6 @@ class _Bucket:
         self._at = now
 
 
-def _refused(message: str, wait: float) -> "ApiError":
-    from .api_error import ApiError  # imports torch, and keys are read before that
-
+def _refused(message: str, wait: float) -> ApiError:
     headers = {"Retry-After": str(math.ceil(wait))}
     return ApiError(429, f"{message}. Try again later.", code="rate_limit_exceeded", headers=headers)

@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-from whorl.engine.warmup import Warming
+if TYPE_CHECKING:
+    from whorl.engine.warmup import Warming
 
 
 class WarmingUp(RuntimeError):
     """The engine does not serve yet. progress: of the warm-up; seconds: an estimate of the time that is left."""
 
-    def __init__(self, progress: Warming | None, seconds: float) -> None:
+    def __init__(self, progress: "Warming | None", seconds: float) -> None:
         done = "" if progress is None else f": {progress.done} of {progress.total} steps are done"
         super().__init__(f"the server is warming up{done}")
         self.progress, self.seconds = progress, seconds
@@ -22,7 +24,7 @@ class Readiness:
     called after the last step, before any request is taken; on_ready when requests are taken.
     """
 
-    def __init__(self, warming: Iterable[Warming] = ()) -> None:
+    def __init__(self, warming: "Iterable[Warming]" = ()) -> None:
         self.is_ready = False
         self.on_warm: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
