@@ -7,7 +7,6 @@ import resource
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,7 @@ from checkpoints import write_checkpoints
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models as tokenizer_models
-from tokenizers import normalizers
 
-from whorl.chat import bounded
-from whorl.chat.command import Options, build_session
-from whorl.chat.options import ChatOptions
 from whorl.engine import weights
 from whorl.engine.llm import LLM
 from whorl.engine.tokenizer import Tokenizer
@@ -257,24 +252,6 @@ def test_files_that_are_not_utf_8(words: Path) -> None:
     (words / "generation_config.json").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match=r"generation_config\.json: not JSON"):
         Tokenizer.from_path(words)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        tokenizer_models.WordLevel({"a": 0}, unk_token="none"),
-        tokenizer_models.WordPiece({"a": 0}, unk_token="none"),
-        tokenizer_models.BPE({"a": 0}, [], unk_token="none"),
-        tokenizer_models.Unigram([("a", -1.0)]),
-    ],
-    ids=lambda model: type(model).__name__,
-)
-def test_an_unknown_token_that_is_not_in_the_vocabulary(tmp_path: Path, model: Any) -> None:
-    Backend(model).save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_path(tmp_path)
-    assert tokenizer.encode("a") == [0]
-    with pytest.raises(ValueError, match=r"this text of 1 characters cannot be split into tokens: .*(token|unk)"):
-        tokenizer.encode("b")
 
 
 # ---- GGUF
@@ -515,53 +492,3 @@ def test_an_empty_checkpoint(folder: Path) -> None:
     save_file({name: x for name, x in tensors.items() if "norm" in name}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="16 missing"):
         load(folder)
-
-
-# ---- programs in a model's files: templates and normalisers that do not end
-
-
-LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
-GROW = "{% set n = namespace(s='a') %}{% for i in range(64) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}"
-
-
-def bomb() -> Backend:
-    """A normaliser that makes ten letters of one, twelve times."""
-    backend = Backend(tokenizer_models.BPE({"a": 0, "b": 1}, [], unk_token="b"))
-    backend.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 10)] * 12)
-    return backend
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (LOOP, "the model's chat template: it takes longer than 1 seconds"),
-        (GROW, "the model's chat template: .*memory"),
-        ("{{ 1 / 0 }}", "the model's chat template: the chat template failed: .*division by zero"),
-        (None, "the model's tokenizer: it takes .* memory"),
-    ],
-    ids=["loop", "memory", "error", "normaliser"],
-)
-def test_prompts_of_the_command_line_are_bounded(
-    folder: Path, template: str | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = bomb() if template is None else Backend(tokenizer_models.BPE({"a": 0, "b": 1}, [], unk_token="b"))
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template or "a"}))
-    limits = {"seconds": 1, "memory": 1 << 28}
-    monkeypatch.setattr(bounded.BoundedPrompts.__init__, "__kwdefaults__", limits)
-    began = time.monotonic()
-    with pytest.raises(ValueError, match=message):
-        build_session(Options(model=str(folder), prompt="a", chat=ChatOptions(chat=True)))
-    assert time.monotonic() - began < 20
-
-
-def test_prompts_in_a_process_are_those_of_this_one(words: Path) -> None:
-    (words / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
-    tokenizer = Tokenizer.from_path(words)
-    prompts = bounded.BoundedPrompts(tokenizer)
-    message = {"role": "user", "content": "b"}
-    assert prompts.apply_chat_template([message], enable_thinking=True) == tokenizer.apply_chat_template([message])
-    assert prompts.encode("b", add_special=False) == tokenizer.encode("b", add_special=False) == [1]
-    with pytest.raises(ValueError, match="surrogates not allowed"):
-        prompts.encode("\ud800")
-    prompts.close()

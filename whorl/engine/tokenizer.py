@@ -24,7 +24,6 @@ from .sampling_params import PARAMETERS
 
 _REPLACEMENT = "\ufffd"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-GREEDY = {"temperature": 0.0}  # sampling by default: what transformers does for a model that recommends nothing
 _SAMPLING = [name for name, (_, declared) in PARAMETERS.items() if declared.is_advised]
 
 
@@ -40,15 +39,13 @@ class DecodeError(RuntimeError):
 
 @contextlib.contextmanager
 def _errors_as(kind: type[Exception], message: str) -> Iterator[None]:
-    """Turn what the tokenizers package raises into an error of type `kind`: nothing narrower than Exception, as for a
-    word that has no token, and panics, which are not even Exceptions.
-
-    For example, a regular expression panics when it gives up on a text of millions of spaces.
+    """Turn what the tokenizers package raises into an error of type `kind`: plain Exceptions, as for a word that has no
+    token, and panics, as of a regular expression that gives up on a text of millions of spaces.
     """
     try:
         yield
     except BaseException as error:
-        is_panic = type(error).__name__ == "PanicException"  # the class cannot be imported from any module
+        is_panic = type(error).__name__ == "PanicException"  # no Exception, and cannot be imported from any module
         if isinstance(error, MemoryError) or not (is_panic or isinstance(error, Exception)):
             raise
         raise kind(f"{message}: {error}") from error
@@ -84,7 +81,7 @@ class Tokenizer:
         self.special_ids = frozenset({i for i, token in added.items() if token.special} | set(self.eos_ids))
         self.added_ids = frozenset(added)
         self.skipped_ids = frozenset(i for i, token in added.items() if token.special)  # `decode` leaves these out
-        self.sampling = dict(GREEDY if sampling is None else sampling)
+        self.sampling = {"temperature": 0.0} if sampling is None else dict(sampling)
         self.prompt_format = prompt_format
         self.folder: Path | None = None  # the model folder that it was read from
         self.template: PromptWriter = prompt_writer(templates, roles, prompt_format)

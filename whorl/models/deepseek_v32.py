@@ -199,9 +199,8 @@ def _check_fixed(values: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
                 expected = " or ".join(map(repr, allowed)) or "nothing"
                 raise ValueError(f"{key} is {value!r}; DeepSeek-V3.2 is known here with {expected}")
     kinds, dense = values.get("mlp_layer_types"), count(values, "first_k_dense_replace", least=0)
-    if not isinstance(kinds, list | tuple | None):
-        raise ValueError(f"mlp_layer_types is {kinds!r}, expected a list of names")
-    if kinds is not None and list(kinds) != ["dense" if i < dense else "sparse" for i in range(len(kinds))]:
+    pattern = None if not isinstance(kinds, list) else ["dense" if i < dense else "sparse" for i in range(len(kinds))]
+    if kinds != pattern:
         raise ValueError(
             f"mlp_layer_types is {kinds}, expected {dense} dense layers (first_k_dense_replace), then sparse ones"
         )

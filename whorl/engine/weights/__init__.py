@@ -216,9 +216,7 @@ def _with_stored(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     return replace(checkpoint, packed=lambda: as_stored)
 
 
-def _unpacks(
-    model: Model, checkpoint: Checkpoint, device: torch.device, reserve: int = 0, *, num_ranks: int = 1
-) -> bool:
+def _unpacks(model: Any, checkpoint: Checkpoint, device: torch.device, reserve: int = 0, *, num_ranks: int = 1) -> bool:
     """Return whether to unpack weights of fewer bits: on a CPU if plain ones fit into memory, those of quantised
     checkpoints twice, because the CPU's library keeps a reordered copy for small products. All ranks on CPUs may be on
     this machine.

@@ -96,8 +96,8 @@ def _write(result: Quantized, folder: Path, progress: bool) -> int:
     shards: list[list[str]] = []
     with torch.inference_mode(), progress_bar("Quantising", total, progress) as advance:
         for shard in _shards(result.checkpoint, advance):
-            with output_file(folder / f"{len(shards)}.partial") as file:
-                save_file(shard, file, metadata={"format": "pt"})
+            with output_file(folder / f"{len(shards)}.partial") as path:
+                save_file(shard, path, metadata={"format": "pt"})
             shards.append(list(shard))
             del shard  # frees it before the next one is read
     by_name: dict[str, str] = {}
