@@ -113,12 +113,13 @@ def out_of_bounds(value: Any, hint: Any, declared: Option) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, Integral if kinds == {int} else Real):
         return "a whole number" if kinds == {int} else "a number"
-    if math.isnan(value):
+    number: Any = value  # compared as it is: a float would round large integers
+    if math.isnan(number):
         return "a number"
-    if declared.least is not None and value < declared.least:
+    if declared.least is not None and number < declared.least:
         return f"at least {declared.least:g}"
-    if declared.above is not None and value <= declared.above:
+    if declared.above is not None and number <= declared.above:
         return f"more than {declared.above:g}"
-    if declared.most is not None and value > declared.most:
+    if declared.most is not None and number > declared.most:
         return f"at most {declared.most:g}"
     return None
