@@ -97,7 +97,7 @@ def known_options(words: list[str]) -> set[str]:
 
 
 def parse(words: list[str]) -> None:
-    """Parse without running: unknown commands, options and values raise UsageError."""
+    """Parse without running: unknown commands, options and values raise UsageError or Exit."""
     command: Any = typer.main.get_command(app)
     context: Any = None
     while True:
@@ -116,8 +116,8 @@ def test_commands_parse(page: Path) -> None:
             continue
         try:
             parse(["4" if word == "N" else word for word in arguments(command)[1:]])
-        except typer.Exit:
-            pass
+        except typer.Exit as end:  # 0: --help
+            problems += [command] if end.exit_code else []
         except (UsageError, ValueError) as error:
             problems.append(f"{command}: {error}")
     assert not problems, f"{page.name}: " + "\n".join(problems)
@@ -135,6 +135,8 @@ def test_options_in_sentences_exist(page: Path) -> None:
 
 def test_a_wrong_command_would_be_noticed() -> None:
     with pytest.raises(UsageError, match="No such option"):
+        parse(["ops", "--no-such-option"])
+    with pytest.raises(typer.Exit):
         parse(["serve", "MODEL", "--no-such-option"])
     with pytest.raises(UsageError, match="No such command"):
         parse(["bench", "nonsense"])
