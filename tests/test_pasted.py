@@ -211,7 +211,7 @@ def test_llama_cpp(served: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["OMP_NUM_THREADS"] == "3"  # which torch reads when it is imported
     assert done.stderr.splitlines() == [
         "whorl: serve: -ngl is ignored: the whole model is on the device, see --device",
-        "whorl: serve: --jinja is ignored: the model's chat template is always applied as it is",
+        "whorl: serve: --jinja is ignored: chat templates are always read as Jinja",
     ]
 
 

@@ -48,7 +48,7 @@ _NEEDLESS_FLAGS = {
     "--trust-remote-code": "code in a checkpoint is never run",
     "--disable-log-requests": "the content of requests is never logged",
     "--no-enable-log-requests": "the content of requests is never logged",
-    "--jinja": "the model's chat template is always applied as it is",
+    "--jinja": "chat templates are always read as Jinja",
     **dict.fromkeys(("--mlock", "--no-mmap"), "weights are copied to memory once"),
 }
 NEEDLESS = _NEEDLESS_VALUES | _NEEDLESS_FLAGS
