@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from whorl.device import HOST, accelerator
+from whorl.device import HOST, accelerator, empty_cache
 from whorl.host_memory import limits
 from whorl.nn import Matrix
 
@@ -110,9 +110,8 @@ def _free(device: str) -> tuple[int | None, str]:
     module = accelerator(device)
     if module is None:
         return min(limits(), default=(None, ""))
-    # torch keeps memory that it has freed, for the next tensors.
-    cached = module.memory_reserved() - module.memory_allocated()
-    return module.mem_get_info()[0] + cached, f"of {device}'s memory"
+    empty_cache(device)  # what torch keeps for the next tensors is free as well
+    return module.mem_get_info()[0], f"of {device}'s memory"
 
 
 def _matrices(model: nn.Module) -> Iterator[Matrix]:
