@@ -51,7 +51,9 @@ def check_weights(model: nn.Module, path: Path, device: torch.device, *, unpack:
         return
     parts = [f"{_gb(weights)} for the weights", f"{_gb(largest)} to read the largest one"]
     parts += [f"{_gb(reserve)} for the cache"] if reserve else []
-    ways = ["a smaller model", "weights of fewer bits (--quantize w4a16)"]
+    ways = ["a smaller model"]
+    if any(matrix.format.has_weight for matrix in _matrices(model)):
+        ways.append("weights of fewer bits (--quantize w4a16)")
     ways += ["more ranks (--tp)"] if accelerator(device.type) is not None else []
     raise OutOfMemory(
         f"{path}: {_gb(weights + largest + reserve)} of memory are needed, {', '.join(parts)}, and {_gb(free)} {owner} "
