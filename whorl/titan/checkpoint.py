@@ -99,6 +99,7 @@ class Checkpoints(CheckpointManager):
     """
 
     folder: str
+    stager: DefaultStager | None
 
     def __init__(
         self,

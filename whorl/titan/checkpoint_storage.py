@@ -5,13 +5,14 @@ and its values to tensors and plain values.
 """
 
 import io
+import os
 import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -43,7 +44,8 @@ class _DigestedFiles(FileSystem):
         self.digests: dict[str, str] = {}
 
     @contextmanager
-    def create_stream(self, path: Path, mode: str) -> Iterator[IO[bytes]]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        path = Path(path)
         if mode != "wb":
             raise ValueError(f"{path} is opened with mode {mode}, expected wb")
         try:
@@ -53,10 +55,10 @@ class _DigestedFiles(FileSystem):
             raise CannotWrite(f"{path}: cannot be written: {error.strerror or error}") from error
         self.digests[path.name] = file.digest()
 
-    def rename(self, path: Path, new_path: Path) -> None:
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Give the index its name, which makes the checkpoint complete; the digests are written before."""
-        self.digests[new_path.name] = self.digests.pop(path.name)
-        digests.write(path.parent, self.digests)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+        digests.write(Path(path).parent, self.digests)
         super().rename(path, new_path)
 
 
@@ -84,7 +86,8 @@ class Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write digests and index on rank 0, when all ranks have written their data."""
-        self.fs.digests = {r.storage_data.relative_path: r.digest for part in results for r in part}
+        written = [r for part in results for r in part if isinstance(r, _DigestedResult)]
+        self.fs.digests = {r.storage_data.relative_path: r.digest for r in written}
         self.fs.digests |= {p.name: digests.digest(p) for p in Path(self.path).iterdir() if p.name in NAMES}
         super().finish(metadata, results)
 
