@@ -33,11 +33,8 @@ class Recurrence(Mixer):
 
     def cache_spec(self, dtype: torch.dtype) -> StateSpec:
         kept = {"state": ((self.mixed_size,), torch.float32)}
-        return StateSpec(kind="toy recurrence", grid=GRID, kept=kept, open=self.open(), rolls_back=True)
-
-    def open(self) -> dict[str, Any]:
-        """The state after each token since the grid, so that a draft can be rejected."""
-        return {"rows": ((GRID, self.mixed_size), torch.float32)}
+        rows = {"rows": ((GRID, self.mixed_size), torch.float32)}  # the state after each token, to go back to
+        return StateSpec(kind="toy recurrence", grid=GRID, kept=kept, open=rows, rolls_back=True)
 
     def flops(self, num_tokens: int) -> float:
         return 3.0 * self.mixed_size * num_tokens
