@@ -7,6 +7,9 @@ from whorl.device import accelerator
 from whorl.host_memory import free_memory
 from whorl.nn import CacheSpec, Model, StateSpec
 
+from .settings import EngineSettings
+from .states import StatePool
+
 _HOST_MEMORY = 1 << 30  # bytes; a CPU shares its memory with all other programs, so most of it is left free
 _SHARE = 0.9  # of an accelerator's free memory; the rest is for activations
 Specs = Sequence[CacheSpec | StateSpec]
@@ -45,6 +48,27 @@ def state_grid(specs: Specs) -> int | None:
     if len(grids) > 1:
         raise ValueError(f"the states of this model's layers have grids of {grids} tokens; all must have the same")
     return grids[0] if grids else None
+
+
+def state_pool(specs: Specs, model: Model, settings: EngineSettings, block_size: int) -> StatePool | None:
+    """Return the pool of states and snapshots, if layers keep states; ValueError for settings that do not fit them."""
+    name, grid = type(model).__name__, state_grid(specs)
+    if grid is None:
+        if settings.num_snapshots is not None:
+            raise ValueError(
+                f"num_snapshots is {settings.num_snapshots}, and no layer of {name} keeps a state for each sequence; "
+                "leave it out"
+            )
+        return None
+    count = settings.max_num_seqs if settings.num_snapshots is None else settings.num_snapshots
+    count = count if settings.use_prefix_cache else 0
+    states = StatePool(count, state_grid=grid, block_size=block_size, interval=settings.snapshot_tokens)
+    if (most := settings.max_prompt_tokens) is not None and most < states.grid:
+        raise ValueError(
+            f"max_prompt_tokens is {most}, expected at least {states.grid}: the states of {name}'s layers need chunks of so "
+            "many tokens"
+        )
+    return states
 
 
 def without_states(model: Model, proposer: str) -> Specs:

@@ -16,7 +16,15 @@ from . import sequence_parallel
 from .batch import Batch
 from .blocks import BlockPool
 from .caches import block_size as cache_block_size
-from .caches import blocks_that_fit, cache_room, cache_specs, check_rollback, state_grid, token_bytes, without_states
+from .caches import (
+    blocks_that_fit,
+    cache_room,
+    cache_specs,
+    check_rollback,
+    state_pool,
+    token_bytes,
+    without_states,
+)
 from .contents import Content
 from .encoder import NO_WORK, Encoder
 from .generate import Prompt, generate_all
@@ -33,7 +41,6 @@ from .scheduler import Chunk, Scheduler
 from .sequence import Detokenizer, FinishReason, Sequence
 from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost, num_agreed
-from .states import StatePool
 from .step_budget import StepBudget
 from .tensor_parallel import Lead
 from .warmup import Kind, Warmed, WarmUp, kind_for, shown
@@ -143,7 +150,7 @@ class LLM:
         block_size = cache_block_size(specs, device, settings.block_size)
         block_bytes = block_size * token_bytes(specs)
         max_len = _checked_max_len(settings.max_model_len, model.max_length, "the model's context")
-        states = self._state_pool(settings, block_size)
+        states = state_pool(self.cache_specs, model, settings, block_size)
         if num_blocks is None:
             share = settings.memory_share
             memory = memory if share is None else memory_left(share, device)
@@ -160,31 +167,6 @@ class LLM:
         self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=settings.use_prefix_cache, states=states)
         limit = min(max_len, num_blocks * block_size)
         self.max_model_len = _checked_max_len(settings.max_model_len, limit, "the cache")
-
-    def _state_pool(self, settings: EngineSettings, block_size: int) -> StatePool | None:
-        """Return the pool of states and snapshots, if the model's layers keep states; ValueError for settings that do
-        not fit them."""
-        grid = state_grid(self.cache_specs)
-        if grid is None:
-            if settings.num_snapshots is not None:
-                raise ValueError(
-                    f"num_snapshots is {settings.num_snapshots}, and no layer of {type(self.model).__name__} keeps a "
-                    "state for each sequence; leave it out"
-                )
-            return None
-        num_snapshots = settings.max_num_seqs if settings.num_snapshots is None else settings.num_snapshots
-        states = StatePool(
-            num_snapshots if settings.use_prefix_cache else 0,
-            state_grid=grid,
-            block_size=block_size,
-            interval=settings.snapshot_tokens,
-        )
-        if (most := settings.max_prompt_tokens) is not None and most < states.grid:
-            raise ValueError(
-                f"max_prompt_tokens is {most}, expected at least {states.grid}: the states of "
-                f"{type(self.model).__name__}'s layers need prompts in chunks of so many tokens"
-            )
-        return states
 
     def _make_runner(self, settings: EngineSettings, device: str) -> None:
         num_ranks = 1 if self._lead is None else self._lead.group.size
