@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("torchtitan", reason="pip install 'whorl[train]'")
+pytest.importorskip("torchtitan", reason="pip install -e '.[train]'")
 
 from torchtitan.components.checkpoint import AsyncMode
 

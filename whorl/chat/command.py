@@ -80,10 +80,9 @@ def build_session(options: Options) -> Callable[[], int]:
     The exit code is 0, 1 when a prompt got no answer or generating failed, or 130 after Ctrl-C. Raises ValueError for
     options and inputs that cannot be honoured.
     """
+    work = _session(options)  # first: it checks the options, and imports torch only then
     from whorl.engine.memory import OutOfMemory, named_errors
     from whorl.engine.tokenizer import DecodeError
-
-    work = _session(options)
 
     def run() -> int:
         try:
