@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whorl import LLM
-from whorl.engine.caches import cache_specs
+from whorl.engine.caches import by_token, cache_specs
 from whorl.nn import Step
 
 TEXT = Path(__file__).parents[1] / "docs" / "engine.md"
@@ -35,7 +35,7 @@ def distributions(llm: LLM, ids: list[int], kv_cache_dtype: str) -> Tensor:
         context_lens=torch.tensor([count], dtype=torch.int32, device=device),
         max_position=count,
     )
-    caches = [spec.empty(num_blocks, BLOCK, device) for spec in cache_specs(model, kv_cache_dtype)]
+    caches = [spec.empty(num_blocks, BLOCK, device) for spec in by_token(cache_specs(model, kv_cache_dtype))]
     return model.logits(model.forward(step, caches)).double().log_softmax(-1)
 
 

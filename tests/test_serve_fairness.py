@@ -26,7 +26,10 @@ SLACK = 1.0  # seconds: a process is started where another had to be killed, and
 LONGEST = 60.0
 TEXT = f"llm=default_llm(max_num_seqs=64, num_blocks=2048), api_key=('{HEAVY}', '{LONE}')"
 SMALL = "replace(OPTIONS, image=replace(OPTIONS.image, max_pixels=4096))"
-PICTURES = f"llm=looking({{'what': 'a cat'}}), processor=Processor({SMALL}), api_key=('{HEAVY}', '{LONE}'), max_media_body=32 << 20"
+PICTURES = (
+    f"llm=looking({{'what': 'a cat'}}), processor=Processor({SMALL}), api_key=('{HEAVY}', '{LONE}'), "
+    "max_media_body=32 << 20"
+)
 BIG = data_uri(encoded(Image.new("RGB", (8192, 8192)), compress_level=9))
 
 
@@ -119,7 +122,10 @@ def measure(name: str, server: str, first: str, lone: tuple[str, Any], heavy: An
 
 
 DEFAULT = "from default_model import default_llm"
-SEEING = "from dataclasses import replace; from seeing import looking; from media_files import OPTIONS; from whorl.media import Processor"
+SEEING = (
+    "from dataclasses import replace; from seeing import looking; from media_files import OPTIONS; "
+    "from whorl.media import Processor"
+)
 
 
 def test_many_requests_of_one_client() -> None:

@@ -65,8 +65,8 @@ def state_pool(specs: Specs, model: Model, settings: EngineSettings, block_size:
     states = StatePool(count, state_grid=grid, block_size=block_size, interval=settings.snapshot_tokens)
     if (most := settings.max_prompt_tokens) is not None and most < states.grid:
         raise ValueError(
-            f"max_prompt_tokens is {most}, expected at least {states.grid}: the states of {name}'s layers need chunks of so "
-            "many tokens"
+            f"max_prompt_tokens is {most}, expected at least {states.grid}: chunks of {name}'s prompts end at multiples "
+            "of it"
         )
     return states
 

@@ -53,7 +53,7 @@ def _bytes(inputs: Values, outputs: tuple[Tensor, ...]) -> int:
 
 def expert_flops(inputs: Values) -> int:
     """Return the floating point operations of both matmuls, for x [T, C] and gate_up [E, 2F, ..]."""
-    rows = find(inputs["layout"]).num_rows(inputs["gate_up"])
+    rows = find(inputs.get("layout", "bytes")).num_rows(inputs["gate_up"])
     return 6 * inputs["ids"].numel() * inputs["x"].shape[1] * (rows // 2)
 
 
