@@ -281,7 +281,7 @@ def test_a_state_that_cannot_go_back_takes_no_drafts() -> None:
             {"max_num_batched_tokens": 6},
             "max_num_batched_tokens is 6, expected at least 7: beside 3 sequences that",
         ),
-        ({"max_prompt_tokens": 3}, "max_prompt_tokens is 3, expected at least 4: the states of Hybrid's layers"),
+        ({"max_prompt_tokens": 3}, "max_prompt_tokens is 3, expected at least 4, the tokens of a chunk"),
         ({"num_blocks": None, "memory": 2000}, "the cache has 2,000 bytes, and the states of 4 sequences and 4 snapsh"),
     ],
 )

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from whorl.device import accelerator
-from whorl.host_memory import free_memory
 from whorl.nn import CacheSpec, Model, StateSpec
 
 from .settings import EngineSettings
@@ -65,8 +64,8 @@ def state_pool(specs: Specs, model: Model, settings: EngineSettings, block_size:
     states = StatePool(count, state_grid=grid, block_size=block_size, interval=settings.snapshot_tokens)
     if (most := settings.max_prompt_tokens) is not None and most < states.grid:
         raise ValueError(
-            f"max_prompt_tokens is {most}, expected at least {states.grid}: chunks of {name}'s prompts end at multiples "
-            "of it"
+            f"max_prompt_tokens is {most}, expected at least {states.grid}, the tokens of a chunk of a prompt that the "
+            f"states of {name}'s layers need"
         )
     return states
 
@@ -136,7 +135,4 @@ def blocks_that_fit(
 def cache_memory(device: str) -> int:
     """Return the bytes that the cache takes by default."""
     module = accelerator(device)
-    if module is not None:
-        return int(_SHARE * module.mem_get_info()[0])
-    free = free_memory()
-    return _HOST_MEMORY if free is None else min(_HOST_MEMORY, free // 2)
+    return _HOST_MEMORY if module is None else int(_SHARE * module.mem_get_info()[0])
