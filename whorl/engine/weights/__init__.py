@@ -20,7 +20,6 @@ from whorl.device import HOST, accelerator, default_device, numbered
 from whorl.host_memory import free_memory
 from whorl.nn import ONE, Matrix, Model, Ranks, create_parameters, weighted
 from whorl.nn import weights as formats
-from whorl.nn.weights import stored
 
 from .. import memory
 from . import dcp
@@ -210,7 +209,7 @@ def _with_stored(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     if is_quantised or dtype != torch.float32 or accelerator(device.type) is not None:
         return checkpoint
     tensors = {name: (len(source.shape), source.gives) for name, source in checkpoint.sources.items()}
-    if (settings := stored.settings(tensors)) is None:
+    if (settings := formats.settings_as_stored(tensors)) is None:
         return checkpoint
     as_stored = replace(checkpoint, config={**checkpoint.config, "quantization_config": settings})
     return replace(checkpoint, packed=lambda: as_stored)

@@ -13,6 +13,8 @@ from whorl.nn.weight import Formats
 from .dense import ALL_DENSE, DENSE
 
 if TYPE_CHECKING:
+    import torch
+
     from whorl.nn.weight import Matrix
 
     from .cpu4 import CpuRounding
@@ -68,6 +70,13 @@ def find(config: Mapping[str, Any]) -> Formats:
         )
     module, _, name = readers[method].partition(":")
     return getattr(import_module(module), name)(settings)  # type: ignore[no-any-return]
+
+
+def settings_as_stored(tensors: "Mapping[str, tuple[int, torch.dtype | None]]") -> dict[str, Any] | None:
+    """Return the `quantization_config` by which a plain checkpoint stays as it is stored, see `stored.settings`."""
+    from . import stored
+
+    return stored.settings(tensors)
 
 
 SCHEME_NAMES = ("w4a16", "w8a8", "fp8")  # schemes that checkpoints are written in
@@ -144,5 +153,6 @@ __all__ = [
     "find",
     "rounding_to",
     "rounds_head",
+    "settings_as_stored",
     "unfit",
 ]
