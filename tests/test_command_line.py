@@ -17,6 +17,7 @@ ENGINE = ANY_ENGINE | {
     *("--sp", "--sp-quantize", "--sp-min-tokens", "--sp-fuse", "--prefix-cache", "--no-prefix-cache"),
     *("--max-num-seqs", "--max-num-batched-tokens", "--max-step-tokens"),
     *("--num-blocks", "--cache-memory", "--gpu-memory-utilization", "--encoder-cache"),
+    *("--num-snapshots", "--snapshot-tokens"),
     *("--quantize", "--unpack", "--no-unpack"),
 }
 DRAFTING = {
@@ -25,6 +26,7 @@ DRAFTING = {
 }
 TEXT = {
     *("--max-tokens", "--n-predict", "-n", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "-s"),
+    *("--top-n-sigma", "--repetition-penalty", "--presence-penalty", "--frequency-penalty"),
     *("--system", "--think", "--no-think", "--reset", "--no-stream", "--stop", "--when-full"),
 }
 THREADS = {"--threads", "-t"}

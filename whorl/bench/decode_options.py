@@ -17,7 +17,10 @@ SET_BY_MEASUREMENT = {
     **dict.fromkeys(
         ("quantize", "unpack"), "weights are timed as the checkpoint has them; whorl quantize writes a quantised one"
     ),
-    "use_prefix_cache": "the prefix cache is off, so that every prompt is computed",
+    **dict.fromkeys(
+        ("use_prefix_cache", "num_snapshots", "snapshot_tokens"),
+        "the prefix cache is off, so that every prompt is computed",
+    ),
 }
 MODES = ("classify", "sweep", "draft_lengths", "verify", "profile", "first")
 

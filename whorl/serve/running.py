@@ -8,10 +8,12 @@ import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-
-from starlette.types import Receive
+from typing import TYPE_CHECKING
 
 from .engine_thread import EngineError
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
 
 # Whose request is handled: clients take turns wherever requests wait.
 CURRENT_CLIENT: ContextVar[str | None] = ContextVar("whorl_client", default=None)
@@ -33,7 +35,7 @@ def client_name(key: int | None, address: str) -> str:
     return str(parsed.ipv4_mapped or ipaddress.IPv6Network((parsed, 64), strict=False))
 
 
-async def while_connected(work: Awaitable[None], receive: Receive, *, is_answered: Callable[[], bool]) -> bool:
+async def while_connected(work: Awaitable[None], receive: "Receive", *, is_answered: Callable[[], bool]) -> bool:
     """Run `work`, but cancel it when the client closes the connection before it is answered; False then."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
@@ -48,7 +50,7 @@ async def while_connected(work: Awaitable[None], receive: Receive, *, is_answere
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _disconnect(receive: "Receive") -> None:
     while (await receive())["type"] != "http.disconnect":
         await asyncio.sleep(0)  # whatever a server sends, the work goes on
 
