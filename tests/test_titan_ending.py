@@ -43,9 +43,11 @@ while True:
 RUN = """
 import sys
 from pathlib import Path
-from whorl.titan.train_command import Job, run
+from whorl.titan.train_command import Job, prepare, run
 command = [sys.executable, *sys.argv[1:]]
-sys.exit(run(Job(recipe=Path("x"), folder=Path("run"), ranks=1, command=command, locked=[])))
+job = Job(recipe=Path("x"), folder=Path("run"), ranks=1, command=command, locked=[])
+prepare(job)
+sys.exit(run(job))
 """
 
 
