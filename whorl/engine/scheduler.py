@@ -9,6 +9,7 @@ makes way for work that does not. Which sequences run together changes no bit of
 
 import math
 from collections import Counter, deque
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from .blocks import BlockPool
@@ -48,9 +49,10 @@ class Chunk:
 class Scheduler:
     """Queues sequences and chooses what each step computes.
 
-    max_num_seqs: running sequences at once; max_num_batched_tokens: tokens of one step. max_shared: sequences that
-    decode in a step while several clients have some, in equal parts; the others do in the next steps. None: all.
-    Raises ValueError if a step could not hold one token of every running sequence.
+    max_num_seqs: running sequences at once; max_num_batched_tokens: tokens of one step. max_shared: where a step takes
+    longer the more it computes, the decoding sequences of a step that several clients share, in equal parts, and the
+    prompt tokens beside them; the others have their turn in the next steps. None: no limit. Raises ValueError if a step
+    could not hold one token of every running sequence.
     """
 
     def __init__(
@@ -104,7 +106,10 @@ class Scheduler:
         budget = self.max_num_batched_tokens - len(decoding)
         if max_prompt_tokens is not None:
             budget = min(budget, max(max_prompt_tokens, self._least))
-        prompts = self._compute_prompts(budget)
+        if self._is_shared and decoding:
+            assert self._max_shared is not None
+            budget = min(budget, max(self._max_shared, self._least))
+        prompts = self._compute_prompts(budget, {chunk.sequence.client for chunk in decoding})
         if lookahead:
             budget = self.max_num_batched_tokens - sum(chunk.length for chunk in (*decoding, *prompts))
             for i, chunk in enumerate(decoding):
@@ -131,27 +136,32 @@ class Scheduler:
     def _decode(self) -> list[Chunk]:
         """Return a chunk of one token for each decoding sequence that has, or can get, a block for it."""
         chunks: list[Chunk] = []
-        parts: Counter[Client] = Counter()
-        most, order = self._parts()
+        counts: Counter[Client] = Counter()
+        order, most = list(self.running), math.inf
+        clients_of_prompts: Collection[Client] = ()
+        if self._is_shared:
+            assert self._max_shared is not None
+            self._num_shared += 1
+            order.sort(key=lambda seq: seq.last_shared)
+            most = max(1, self._max_shared // len(self.waiting.running))
+            clients_of_prompts = self._lines() if self._num_shared % 2 else ()
         for seq in order:
             # A sequence just preempted for another has no lane. One whose last possible token is in flight must wait.
             if seq.lane < 0 or seq.num_pending != 1 or not seq.is_decoding or seq.length >= seq.max_len:
                 continue
-            if parts[seq.client] < most and self._make_room(seq):
+            if counts[seq.client] < (1 if seq.client in clients_of_prompts else most) and self._make_room(seq):
                 chunks.append(Chunk(seq, 1))
-                parts[seq.client] += 1
+                counts[seq.client] += 1
                 seq.last_shared = self._num_shared
-        for client, count in parts.items():
+        for client, count in counts.items():
             self.waiting.charge(client, count)
         return [chunk for chunk in chunks if chunk.sequence.lane >= 0]  # one may have been preempted for a later one
 
-    def _parts(self) -> tuple[float, list[Sequence]]:
-        """Return how many sequences of each client may decode in this step, and the order in which they may."""
-        num_clients = len(self.waiting.running)
-        if self._max_shared is None or num_clients < 2:
-            return math.inf, list(self.running)
-        self._num_shared += 1
-        return max(1, self._max_shared // num_clients), sorted(self.running, key=lambda seq: seq.last_shared)
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the work of a step is limited because several clients share it. A client's prompts and its decoding
+        sequences then take turns, so that they do not make the step long together."""
+        return self._max_shared is not None and len(self.waiting.running) > 1
 
     def _make_room(self, seq: Sequence) -> bool:
         """Get a block for the next token, by preemption if necessary; False if `seq` itself was preempted."""
@@ -201,11 +211,13 @@ class Scheduler:
         seq.num_preempted += 1
         self.num_preemptions += 1
 
-    def _compute_prompts(self, budget: int) -> list[Chunk]:
+    def _compute_prompts(self, budget: int, decoding: Collection[Client]) -> list[Chunk]:
         """Return the next chunks of prompts: clients take turns, each with those that run, then those that wait while
-        lanes and blocks are left."""
+        lanes and blocks are left. decoding: clients whose sequences decode in this step."""
         chunks: list[Chunk] = []
         lines = self._lines() if budget > 0 else {}
+        if self._is_shared and not self._num_shared % 2:
+            lines = {client: line for client, line in lines.items() if client not in decoding}
         while lines and budget > 0:
             client = min(lines, key=lambda client: self.waiting.turn(lines[client][0]))
             seq = lines[client].popleft()
