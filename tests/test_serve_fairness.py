@@ -4,22 +4,31 @@ Each load runs in a process of its own. With `-s` the seconds are printed.
 """
 
 import asyncio
+import contextlib
+import functools
 import json
 import random
 import statistics
 import string
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
 import pytest
-from media_files import data_uri, encoded
+from media_files import data_uri, encoded, lying_png, png
 from PIL import Image
-from serving import own_process
+from seeing import seeing
+from serving import own_process, serving, told, wait_until
 
-pytestmark = pytest.mark.slow
+from whorl.engine.fair_queue import has_room
+from whorl.media import Limits
+from whorl.serve import fair_slots
+from whorl.serve.fair_slots import FairSlots
+from whorl.serve.running import CURRENT_CLIENT, client_name
+
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 HEAVY, LONE = "heavy", "lone"
 TIMES = 3.0  # of the lone client's time alone
@@ -119,6 +128,191 @@ class Load:
         assert beside < TIMES * alone + SLACK
 
 
+# ---- one by one
+
+
+class Bell:
+    """A resource whose work rings: it lasts until it is interrupted or told to end."""
+
+    def __init__(self) -> None:
+        self.ends, self.is_started, self.was_interrupted = threading.Event(), False, False
+
+    def start(self) -> None:
+        self.is_started = True
+
+    def interrupt(self) -> None:
+        self.was_interrupted = True
+        self.ends.set()
+
+    def ring(self) -> "Bell":
+        assert self.ends.wait(20)
+        return self
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def ring(slots: FairSlots[Bell], client: str) -> Bell:
+    CURRENT_CLIENT.set(client)
+    async with slots.slot() as slot:
+        return await slot.run(Bell.ring)
+
+
+def test_one_client_has_all_slots_but_one() -> None:
+    async def main() -> None:
+        bells = [Bell(), Bell(), Bell()]
+        slots = FairSlots("bell", bells, max_queue=100)
+        heavy = [asyncio.create_task(ring(slots, HEAVY)) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert len(slots._free) == 1
+        await until(lambda: bells[2].is_started)
+        lone, second = (asyncio.create_task(ring(slots, LONE)) for _ in range(2))
+        await asyncio.sleep(0.01)
+        assert slots._free == []
+        bells[0].ends.set()  # the turn is the lone client's, of which less runs than may
+        await heavy[0]
+        await until(lambda: not slots._free)
+        assert [sum(1 for slot in slots._queue if slot.client == name) for name in (HEAVY, LONE)] == [3, 0]
+        for bell in bells:
+            bell.ends.set()
+        await asyncio.gather(*heavy, lone, second)
+        assert len(slots._free) == 3
+        slots.close()
+
+    asyncio.run(main())
+
+
+def test_the_work_of_a_client_that_left_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_slots, "_KILL_SECONDS", 0.1)
+
+    async def main() -> None:
+        bell = Bell()
+        slots = FairSlots("bell", [bell], max_queue=100)
+        running, waiting, other = (asyncio.create_task(ring(slots, name)) for name in (HEAVY, HEAVY, LONE))
+        await asyncio.sleep(0.01)
+        running.cancel()
+        waiting.cancel()
+        await asyncio.sleep(0.01)
+        assert not slots._free, "the slot is not free before the work has ended"
+        assert await other is bell
+        assert bell.was_interrupted
+        assert waiting.cancelled()
+        assert len(slots._queue) == 0
+        slots.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_is_interrupted_and_its_grammar_is_not_refused_for_it() -> None:
+    """The client of a schema leaves while it is compiled; the schema is still unknown, not one that was refused."""
+    with serving(told(), job_seconds=60) as served:
+        service = served.app.state.service
+        grammars = service.preparer._grammars
+        body = shaped(99400891) | {"max_tokens": 2}
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(f"{served.url}{CHAT}", json=body, timeout=0.5)
+        pool = service._schemas
+        wait_until(lambda: len(pool._slots._free) == 3)
+        assert not grammars._proven
+        assert all(worker._process is None for worker in pool.workers), "it was killed"
+        answer = served.http.post(CHAT, json=shaped(7))
+        assert int(answer.json()["choices"][0]["message"]["content"]) % 7 == 0
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, TOKENIZE, "/v1/embeddings", "/v1/responses/input_tokens"])
+def test_what_waits_for_a_worker_is_cancelled_when_its_client_leaves(path: str) -> None:
+    with serving(told(), pooling="lasttoken") as served:
+        slots = served.app.state.service._prompts._slots
+        free, slots._free = slots._free, []
+        body = {"prompt": "a", "input": "a"}
+        fields = {CHAT: ["messages"], COMPLETIONS: ["prompt"], TOKENIZE: ["prompt"]}.get(path, ["input"])
+        content = {name: (body | say("a"))[name] for name in fields}
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(f"{served.url}{path}", json=content, timeout=0.3)
+        wait_until(lambda: len(slots._queue) == 0)
+        slots._free = free
+        assert served.complete("a", max_tokens=3)["choices"][0]["text"] == "bcd"
+
+
+def test_a_full_queue_has_room_for_each_clients_part() -> None:
+    assert has_room({}, "a", 8, 8)
+    assert not has_room({"a": 8}, "a", 1, 8)
+    assert has_room({"a": 8}, "b", 4, 8)
+    assert not has_room({"a": 8, "b": 2}, "b", 3, 8)
+
+
+def test_another_client_is_served_although_one_fills_the_queue() -> None:
+    llm = told(max_num_seqs=2)
+    with serving(llm, api_key=("heavy", "lone"), max_queue=4) as served, llm.model.held_after(0):
+        threads = []
+        for number in range(4):
+            post = functools.partial(httpx.post, f"{served.url}{COMPLETIONS}", timeout=30)
+            options = {"json": {"prompt": f"a{number}", "max_tokens": 2}, "headers": {"X-Api-Key": "heavy"}}
+            threads.append(threading.Thread(target=post, kwargs=options))
+            threads[-1].start()
+        wait_until(lambda: served.app.state.service.engine.num_waiting == 4)
+        refusal = httpx.post(f"{served.url}{COMPLETIONS}", **options)
+        assert (refusal.status_code, refusal.json()["error"]["code"]) == (429, "queue_full")
+        lone = threading.Thread(target=post, kwargs=options | {"headers": {"X-Api-Key": "lone"}})
+        lone.start()
+        wait_until(lambda: served.app.state.service.engine.num_waiting == 5)
+        llm.model.may_step.set()
+        for thread in (*threads, lone):
+            thread.join()
+        assert served.app.state.service.engine.num_waiting == 0
+
+
+def test_a_request_says_whose_it_is_and_how_urgent() -> None:
+    llm = told()
+    added: list[Any] = []
+    add = llm.scheduler.add
+    llm.scheduler.add = lambda seq: added.append((seq.client, seq.priority)) or add(seq)  # type: ignore[method-assign]
+    with serving(llm, api_key=("one", "two"), pooling="lasttoken") as served:
+        served.complete("a", max_tokens=1, priority=3)
+        served.chat("a", max_tokens=1, priority=-1)
+        served.post("/v1/responses", input="a", max_output_tokens=1, priority=4)
+        served.post("/inference/v1/generate", token_ids=[1], sampling_params={"max_tokens": 1}, priority=5)
+        served.post("/v1/embeddings", input="a", priority=6)
+        served.http.headers["Authorization"] = "Bearer two"
+        served.complete("a", max_tokens=1)
+    assert added == [*(("key 0", priority) for priority in (3, -1, 4, 5, 6)), ("key 1", 0)]
+
+
+@pytest.mark.parametrize(
+    ("key", "address", "name"),
+    [
+        (1, "127.0.0.1", "key 1"),
+        (None, "10.0.0.7", "10.0.0.7"),
+        (None, "::ffff:10.0.0.7", "10.0.0.7"),
+        (None, "2001:db8:0:1:2:3:4:5", "2001:db8:0:1::/64"),
+        (None, "fe80::1%eth0", "fe80::/64"),
+        (None, "-", "-"),
+    ],
+)
+def test_the_name_of_a_client(key: int | None, address: str, name: str) -> None:
+    assert client_name(key, address) == name
+
+
+def test_the_pixels_of_a_request_are_bounded() -> None:
+    """They are counted before any of them is decoded: the files say what they are, and hold nothing."""
+    lying = {"type": "image_url", "image_url": {"url": data_uri(lying_png(1000, 1000))}}
+    small = {"type": "image_url", "image_url": {"url": data_uri(png(64, 64))}}
+    limits = Limits(max_pixels=1 << 20, max_request_pixels=3 << 20)
+    with seeing({"what": "a cat"}, limits=limits) as served:
+        text = {"type": "text", "text": "\nwhat"}
+        answer = served.http.post(CHAT, json={"messages": [{"role": "user", "content": [lying] * 4 + [text]}]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "media_too_large")
+        assert "have 4000000 pixels; up to 3145728 are allowed" in answer.json()["error"]["message"]
+        answer = served.http.post(CHAT, json={"messages": [{"role": "user", "content": [small] * 4 + [text]}]})
+        assert answer.json()["choices"][0]["message"]["content"] == "a cat"
+
+
+# ---- loads
+
+
 @pytest.fixture(scope="module")
 def texts() -> Iterator[Load]:
     server = f"llm=default_llm(max_num_seqs=64, num_blocks=2048), api_key=('{HEAVY}', '{LONE}'), max_body=8 << 20"
@@ -135,26 +329,31 @@ def pictures() -> Iterator[Load]:
         yield Load(url)
 
 
+@pytest.mark.slow
 def test_many_requests_of_one_client(texts: Load) -> None:
     heavy = [(CHAT, say(f"Tell me about {number}.")) for number in range(500)]
     texts.measure("500 requests", CHAT, lambda number: say(f"Hello {number}"), heavy)
 
 
+@pytest.mark.slow
 def test_many_answers_to_one_request(texts: Load) -> None:
     heavy = [(CHAT, say(f"Tell me about {number}.", n=128, temperature=1)) for number in range(8)]
     texts.measure("8 requests with n=128", CHAT, lambda number: say(f"Hi {number}"), heavy)
 
 
+@pytest.mark.slow
 def test_many_schemas_whose_clients_left(texts: Load) -> None:
     heavy = [(CHAT, shaped(99400891 + number)) for number in range(60)]
     texts.measure("60 schemas", CHAT, lambda number: shaped(7 + number), heavy, stay=False)
 
 
+@pytest.mark.slow
 def test_many_texts_whose_clients_left(texts: Load) -> None:
     heavy = [(TOKENIZE, letters(number)) for number in range(30)]
     texts.measure("30 texts", COMPLETIONS, lambda number: {"prompt": f"Hello {number}"}, heavy, stay=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("requests", "count"), [(1, 64), (4, 16)])
 def test_many_pictures(pictures: Load, requests: int, count: int) -> None:
     heavy = [(CHAT, show(count))] * requests
