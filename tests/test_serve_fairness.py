@@ -278,7 +278,12 @@ def test_a_request_says_whose_it_is_and_how_urgent() -> None:
         served.post("/v1/embeddings", input="a", priority=6)
         served.http.headers["Authorization"] = "Bearer two"
         served.complete("a", max_tokens=1)
-    assert added == [*(("key 0", priority) for priority in (3, -1, 4, 5, 6)), ("key 1", 0)]
+    with serving(llm) as served:
+        served.complete("a", max_tokens=1)
+        served.http.headers["X-Forwarded-For"] = "10.0.0.7"  # as a proxy on this machine sends it
+        served.complete("a", max_tokens=1)
+    assert [client for client, _ in added[6:]] == ["127.0.0.1", "10.0.0.7"]
+    assert added[:6] == [*(("key 0", priority) for priority in (3, -1, 4, 5, 6)), ("key 1", 0)]
 
 
 @pytest.mark.parametrize(

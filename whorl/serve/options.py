@@ -83,6 +83,9 @@ class ServeOptions:
         vllm=("--allowed-local-media-path",),
         metavar="FOLDER",
     )
+    max_request_pixels: int = option(
+        1 << 30, "Pixels that the pictures of one request may declare together; more get 413.", least=1
+    )
 
     def __post_init__(self) -> None:
         """Raise ValueError for a key that is meant but empty: the server would be open to everybody."""
@@ -93,6 +96,8 @@ class ServeOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `openai.build_server`."""
+        from whorl.media import Limits
+
         return {
             "host": self.host,
             "port": self.port,
@@ -111,4 +116,5 @@ class ServeOptions:
             "drain_seconds": self.drain,
             "media_hosts": tuple(self.media_hosts),
             "media_folder": self.media_folder or None,
+            "media": Limits(max_request_pixels=self.max_request_pixels),
         }
