@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 
 pytest.importorskip("torchtitan", reason="pip install -e '.[train]'")
 
+from torch.utils.data import IterableDataset
 from torchtitan.components.checkpoint import AsyncMode
+from torchtitan.components.dataloader import ParallelAwareDataloader
 
 from whorl import digests
 from whorl.checkpoint_index import METADATA, read_index
@@ -153,6 +156,37 @@ class Loader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.state = pickle.loads(state_dict["dp_rank_0"])
+
+
+class Numbers(IterableDataset[int]):
+    """As TorchTitan's datasets, it has a state."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.at = state_dict["at"]
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_torchtitans_own_loaders_resume(num_workers: int, tmp_path: Path) -> None:
+    def loader() -> ParallelAwareDataloader:
+        return ParallelAwareDataloader(Numbers(), 0, 1, batch_size=2, num_workers=num_workers)
+
+    first = loader()
+    batches = iter(first)
+    assert [next(batches).tolist() for _ in range(2)] == [[1, 2], [3, 4]]
+    write_states({"dataloader": first}, str(tmp_path / "step-2"), AsyncMode.DISABLED, None, None)
+    second = loader()
+    read_states({"dataloader": second}, tmp_path / "step-2", no_dist=True)
+    assert next(iter(second)).tolist() == [5, 6]
 
 
 def test_the_state_of_data_runs_nothing(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def export_checkpoint(checkpoint: str | Path, args: DeepSeekV32Args, folder: str
         read_complete(Path(checkpoint))
         check_digests(Path(checkpoint))
     except BadCheckpoint as error:
-        raise ValueError(f"{checkpoint}: {error}") from error
+        raise ValueError(f"{checkpoint} is no step-N folder of a checkpoint to export: {error}") from error
     with torch.device("meta"):
         empty = DeepSeekV32Model(args).state_dict()
     state = {name: torch.empty_like(value, device="cpu") for name, value in empty.items()}
