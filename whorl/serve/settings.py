@@ -23,12 +23,13 @@ class ServerSettings:
     share the prefix cache; more_keys: further keys, with names and limits. allowed_hosts: accepted values of the header
     Host; empty or `*`: any. origins: origins of web pages that may send requests, beside the server's own page.
     max_body: size of a request; max_media_body: with pictures or videos; max_bodies: of all requests in progress, above
-    which those with more than an equal share are refused. max_queue: how many
-    sequences may wait, counting those of requests that have no token yet. timeout: for a whole request. head_seconds:
-    from a connection's start to its request's headers. body_seconds: to receive a request's body. drain_seconds: for
-    running requests after SIGTERM. stall_seconds: a step that runs this long makes the server unhealthy. max_connections: None: from the limit on open files. job_seconds, job_memory:
-    CPU time and memory that a worker may use for a prompt's template and tokens; a schema gets half the time and a
-    quarter of the memory. chat_template: the text of a template; None: the model's own. tool_parser, reasoning_parser:
+    which those with more than an equal share are refused. max_queue: how many sequences may wait, counting those of
+    requests that have no token yet. timeout: for a whole request. head_seconds: from a connection's start to its
+    request's headers. body_seconds: to receive a request's body. drain_seconds: for running requests after SIGTERM.
+    stall_seconds: a step that runs this long makes the server unhealthy. max_connections: None: from the limit on open
+    files. job_seconds, job_memory: CPU time and memory that a worker may use for a prompt's template and tokens; a
+    schema gets half the time and a quarter of the memory. chat_template: the text of a template; None: the model's own.
+    tool_parser, reasoning_parser:
     the names of the parsers of replies, or auto; see `parsers`. media: limits on pictures and videos; media_hosts,
     media_folder: where they may be fetched from, beside data: URIs. pooling: how the model pools embeddings, see
     `embeddings.read_pooling`; None: it makes none.
