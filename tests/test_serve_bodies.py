@@ -64,6 +64,20 @@ def test_what_is_parsed_is_what_json_says(seed: int) -> None:
     assert json.loads(filled(data, seed=seed).raw()) == value
 
 
+@pytest.mark.parametrize("escape", ["\\u00e9", "\\ud83d\\ude00", "\\\\u00e9", "\\\\\\u00e9", "\\n", "\\/"])
+def test_an_escape_where_two_blocks_meet(escape: str) -> None:
+    """The text behind it is kept apart, so that an escape cut in two would take its end from what stands for it."""
+    for cut in range(len(escape) + 1):
+        data = '{"a":"'.ljust(BLOCK - cut, "x") + escape + "y" * 2 * BLOCK + '"}'
+        assert filled(data.encode()).parse() == json.loads(data), cut
+
+
+def test_an_escape_that_never_ends_is_no_json() -> None:
+    data = '{"a":"'.ljust(BLOCK - 4, "x") + "\\u00" + "\\/" * 2 * BLOCK + '"}'
+    with pytest.raises(ApiError, match="is not JSON"):
+        filled(data.encode()).parse()
+
+
 def test_the_last_of_two_fields_of_one_name_counts() -> None:
     data = '{"a": "' + "x" * 3 * BLOCK + '", "b": "' + "y" * 3 * BLOCK + '", "a": "' + "z" * 3 * BLOCK + '"}'
     assert filled(data.encode()).parse() == {"a": "z" * 3 * BLOCK, "b": "y" * 3 * BLOCK}

@@ -26,6 +26,7 @@ MAX_VALUES = 2**18
 MAX_NESTED = 2**16  # lists, objects and fields of objects: each takes ten times as long as a number
 MAX_DIGITS = 64  # reading a number takes the square of its digits
 BLOCK = 4096
+_ESCAPE = len(r"\u00e9")  # the longest escape
 # A block without quotes and control characters. PHP writes every slash of a picture as \/.
 _PLAIN = re.compile(rb"[ !#-\[\]-~]*+(?:\\/[ !#-\[\]-~]*+)*+")
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
@@ -87,10 +88,15 @@ class Body:
         self.check_size(self.size)
         self._pending += data
         while len(self._pending) >= BLOCK:
-            num_escapes = BLOCK - len(self._pending[:BLOCK].rstrip(b"\\"))
-            self._take(BLOCK - num_escapes % 2)  # an escape is not cut apart
+            self._take(self._block_size())
         if is_last and self._pending:
             self._take(len(self._pending))
+
+    def _block_size(self) -> int:
+        """Return how many of the pending bytes are the next block: an escape, \\n or \\u00e9, is not cut apart."""
+        last = self._pending.rfind(b"\\", BLOCK - _ESCAPE + 1, BLOCK)
+        is_escape = (last + 1 - len(self._pending[: last + 1].rstrip(b"\\"))) % 2 == 1
+        return last if is_escape and (last == BLOCK - 1 or self._pending[last + 1 : last + 2] == b"u") else BLOCK
 
     def _take(self, count: int) -> None:
         block = bytes(self._pending[:count])
@@ -137,7 +143,8 @@ class Body:
         """Return the JSON object of the body, which is forgotten here. Raises ApiError 400 where it is none."""
         if not self.size:
             raise _not_json("is empty, expected a JSON object")
-        mark = secrets.token_hex(16)  # with a number it stands for text that is kept apart; no client can guess it
+        # With a number it stands for text that is kept apart. No client can guess it, and no escape goes on with it.
+        mark = f"~{secrets.token_hex(16)}"
         pieces: list[bytes] = []
         apart: list[list[str]] = []
         for is_apart, run in groupby(self._release(), key=lambda block: isinstance(block, str)):
