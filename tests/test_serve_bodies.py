@@ -3,11 +3,16 @@
 import asyncio
 import json
 import logging
+import os
+import platform
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,6 +157,31 @@ def test_a_picture_is_in_memory_a_few_times_at_most() -> None:
         assert tracemalloc.get_traced_memory()[0] < 1 << 20, "something of the body is kept"
     finally:
         tracemalloc.stop()
+
+
+MEMORY = """
+import sys
+from test_serve_bodies import body
+
+def peak():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+data = b'{"url": "' + b"A" * (16 << 20) + b'"}'
+bodies, size, before = [body() for _ in range(16)], 1 << 16, peak()
+for start in range(0, len(data), size):
+    for each in bodies:
+        each.add(data[start : start + size], is_last=start + size >= len(data))
+texts = [each.parse() for each in bodies]
+print((peak() - before) / (len(bodies) * len(data)))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library gives back what it likes")
+def test_pictures_that_arrive_together_are_in_memory_once() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((*sys.path, str(Path(__file__).parent)))}
+    command = [sys.executable, "-c", MEMORY]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert float(ended.stdout) < 1.5, "the gaps that blocks leave are not used"
 
 
 def test_bodies_together_have_a_limit_and_small_ones_pass() -> None:

@@ -16,6 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
+from whorl.engine.heap import give_back
+
 from .api_error import ApiError
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ _ESCAPE = len(r"\u00e9")  # the longest escape
 # A block without quotes and control characters. PHP writes every slash of a picture as \/.
 _PLAIN = re.compile(rb"[ !#-\[\]-~]*+(?:\\/[ !#-\[\]-~]*+)*+")
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+_LARGE = 1 << 20  # bytes of a body whose memory is given back
 _SHOWN = 24  # characters that an error shows of the body
 
 
@@ -52,6 +55,7 @@ class Bodies:
         finally:
             self._count -= 1
             self._num_bytes -= body.size
+            body.forget()
 
     def _grow(self, size: int, more: int) -> None:
         """Count `more` bytes of a body that then has `size`; refuse it if it has more than its share of too many."""
@@ -163,9 +167,18 @@ class Body:
             raise _not_json(f"is not UTF-8: it has the byte {error.object[error.start]:#04x}") from None
         except RecursionError:
             raise _not_json("has too many lists or objects in each other") from None
+        finally:
+            del apart, pieces
+            self.forget()
         if not isinstance(value, dict):
             raise _not_json(f"is {text[:_SHOWN]!r}, expected a JSON object")
         return value
+
+    def forget(self) -> None:
+        """Drop what is left of the body, and give back the memory of a large one."""
+        self._release()
+        if self.size > _LARGE:
+            give_back()
 
     def _release(self) -> list[bytes | str]:
         blocks, self._blocks, self._is_taken = self._blocks, [], True
