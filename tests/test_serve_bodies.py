@@ -1,6 +1,7 @@
 """Bodies of requests: what is counted while they arrive, how they are parsed, and how much of them is in memory."""
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from media_files import data_uri
+from seeing import seeing
 from serving import Served, serving, told, wait_until
 from starlette.types import Message, Receive, Scope, Send
 
@@ -305,3 +308,25 @@ def test_a_body_that_was_not_taken_is_given_on() -> None:
 
     first, second = asyncio.run(all_messages())
     assert (first["body"], first["more_body"], second["type"]) == (b'{"a": 1}', False, "http.disconnect")
+
+
+def test_a_refused_picture_is_not_kept_in_a_cycle_of_its_error() -> None:
+    """The garbage collector counts objects, not their bytes: it could let gigabytes of such pictures add up."""
+    url = data_uri(b"\x89PNG\r\n\x1a\n" + bytes(1 << 16))
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    with seeing() as served:
+        answer = served.http.post("/v1/chat/completions", json={"messages": messages})
+        assert answer.json()["error"]["code"] == "invalid_media"
+        wait_until(lambda: served.app.state.service.engine.num_waiting == 0)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            served.http.post("/v1/chat/completions", json={"messages": messages})
+            time.sleep(0.5)  # the tasks of the request end after its answer
+            gc.collect()
+            assert not [kept for kept in gc.garbage if isinstance(kept, BaseException)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()

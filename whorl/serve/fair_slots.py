@@ -60,10 +60,14 @@ class Slot(Generic[_R]):
         """Run a function with the resource on a thread."""
         try:
             assert self.resource is not None
-            self.work = future = self.threads.submit(work, self.resource)
+            self.work = self.threads.submit(work, self.resource)
         except RuntimeError:
             raise EngineError("the server is shutting down") from None
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(self.work)
+        finally:
+            if self.work.done():
+                self.work = None  # its error has this frame, and so the data, which a cycle would keep
 
 
 class FairSlots(Generic[_R]):

@@ -141,8 +141,8 @@ async def _all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
+        while tasks:  # a list that is kept by the frame, which an error keeps, would keep the error
+            tasks.pop().cancel()
 
 
 @contextmanager
