@@ -15,7 +15,8 @@ from whorl.extras import DISTRIBUTION, how_to_install
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # whorl or whorl-llm where pip would look for it on the index: not a path, not part of another name.
-BY_NAME = re.compile(r"(?<![\w./@-])whorl(-llm)?\[|pip3? install( +-\S+)* +['\"]?whorl(-llm)?(?=[\s'\"`=<>,;)]|$)")
+_INSTALL = r"(?:pip3? (?:install|download)|pipx (?:install|run)|uvx|uv (?:add|tool install))"
+BY_NAME = re.compile(rf"(?<![\w./@-])whorl(-llm)?\[|{_INSTALL}(?: +-\S+)* +['\"]?whorl(-llm)?(?=[\s'\"`=<>,;)]|$)")
 
 
 def test_the_distribution_has_its_own_name_and_names_it_in_its_extras() -> None:
@@ -24,7 +25,15 @@ def test_the_distribution_has_its_own_name_and_names_it_in_its_extras() -> None:
     assert {need.partition("[")[0] for need in needs if need.startswith("whorl")} == {DISTRIBUTION}
 
 
-@pytest.mark.parametrize("text", ["pip install whorl", "pip install -U 'whorl[serve]'", "needs `whorl[serve]`: see"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip install whorl",
+        "pip install -U 'whorl[serve]'",
+        "needs `whorl[serve]`: see",
+        "uv add whorl",
+    ],
+)
 def test_the_foreign_name_would_be_noticed(text: str) -> None:
     assert BY_NAME.search(text)
     assert not BY_NAME.search(text.replace("whorl", "./whorl"))
