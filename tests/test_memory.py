@@ -207,3 +207,17 @@ def test_a_limit_on_address_space_gives_one_line(tmp_path: Path) -> None:
     assert (done.returncode, len(lines)) == (2, 1), done.stderr[-2000:]
     assert lines[0].startswith("whorl: ")
     assert "limit (address space, ulimit -v) are free" in lines[0]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux enforces RLIMIT_AS")
+@pytest.mark.parametrize("room", [40, 200, 350])
+def test_imports_that_do_not_fit_give_one_line(room: int) -> None:
+    """Those of torch: its libraries alone take some hundred MB of address space."""
+    program = ULIMIT.replace("import torch\nfrom whorl import host_memory, nn\n", "from whorl import host_memory\n")
+    program = program.replace("import app", "import run").replace("\napp()", "\nsys.exit(run())")
+    command = [sys.executable, "-c", program, str(room << 20), "generate", "-p", "a", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, len(lines)) == (1, 1), done.stderr[-2000:]
+    assert lines[0].startswith("whorl: memory ran out; ")
+    assert "limit (address space, ulimit -v) are free: " in lines[0]

@@ -23,6 +23,7 @@ from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import MODEL, RANKS, EngineSettings
 from whorl.extras import how_to_install
 from whorl.files import NO_ROOM, CannotWrite
+from whorl.host_memory import is_of_memory, limits
 from whorl.options import (
     Device,
     Json,
@@ -447,7 +448,10 @@ def _plot_training(folders: list[Path]) -> int:
 
 
 def run() -> int:
-    """Run the command line and return its exit code. Ctrl-C ends it in silence, an output without room in one line."""
+    """Run the command line and return its exit code.
+
+    Ctrl-C ends it in silence; an output without room, and imports that do not fit into memory, in one line.
+    """
     try:
         raise_again()
         try:
@@ -464,11 +468,26 @@ def run() -> int:
     except BrokenPipeError:  # `whorl ops | head -1` is no mistake
         return _without_output(None)
     except OSError as error:
+        if is_of_memory(error):
+            return _without_memory(error)
         if error.errno not in NO_ROOM:
             raise
         return _without_output(f"{error.filename or 'standard output'}: cannot be written: {error.strerror}")
+    except (MemoryError, ImportError, RuntimeError) as error:
+        if not is_of_memory(error):
+            raise
+        return _without_memory(error)
     finally:
         end_at_once()
+
+
+def _without_memory(error: BaseException) -> int:
+    """Print what is free, and return the exit code."""
+    free, owner = min(limits(), default=(None, ""))
+    left = "" if free is None else f"; {free / 1e9:.3g} GB {owner} are free"
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    print(f"whorl: memory ran out{left}: {reason[:200]}", file=sys.stderr)
+    return 1
 
 
 def _without_output(problem: str | None) -> int:

@@ -1,9 +1,13 @@
 """The memory that this process may still take on its host."""
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+if sys.platform != "win32":
+    import resource
 
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
@@ -12,6 +16,20 @@ _VERSIONS = (
     ("memory.max", "memory.current", ("inactive_file", "active_file")),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
+# What torch, the system and its loader of libraries say where Python itself raises MemoryError.
+_NO_MEMORY = (
+    *("can't allocate memory", "not enough memory", "Cannot allocate memory", "out of memory"),
+    *("failed to map segment from shared object", "can't start new thread", "cannot allocate memory in static TLS"),
+)
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out."""
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or any(text in str(error) for text in _NO_MEMORY)
+    )
 
 
 def free_memory() -> int | None:
@@ -55,8 +73,6 @@ def _control_groups() -> Iterator[Path]:
 def _own_limits() -> Iterator[tuple[int, str]]:
     if sys.platform == "win32":
         return
-    import resource
-
     try:
         fields = [int(field) * os.sysconf("SC_PAGE_SIZE") for field in (_PROC / "self/statm").read_text().split()]
     except (OSError, ValueError):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from whorl.device import accelerator
+from whorl.host_memory import free_memory
 from whorl.nn import CacheSpec, Model, StateSpec
 
 from .settings import EngineSettings
@@ -135,4 +136,7 @@ def blocks_that_fit(
 def cache_memory(device: str) -> int:
     """Return the bytes that the cache takes by default."""
     module = accelerator(device)
-    return _HOST_MEMORY if module is None else int(_SHARE * module.mem_get_info()[0])
+    if module is not None:
+        return int(_SHARE * module.mem_get_info()[0])
+    free = free_memory()
+    return _HOST_MEMORY if free is None else min(_HOST_MEMORY, free // 2)

@@ -1,6 +1,5 @@
 """What fits into a device's memory: weights before they are read, and the KV cache."""
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -11,13 +10,10 @@ import torch
 from torch import nn
 
 from whorl.device import HOST, accelerator, empty_cache
-from whorl.host_memory import limits
+from whorl.host_memory import is_of_memory, limits
 from whorl.nn import Matrix
 
 from .caches import cache_memory
-
-# What torch and the system say where Python itself raises MemoryError.
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "out of memory")
 
 
 class OutOfMemory(ValueError):
@@ -91,20 +87,12 @@ def named_errors(doing: str) -> Iterator[None]:
     except OutOfMemory:
         raise
     except (MemoryError, OSError, RuntimeError, ValueError) as error:
-        if not _is_of_memory(error):
+        if not is_of_memory(error):
             raise
         free, owner = _free(HOST)
         left = "" if free is None else f"; {_gb(free)} {owner} are free"
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise OutOfMemory(f"memory ran out while {doing}{left}: {reason[:200]}") from error
-
-
-def _is_of_memory(error: BaseException) -> bool:
-    return (
-        isinstance(error, MemoryError)
-        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or any(text in str(error) for text in _NO_MEMORY)
-    )
 
 
 def _free(device: str) -> tuple[int | None, str]:
