@@ -385,6 +385,7 @@ def test_reader_of_a_dense_checkpoint(bootstrap: bool, tmp_path: Path) -> None:
     source, model = make_model(args), make_model(args, seed=1)
     kept = {n: v.clone() for n, v in model.state_dict().items()}
     save_pretrained(source.state_dict(), args, tmp_path)
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "safetensors makes private files"
     from safetensors.torch import load_file, save_file
 
     for file in tmp_path.glob("*.safetensors"):

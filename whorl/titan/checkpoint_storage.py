@@ -52,6 +52,7 @@ class _DigestedFiles(FileSystem):
             with digests.DigestedFile(path) as file:
                 yield file
         except OSError as error:
+            path.unlink(missing_ok=True)  # half of it, which would also leave no room for the log
             raise CannotWrite(f"{path}: cannot be written: {error.strerror or error}") from error
         self.digests[path.name] = file.digest()
 

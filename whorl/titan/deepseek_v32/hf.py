@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
+from whorl.files import output_file
 from whorl.models.deepseek_v32 import INDEXER, NAMES, PREDICTION_TIED, DeepSeekV32Config, flat, layer_of
 from whorl.titan.served_files import copy_tokenizer
 
@@ -182,12 +183,14 @@ def save_pretrained(state_dict: dict[str, Any], args: DeepSeekV32Args, folder: s
         free_bytes -= size
     names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
     for name, shard in zip(names, files, strict=True):
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        with output_file(folder / name) as path:
+            save_file(shard, path, metadata={"format": "pt"})
     weight_map = {tensor: name for name, shard in zip(names, files, strict=True) for tensor in shard}
     index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
     dtype = next(value.dtype for name, value in tensors.items() if name.endswith("q_a_proj.weight"))
-    (folder / "config.json").write_text(json.dumps(to_hf_config(args, dtype), indent=1), encoding="utf-8")
+    for name, values in (("model.safetensors.index.json", index), ("config.json", to_hf_config(args, dtype))):
+        with output_file(folder / name) as path:
+            path.write_text(json.dumps(values, indent=1), encoding="utf-8")
 
 
 def export_checkpoint(checkpoint: str | Path, args: DeepSeekV32Args, folder: str | Path, dtype: torch.dtype) -> None:
