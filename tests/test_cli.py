@@ -108,6 +108,30 @@ for words in {WRONG!r}:
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+FREQUENT = ["serve nowhere", "serve --port x", "serve -n 5", "generate", "generate -p x nowhere", "chat nowhere"]
+
+
+def test_frequent_mistakes_import_no_server_and_no_numpy():
+    """Those imports take half a second more."""
+    code = f"""
+import sys
+from whorl.cli import app
+for words in {FREQUENT!r}:
+    try:
+        app(words.split())
+    except SystemExit as end:
+        assert end.code == 2, words
+    assert not {{"numpy", "whorl.serve.openai"}} & {{*sys.modules}}, words
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("command", ["", "serve", "train", "bench decode"])
+def test_h_is_help(command):
+    assert run(*command.split(), "-h").output == run(*command.split(), "--help").output != ""
+
+
 def test_python_m_whorl():
     result = subprocess.run([sys.executable, "-m", "whorl", "--version"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, f"whorl {__version__}\n")

@@ -179,6 +179,8 @@ def test_a_model_behind_a_name_stays_the_model(served: Made) -> None:
 
 # ---- what there is not
 
+LENGTH = "it is an option of whorl generate and chat; clients of a server send max_tokens"
+
 
 def test_values_are_not_taken_for_options(answered: Made) -> None:
     """A text may look like an option, and so may what stands behind --."""
@@ -219,6 +221,8 @@ def test_llama_cpp(served: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     ("command", "problem"),
     [
         ("chat --host 0.0.0.0", "chat: there is no --host: it is an option of whorl serve"),
+        ("serve -n 5", f"serve: there is no -n: {LENGTH}"),
+        ("serve --n-predict 5", f"serve: there is no --n-predict: {LENGTH}"),
         ("chat --conversation", "chat: there is no --conversation: whorl chat holds a conversation"),
         ("generate -p x --treads 3", "generate: no such option: --treads; did you mean --threads?"),
         ("serve --nonsense", "serve: no such option: --nonsense; --help-all lists those that there are"),

@@ -47,6 +47,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 success, 1 a check failed or something is wrong, 2 bad usage.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
@@ -347,12 +348,12 @@ def serve(
     need_torch()
     need_engine("serve")
     _use_threads(threads)
-    from whorl.serve import openai
-
     with exit_on_bad_usage():
-        openai.need_extra()
         drafting.check()
-        chosen = _one_model("serve", model, model_dir, drafting)
+        chosen = _one_model("serve", model, model_dir, drafting)  # before an import that takes half a second
+        from whorl.serve import openai
+
+        openai.need_extra()
         if cluster.on is None:
             run = openai.build_server(chosen, engine, drafting=drafting, report=report, **server.settings())
         else:

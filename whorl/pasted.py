@@ -56,12 +56,14 @@ _RANKS = "tensor parallelism is the only way to split a model over ranks: use --
 _LORA = "merge the adapter into the weights and give the folder of the merged model"
 _FORMAT = "the checkpoint says how its weights are quantised: leave it out; --quantize rounds them while loading"
 _SERVER = "it is an option of whorl serve"
+_LENGTH = "it is an option of whorl generate and chat; clients of a server send max_tokens"
 # Refused options, with the text that says what to do instead.
 MISSING = {
     **dict.fromkeys(("--host", "--port", "--api-key", "--served-model-name"), _SERVER),
     **dict.fromkeys(("-fa", "--flash-attn"), "attention is always fused: leave it out"),
     **dict.fromkeys(("-cnv", "--conversation"), "whorl chat holds a conversation"),
     **dict.fromkeys(("-b", "--batch-size"), "say --max-num-seqs N for sequences, --max-step-tokens N for prompts"),
+    **dict.fromkeys(("-n", "--n-predict", "--predict", "--max-tokens"), _LENGTH),
     "--repeat-penalty": "requests of a server take repetition_penalty",
     "--lora": _LORA,
     "-ts": _RANKS,

@@ -96,6 +96,7 @@ def build_session(options: Options) -> Callable[[], int]:
 
 
 def _session(options: Options) -> Callable[[], int]:
+    options.check()  # before the imports below, which take half a second
     from whorl.engine.tokenizer import Tokenizer
 
     from .attachments import Attachments
@@ -105,7 +106,6 @@ def _session(options: Options) -> Callable[[], int]:
     from .schema import grammar_masks, read_schema
     from .terminal import Screen
 
-    options.check()
     prompts = _read_prompts(options)
     schema = None if options.answers.schema is None else read_schema(options.answers.schema)
     attachments = Attachments(options.model)
