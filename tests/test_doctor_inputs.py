@@ -127,6 +127,10 @@ def test_vllm_overrides_change_the_model(flag: str, tmp_path: Path) -> None:
         ("whorl bench decode .", "whorl"),
         ("whorl train qwen3-8b --training.seq_len 4096", "torchtitan"),
         ("whorl doctor . && vllm serve m", "vllm"),
+        ("whorl bench serve --url http://localhost:8000 & vllm serve m", "vllm"),
+        ("whorl serve . & vllm bench serve", "whorl"),
+        ("docker run image bash -lc 'whorl serve . --kv-cache-dtype fp8'", "whorl"),
+        ('srun bash -c "vllm serve m --max-model-len 4096"', "vllm"),
         ("echo whorl", "hf"),
     ],
 )
@@ -136,6 +140,14 @@ def test_whorl_s_own_commands_name_a_framework(line: str, framework: str, tmp_pa
     report = check(tmp_path)
     assert report.framework == framework
     assert framework == "hf" or "run.sh:1" in report.framework_because
+
+
+def test_a_command_in_quotes_is_read(tmp_path: Path) -> None:
+    shutil.copy(MODELS / "qwen3_8b.json", tmp_path / "config.json")
+    script = 'srun --ntasks 1 bash -c "cd /x && vllm serve m --max-model-len 131072" --verbose\necho -c "--tp 3"\n'
+    (tmp_path / "run.sh").write_text(script)
+    (finding,) = check(tmp_path).findings
+    assert (finding.code, finding.where) == ("table-too-short", "run.sh:1 (max-model-len)")
 
 
 def test_a_folder_of_folders_names_those_to_give(tmp_path: Path) -> None:

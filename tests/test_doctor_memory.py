@@ -92,6 +92,15 @@ DEEPSEEK = {
 # The sentences.
 
 
+def test_as_many_requests_as_fit(tmp_path: Path) -> None:
+    log = "RuntimeError: CUDA out of memory occurred when warming up {} with 256 dummy requests."
+    for what in ("sampler", "pooler (task='embed')"):
+        assert explained(log.format(what), tmp_path).fix[0] == "--max-num-seqs 128 in place of 256"
+    states = explained("ValueError: max_num_seqs (256) exceeds available Mamba cache blocks (108).", tmp_path)
+    assert states.expected == "at most 108 requests at once, or a larger cache"
+    assert states.fix == ("--max-num-seqs 108", "or raise --gpu-memory-utilization")
+
+
 def test_a_request_that_is_too_long(tmp_path: Path) -> None:
     log = (
         "ValueError: To serve at least one request with the models's max seq len (131072), (16.00 GiB KV cache is "

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from whorl.doctor.settings import FlagWords, Setting, make_setting, parse_value
@@ -14,6 +15,8 @@ COMMANDS: Final = (
 )
 # A shell variable with such a name holds flags, so it is not the value of the flag before it.
 HOLDS_FLAGS: Final = r"\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\w*.*|\$\{\w+\[[@*]\]\}"
+
+RUNS_A_SCRIPT: Final = r"[a-z]?[a-z]?c"  # the flag of a shell whose value is a script: bash -c, bash -lc
 
 
 def read_arguments(text: str, where: str, *, values_may_wrap: bool = False) -> list[Setting]:
@@ -44,6 +47,7 @@ def read_arguments(text: str, where: str, *, values_may_wrap: bool = False) -> l
                 settings, flag = settings + _flag_settings(flag), None
             elif flag is not None:
                 flag[1].append(word)
+                settings += _read_nested(word, place) if re.fullmatch(RUNS_A_SCRIPT, flag[0]) else []
             settings += [
                 Setting(key="command", path=f"command {command}", value=command, kind="argument", where=place)
                 for command in (word, f"{last} {word}")
@@ -59,10 +63,13 @@ def _assignment_settings(name: str, value: str, place: str, variables: dict[str,
         return [make_setting(name, parse_value(value), "config", place)]
     variables[name] = value
     if value.lstrip().startswith("--"):
-        source, _, number = place.rpartition(":")
-        nested = read_arguments(value, source)
-        return [Setting(key=s.key, path=s.path, value=s.value, kind=s.kind, where=f"{source}:{number}") for s in nested]
+        return _read_nested(value, place)
     return [make_setting(name, value, "environment", place)] if value and name.isupper() else []
+
+
+def _read_nested(text: str, place: str) -> list[Setting]:
+    """Read a word that holds flags or commands; its settings are at the place of the word."""
+    return [replace(setting, where=place) for setting in read_arguments(text, "")]
 
 
 def _flag_settings(flag: FlagWords | None) -> list[Setting]:

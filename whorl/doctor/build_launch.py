@@ -21,8 +21,9 @@ SIGNS: Final = (
     ("mindspeed", r"spec=mindspeed_llm\..*|rope_scaling_(type|mscale|mscale_all_dim)=.*"),
     ("torchtitan", r"(model\.flavor|training\.local_batch_size|job\..*|torchtitan)=.*|command torchtitan.*"),
     ("torchtitan", r"command \S*whorl train=.*"),
-    ("whorl", r"command \S*whorl .*"),
+    ("whorl", r"command \S*whorl (chat|generate|serve)=.*"),
     ("vllm", r"command vllm.*"),
+    ("whorl", r"command \S*whorl bench=.*"),  # after vLLM's: `whorl bench serve` measures other servers, too
     ("vllm", r"(max_model_len|gpu_memory_utilization|enforce_eager|max_num_seqs|hf_overrides|vllm|vllm_ascend)=.*"),
     ("megatron", r"(.*\.)?(position_embedding_type|tensor_model_parallel_size|apply_rope_fusion|rotary_base)=.*"),
     ("megatron", r"(no_rope_fusion|rotary_percent|mrope_section|megatron_core|use_rotary_position_embeddings)=.*"),

@@ -194,6 +194,24 @@ def taken_at_start(symptom: Symptom, match: re.Match[str], place: Place) -> Symp
     )
 
 
+def too_many_requests(symptom: Symptom, match: re.Match[str], place: Place) -> Symptom:
+    count = int(match[1])
+    return symptom.saying(
+        cause="",
+        expected=symptom.expected,
+        fix=(f"--max-num-seqs {max(count // 2, 1)} in place of {count}", "or lower --gpu-memory-utilization by 0.05"),
+    )
+
+
+def states_of_requests(symptom: Symptom, match: re.Match[str], place: Place) -> Symptom:
+    count, blocks = int(match[1]), int(match[2])
+    return symptom.saying(
+        cause=f"{count} requests need {count} blocks, and the cache has {blocks}.",
+        expected=f"at most {blocks} requests at once, or a larger cache",
+        fix=(*((f"--max-num-seqs {blocks}",) if blocks else ()), "or raise --gpu-memory-utilization"),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Numbers:
     """The GiB in torch's message; old and new wordings, of CUDA and of torch_npu, name the same ones. None: not named.

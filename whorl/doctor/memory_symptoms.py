@@ -2,7 +2,16 @@
 
 from typing import Final
 
-from whorl.doctor.memory_numbers import STEP, cache_for_one, cache_in_tokens, no_cache, out_of_memory, taken_at_start
+from whorl.doctor.memory_numbers import (
+    STEP,
+    cache_for_one,
+    cache_in_tokens,
+    no_cache,
+    out_of_memory,
+    states_of_requests,
+    taken_at_start,
+    too_many_requests,
+)
 from whorl.doctor.symptom import Symptom
 
 _NO_ROOM = "vLLM reserves a share of the device; what weights and activations leave of it is the KV cache."
@@ -46,6 +55,15 @@ MEMORY_SYMPTOMS: Final = (
         is_printed=True,
     ),
     Symptom(
+        "kv-cache-too-small",
+        r"max_num_seqs \((\d+)\) exceeds available Mamba cache blocks \((\d+)\)",
+        cause="Layers with a recurrent state keep it for every request that decodes, in a block of the cache each.",
+        expected="fewer requests at once, or a larger cache",
+        fix="lower --max-num-seqs",
+        is_printed=True,
+        with_numbers=states_of_requests,
+    ),
+    Symptom(
         "device-memory-taken",
         r"Free memory on device (?:\S+ )?\(([\d.]+)/([\d.]+) GiB\) on startup is less than desired GPU memory "
         r"utilization \(([\d.]+), ([\d.]+) GiB\)",
@@ -65,12 +83,13 @@ MEMORY_SYMPTOMS: Final = (
     ),
     Symptom(
         "device-memory-full",
-        r"(CUDA|NPU|HIP|XPU) out of memory occurred when warming up sampler with (\d+) dummy requests",
-        cause="The sampler's logits for --max-num-seqs requests do not fit beside the KV cache, which has been "
-        "allocated before.",
+        r"\b\w+ out of memory occurred when warming up (?:sampler|pooler).{0,80}? with (\d+) dummy requests",
+        cause="What is computed at once for --max-num-seqs requests, such as their logits, does not fit beside the KV "
+        "cache, which has been allocated before.",
         expected="fewer requests at once, or a smaller cache",
-        fix=("halve --max-num-seqs", "or lower --gpu-memory-utilization by 0.05"),
+        fix="halve --max-num-seqs",
         is_printed=True,
+        with_numbers=too_many_requests,
     ),
     Symptom(
         "device-memory-full",
@@ -91,6 +110,15 @@ MEMORY_SYMPTOMS: Final = (
     ),
     Symptom(
         "device-memory-full",
+        r"Cuda failure(?: \d+)? 'out of memory'|CUDA driver error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        cause="A library found no device memory outside torch's pool: buffers of collectives, workspaces of matmuls, "
+        "and graphs lie there.",
+        expected="memory outside the share that the engine takes",
+        fix=("lower --gpu-memory-utilization by 0.05", "or end other processes on the device"),
+        is_printed=True,
+    ),
+    Symptom(
+        "device-memory-full",
         r"Not enough memory\. Please try to increase --mem-fraction-static",
         cause="SGLang reserves a share of the device for weights and KV cache, and the weights leave no room in it.",
         expected="a share above the weights",
@@ -99,7 +127,7 @@ MEMORY_SYMPTOMS: Final = (
     ),
     Symptom(
         "host-memory-full",
-        r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
+        r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)|\boom[-_]kill|Out of memory: Killed process",
         cause="The host, not the device, has no memory left: weights are read there first, and swap space, caches of "
         "pictures and every rank's process lie there.",
         expected="host memory for what is read and cached there",

@@ -129,6 +129,8 @@ def rotary_percent_disagrees(launch: Launch, path: RotaryPath) -> Iterator[Probl
     if rotated == rope.rotary_dim:
         return
     is_applied_twice = head == rope.rotary_dim != rope.head_dim
+    if not is_applied_twice and rotated * rope.head_dim == rope.rotary_dim * head:
+        return  # the share is right and the head is not: model-size-differs
     yield Problem(
         setting="rotary_percent",
         found=f"rotary_percent={1.0 if percent is None else percent} of {head} channels rotates {rotated}",
