@@ -31,7 +31,7 @@ OPERATORS: Final = {
         "triton", "vllm-ascend's Triton rotary kernel: gathers by position, q and k in one launch, in place"
     ),
     "ascend_rotary_embedding": Operator(
-        "vllm_ascend", "torch.ops._C_ascend.rotary_embedding(positions, q, k, ...) of vllm-ascend's own kernels"
+        "vllm_ascend", "torch.ops._C.rotary_embedding(positions, q, k, ...) of vllm-ascend (later _C_ascend)"
     ),
     "whorl": Operator("whorl", "whorl::rope or whorl::mrope, q and k in one launch"),
     "npu_mrope": Operator("torch_npu", "torch_npu.npu_mrope(positions, q, k, cos_sin_cache, head_size, ...)"),

@@ -205,12 +205,15 @@ def ascend_mrope_is_half(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
 def offsets_on_npu(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
     if launch.framework != "vllm" or launch.device != "npu" or launch.get("long_lora_scaling_factors") is None:
         return
+    if path.operator == "torch":
+        return  # the native forward adds offsets to the positions
+    is_silent = path.operator == "ascend_rotary_embedding"
     yield Problem(
         setting="long_lora_scaling_factors",
         found="long_lora_scaling_factors on an NPU",
         expected="adapters of one context length",
-        why="Adapters with a scaling of their own pass offsets into a table of several scalings; vllm-ascend raises "
-        "NotImplementedError for offsets.",
+        why="Adapters with a scaling of their own pass offsets into a table of several scalings; "
+        + ("vllm-ascend's own operator drops them." if is_silent else "vllm-ascend raises NotImplementedError."),
         fix=launch.removal("long_lora_scaling_factors"),
     )
 
