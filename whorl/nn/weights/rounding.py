@@ -23,18 +23,18 @@ Ends = dict[str, Tensor]  # tensors to store, by the ends of their names, such a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """A way to round weights. stored: compressed-tensors' name of the layout; largest: the largest code."""
+    """A way to round weights. stored: compressed-tensors' name of the layout; largest: the largest code.
+
+    has_groups: columns of a row share a scale in groups, and the codes are packed into words; else a row has one scale.
+    """
 
     stored: str
     largest: float
     weights: Mapping[str, Any]  # `weights` of a config group in config.json
     inputs: Mapping[str, Any] | None  # `input_activations` of it
     codes: Callable[[Tensor], Tensor]  # rounds scaled values to codes, as floats
-    kind: torch.dtype = torch.int32  # dtype of the stored codes
-
-    @property
-    def has_groups(self) -> bool:
-        return self.kind == torch.int32
+    kind: torch.dtype  # dtype of the stored codes
+    has_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Rounding:
         if self.group is None:
             return {"weight": ((rows, columns), self.scheme.kind), "weight_scale": ((rows, 1), None)}
         return {
-            "weight_packed": ((rows, -(-columns // 8)), torch.int32),
+            "weight_packed": ((rows, -(-columns // 8)), self.scheme.kind),
             "weight_scale": ((rows, columns // self.group), None),
             "weight_shape": ((2,), torch.int64),
         }
@@ -124,7 +124,13 @@ def _tokens(kind: str) -> dict[str, Any]:
 
 SCHEMES = {
     "w4a16": Scheme(
-        stored="pack-quantized", largest=7, weights=_weights(4, "int", "group"), inputs=None, codes=_integers(-8, 7)
+        stored="pack-quantized",
+        largest=7,
+        weights=_weights(4, "int", "group"),
+        inputs=None,
+        codes=_integers(-8, 7),
+        kind=torch.int32,
+        has_groups=True,
     ),
     "w8a8": Scheme(
         stored="int-quantized",

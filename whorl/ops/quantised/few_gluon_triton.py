@@ -149,13 +149,14 @@ def _multiply_add(
     B: gl.constexpr,
     COLUMNS: gl.constexpr,
     PER: gl.constexpr,
+    IS_INT4: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
 ):
     """Return part plus the product of the codes' values and x; x passes through shared memory to reach all warps."""
     sync()
     xs.store(x)
     sync()
-    if codes.dtype == gl.int32:
+    if IS_INT4:
         weight = _int4_values(codes, scales, zeros, x.dtype, HAS_ZEROS, PER)
     else:
         weight = _byte_values(codes, scales, zeros, x.dtype, HAS_ZEROS)
@@ -285,7 +286,7 @@ def _few_packed_kernel(
             next_x = gl.load(x_at + after, mask=(token < T) & (x_column + after < K), other=0.0)
             # When K ends within the round, the steps after its end contribute nothing.
             if IS_WHOLE or round * CHUNKS * CHUNK + step * BLOCK_K < K:
-                part = _multiply_add(codes, scales, zeros, x, xs, part, A, B, COLUMNS, PER, HAS_ZEROS)
+                part = _multiply_add(codes, scales, zeros, x, xs, part, A, B, COLUMNS, PER, IS_INT4, HAS_ZEROS)
             codes, scales, zeros, x = next_codes, next_scales, next_zeros, next_x
         sums.store(part)
         sync()
