@@ -63,7 +63,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Made:
     monkeypatch.setattr(whorl.engine.llm, "LLM", made.serve)
     monkeypatch.setattr(model_names, "local_or_hub", lambda name: None)
     monkeypatch.setattr(openai, "check_address", lambda host, port: None)
-    monkeypatch.setattr(openai, "_serve", lambda app, settings, host, port: made.served.append(settings) or 0)
+    monkeypatch.setattr(openai, "_serve", lambda app, settings: made.served.append(settings) or 0)
     return made
 
 

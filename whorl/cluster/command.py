@@ -37,8 +37,6 @@ def build_server(
     options: ClusterOptions,
     *,
     drafting: DraftOptions | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
     make: "Callable[[ServerSettings], FastAPI] | None" = None,
     **settings: Any,
 ) -> Callable[[], int]:
@@ -48,15 +46,15 @@ def build_server(
     ValueError for options that cannot be honoured.
     """
     need_ray()
-    chosen = openai.settings_for(model, host=host, **settings)
-    check_address(host, port)
+    chosen = openai.settings_for(model, **settings)
+    check_address(chosen.host, chosen.port)
     inner = replica_settings(chosen)
     load = make or functools.partial(openai.load_app, model, engine, drafting or DraftOptions())
     cluster = RayCluster(functools.partial(load, inner), engine=engine, options=options, settings=chosen)
-    return lambda: _serve(cluster, chosen, options, host, port)
+    return lambda: _serve(cluster, chosen, options)
 
 
-def _serve(cluster: RayCluster, settings: "ServerSettings", options: ClusterOptions, host: str, port: int) -> int:
+def _serve(cluster: RayCluster, settings: "ServerSettings", options: ClusterOptions) -> int:
     from whorl.serve.connections import listen
     from whorl.serve.hosts import is_loopback
     from whorl.serve.http_server import HttpServer
@@ -66,6 +64,7 @@ def _serve(cluster: RayCluster, settings: "ServerSettings", options: ClusterOpti
     from .endpoint import Endpoint
 
     logging.basicConfig(level=logging.INFO, format=FORMAT)
+    host = settings.host
     if not is_loopback(host) and not settings.keys:
         _LOG.warning(
             "%s can be reached from other machines and there is no --api-key or --api-key-file: anybody may use it",
@@ -78,7 +77,7 @@ def _serve(cluster: RayCluster, settings: "ServerSettings", options: ClusterOpti
         server = HttpServer(endpoint, access_log=False, log_config=None, lifespan="off")
         limit_logs()
         add_request_ids()
-        listeners = listen(host, port)
+        listeners = listen(host, settings.port)
         root = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}"
         _LOG.info("ready: serving %s at %s/v1, with a page to talk to it at %s/", settings.names[0], root, root)
         with _replacing_on_hangup(cluster):

@@ -128,12 +128,6 @@ def build_server(
     model: str | Path | None = None,
     engine: EngineSettings | None = None,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    names: Sequence[str] = (),
-    allowed_hosts: Sequence[str] = (),
-    chat_template: str | Path | None = None,
-    api_key_file: str | Path | None = None,
     drafting: DraftOptions | None = None,
     llm: "LLM | None" = None,
     processor: "Processor | None" = None,
@@ -145,24 +139,14 @@ def build_server(
     The exit code is 0, or 1 when requests had to be cut off. The function serves until SIGTERM or Ctrl-C; then running
     requests finish and new ones are refused. Raises ValueError for options that cannot be honoured.
 
-    model, engine: as `LLM` takes them; or pass a loaded `llm`, with the `processor` of its pictures. names: what
-    clients may call the model; default: its path or id. allowed_hosts: accepted values of the header Host; default:
-    this machine's names when `host` is a loopback address, else any. drafting: the options of speculative decoding;
-    None: off. chat_template: a file; None: the model's own template. api_key_file: see `key_limits.read_keys`. report:
-    print the report of sequence parallelism to stderr. settings: fields of `ServerSettings`.
+    model, engine: as `LLM` takes them; or pass a loaded `llm`, with the `processor` of its pictures. drafting: the
+    options of speculative decoding; None: off. report: print the report of sequence parallelism to stderr. settings:
+    the other arguments of `settings_for`.
 
     Example: `exit_code = build_server("Qwen/Qwen3-0.6B", port=8000, api_key="secret")()`.
     """
-    chosen = settings_for(
-        model,
-        host=host,
-        names=names,
-        allowed_hosts=allowed_hosts,
-        chat_template=chat_template,
-        api_key_file=api_key_file,
-        **settings,
-    )
-    check_address(host, port)  # before minutes of loading
+    chosen = settings_for(model, **settings)
+    check_address(chosen.host, chosen.port)  # before minutes of loading
     if llm is None:
         app = load_app(model, engine or EngineSettings(), drafting or DraftOptions(), chosen)
     else:
@@ -171,7 +155,7 @@ def build_server(
         from whorl.engine.sequence_parallel import describe
 
         print(describe(app.state.service.engine.llm.sp_report), file=sys.stderr)
-    return lambda: _serve(app, chosen, host, port)
+    return lambda: _serve(app, chosen)
 
 
 def settings_for(
@@ -184,12 +168,18 @@ def settings_for(
     api_key_file: str | Path | None = None,
     **settings: Any,
 ) -> ServerSettings:
-    """Build `ServerSettings` from the arguments of `build_server`, reading the files that they name."""
+    """Build `ServerSettings`, reading the files that arguments name.
+
+    names: default: the model's path or id. allowed_hosts: default: this machine's names when `host` is a loopback
+    address, else any. chat_template: a file; None: the model's own template. api_key_file: see `key_limits.read_keys`.
+    settings: other fields of `ServerSettings`.
+    """
     need_extra()
     from .hosts import hosts_for
     from .key_limits import read_keys
 
     return ServerSettings(
+        host=host,
         names=tuple(names) or names_for(model),
         allowed_hosts=hosts_for(host, allowed_hosts),
         chat_template=None if chat_template is None else _read_template(Path(chat_template)),
@@ -237,7 +227,7 @@ def run(model: str | Path | None = None, engine: EngineSettings | None = None, *
     return build_server(model, engine, **options)()
 
 
-def _serve(app: "FastAPI", settings: ServerSettings, host: str, port: int) -> int:
+def _serve(app: "FastAPI", settings: ServerSettings) -> int:
     from whorl.engine.heap import keep_objects
 
     from .connections import listen
@@ -257,12 +247,13 @@ def _serve(app: "FastAPI", settings: ServerSettings, host: str, port: int) -> in
         server.should_exit = True
 
     engine.on_failure = end
+    host = settings.host
     if not is_loopback(host) and not settings.keys:
         _LOG.warning(
             "%s can be reached from other machines and there is no --api-key or --api-key-file: anybody may use it",
             host,
         )
-    listeners = listen(host, port)
+    listeners = listen(host, settings.port)
     root = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}"
     where = f"{root}/v1"
     if (kind := app.state.service.warmup) != "off":

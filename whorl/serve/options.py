@@ -1,32 +1,24 @@
-"""The server's options of `whorl serve`; those of the engine are in `EngineSettings`. Does not import torch."""
+"""The server's options of `whorl serve`; those of the engine are in `EngineSettings`. Does not import torch.
+
+What `ServerSettings` has as well is declared here, once: `ServerFields`. A field that is added there is an option of
+the command, a row of its documentation and an argument of `build_server`, with the same default and bounds.
+"""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from whorl.fields import option
+from whorl.fields import check, option
 
 _KEY_VARIABLE = "WHORL_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions:
+class ServerFields:
+    """The settings of a server that are options of the command as they are."""
+
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: every network.", vllm=("--host",))
     port: int = option(8000, "Port to listen on; 0: any free port.", vllm=("--port",), least=0, most=65535)
-    api_keys: tuple[str, ...] = option(
-        (),
-        "Key that clients must send as a bearer token; may be repeated: keys do not share the prefix cache.",
-        "--api-key",
-        vllm=("--api-key",),
-        metavar="KEY",
-        env=_KEY_VARIABLE,
-    )
-    api_key_file: str | None = option(
-        None,
-        "A file with one key on each line, with a name for the log and limits: concurrent requests, requests and "
-        "tokens per minute.",
-        metavar="FILE",
-    )
     allowed_hosts: tuple[str, ...] = option(
         (),
         "Accepted name in the header Host, * for any; may be repeated. Default: this machine's names where only it "
@@ -42,9 +34,6 @@ class ServeOptions:
     )
     strict_model_name: bool = option(
         False, "Refuse requests for a model of another name with 404. Default: answer them, with a warning in the log."
-    )
-    chat_template: str | None = option(
-        None, "A file with a chat template. Default: the model's own.", vllm=("--chat-template",), metavar="FILE"
     )
     tool_parser: str = option(
         "auto",
@@ -62,7 +51,7 @@ class ServeOptions:
     max_queue: int = option(1024, "Sequences that may wait; further requests get 429.", least=1)
     max_body: int = option(4 << 20, "Largest request in bytes; larger ones get 413.", least=1)
     timeout: float = option(600.0, "Seconds for a whole request; longer ones get 503.", least=0.001)
-    drain: float = option(60.0, "Seconds that running requests have after SIGTERM.", least=1)
+    drain_seconds: float = option(60.0, "Seconds that running requests have after SIGTERM.", "--drain", above=0)
     origins: tuple[str, ...] = option(
         (),
         "Origin of web pages that may send requests beside the server's own page, * for any; may be repeated. "
@@ -83,12 +72,42 @@ class ServeOptions:
         vllm=("--allowed-local-media-path",),
         metavar="FOLDER",
     )
+
+    def __post_init__(self) -> None:
+        try:
+            check(self)
+        except ValueError as error:
+            raise ValueError(f"serve: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions(ServerFields):
+    """The options of the command: those of `ServerFields`, and what it reads from files or passes on in parts."""
+
+    api_keys: tuple[str, ...] = option(
+        (),
+        "Key that clients must send as a bearer token; may be repeated: keys do not share the prefix cache.",
+        "--api-key",
+        vllm=("--api-key",),
+        metavar="KEY",
+        env=_KEY_VARIABLE,
+    )
+    api_key_file: str | None = option(
+        None,
+        "A file with one key on each line, with a name for the log and limits: concurrent requests, requests and "
+        "tokens per minute.",
+        metavar="FILE",
+    )
+    chat_template: str | None = option(
+        None, "A file with a chat template. Default: the model's own.", vllm=("--chat-template",), metavar="FILE"
+    )
     max_request_pixels: int = option(
         1 << 30, "Pixels that the pictures of one request may declare together; more get 413.", least=1
     )
 
     def __post_init__(self) -> None:
         """Raise ValueError for a key that is meant but empty: the server would be open to everybody."""
+        ServerFields.__post_init__(self)
         if not self.api_keys and not os.environ.get(_KEY_VARIABLE, "unset").strip():
             raise ValueError(f"serve: {_KEY_VARIABLE} is set but empty: unset it to serve without a key")
         if self.api_key_file == "":
@@ -98,23 +117,10 @@ class ServeOptions:
         """Return the arguments of `openai.build_server`."""
         from whorl.media import Limits
 
-        return {
-            "host": self.host,
-            "port": self.port,
-            "names": self.names,
-            "strict_model_name": self.strict_model_name,
-            "api_key": tuple(self.api_keys) or None,
+        return {field.name: getattr(self, field.name) for field in fields(ServerFields)} | {
+            "api_key": self.api_keys or None,
             "api_key_file": self.api_key_file,
-            "allowed_hosts": self.allowed_hosts,
-            "origins": tuple(self.origins),
             "chat_template": self.chat_template,
-            "tool_parser": self.tool_parser,
-            "reasoning_parser": self.reasoning_parser,
-            "max_queue": self.max_queue,
-            "max_body": self.max_body,
-            "timeout": self.timeout,
-            "drain_seconds": self.drain,
-            "media_hosts": tuple(self.media_hosts),
-            "media_folder": self.media_folder or None,
             "media": Limits(max_request_pixels=self.max_request_pixels),
+            "media_folder": self.media_folder or None,
         }
