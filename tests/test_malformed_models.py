@@ -458,14 +458,14 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_longer_than_the_model_was_made_for(folder: Path) -> None:
     with pytest.raises(ValueError, match="sequences of 257 tokens are too long: the model was made for 256"):
-        load(folder, max_length=257)
+        load(folder, max_model_len=257)
     with pytest.raises(ValueError, match="of 1000 tokens are too long"):
         LLM(folder, tokenizer=object(), device="cpu", max_model_len=1000)  # type: ignore[arg-type]
-    assert load(folder, max_length=256).max_length == 256
+    assert load(folder, max_model_len=256).max_length == 256
     configure(folder, rope_scaling={"rope_type": "dynamic", "factor": 4.0})  # made to be stretched
-    assert load(folder, max_length=1000).max_length == 1000
+    assert load(folder, max_model_len=1000).max_length == 1000
     configure(folder, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256})
-    assert load(folder, max_length=1024).max_length == 1024
+    assert load(folder, max_model_len=1024).max_length == 1024
 
 
 def test_the_command_says_it_in_a_line(folder: Path) -> None:

@@ -137,7 +137,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(VARIANTS[name]))
     # longrope's short factors hold to the original length, and frequencies are fixed when a model is loaded
     length = 128 if name == "llama-longrope" else None
-    model = weights.load_model(tmp_path, device="cpu", dtype="float32", max_length=length, progress=False)
+    model = weights.load_model(tmp_path, device="cpu", dtype="float32", max_model_len=length, progress=False)
     expected, expected_tokens = hf_greedy(hf, PROMPT, 64)
     logits, tokens = Runner(model).greedy(PROMPT, 64)
     is_tied = hf.config.tie_word_embeddings  # then a random model repeats its last token
@@ -154,7 +154,7 @@ def test_long_frequencies_are_those_of_max_length(name: str, tmp_path: Path) -> 
         rope["original_max_position_embeddings"] = 20
     hf = save(tmp_path, config | {"rope_parameters": rope})
     prompt = (PROMPT * 3)[:60]
-    model = weights.load_model(tmp_path, device="cpu", dtype="float32", max_length=60, progress=False)
+    model = weights.load_model(tmp_path, device="cpu", dtype="float32", max_model_len=60, progress=False)
     close(Runner(model).run(prompt), hf_logits(hf, prompt))
     # a short sequence rotates by the same frequencies, whatever else runs: it equals the start of the long one
     close(Runner(model).run(prompt[:10]), hf_logits(hf, prompt)[:10])

@@ -1,5 +1,6 @@
 """`EngineSettings`: what it refuses, how `LLM` takes it, and that a field of it is an option of four commands."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -14,12 +15,16 @@ from mock_model import MockModel
 
 from whorl.bench.decode_options import SET_BY_MEASUREMENT
 from whorl.cluster.options import ClusterOptions
-from whorl.engine import memory
+from whorl.engine import memory, tensor_parallel, weights
 from whorl.engine.llm import LLM
+from whorl.engine.load import load
+from whorl.engine.load_options import LoadOptions
 from whorl.engine.settings import EngineSettings
 from whorl.fields import aliases, flag_names, options
 from whorl.pasted import LLAMA_CPP, MISSING, NEEDLESS
+from whorl.serve.openai import settings_for
 from whorl.serve.options import ServeOptions
+from whorl.serve.settings import ServerSettings
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "settings.md"
@@ -132,7 +137,7 @@ from whorl.fields import option
 
 @dataclass(frozen=True, kw_only=True)
 class More(settings.EngineSettings):
-    colour: str = option("grey", "What it is painted with.", vllm=("--paint",), panel=settings.MODEL)
+    colour: str = option("grey", "What it is painted with.", vllm=("--paint",), panel=settings.CACHE)
 
 
 settings.EngineSettings = More
@@ -201,3 +206,62 @@ def test_the_page_has_what_is_passed_over_and_what_is_refused() -> None:
     for table in (NEEDLESS, MISSING, {name: f"`{own}`" for name, own in LLAMA_CPP.items()}):
         expected = "\n".join(f"| `{name}` | {text} |" for name, text in table.items())
         assert f"|---|---|\n{expected}\n" in text, f"docs/settings.md: this table is the code's:\n{expected}"
+
+
+# ---- declared once
+
+
+def test_the_server_has_the_commands_fields() -> None:
+    """With the same bounds, by the same names: none of them is written down a second time."""
+    own = {"api_keys", "api_key_file", "chat_template", "max_request_pixels"}
+    kinds = ServeOptions, ServerSettings
+    of_command, of_server = ({field.name: option for field, option in options(kind)} for kind in kinds)
+    for name in set(of_command) - own - {"names"}:  # a server has a name
+        assert of_server[name] is of_command[name]
+    changed = {"port": 1, "timeout": 2.5, "drain_seconds": 3.0, "origins": ("http://a.example",), "media_folder": "/m"}
+    passed = ServeOptions(**changed).settings()  # type: ignore[arg-type]
+    assert {name: getattr(settings_for("model", **passed), name) for name in changed} == changed
+    assert set(of_command) - own <= set(passed)
+
+
+@pytest.mark.parametrize("kind", [ServeOptions, ServerSettings])
+def test_bounds_of_a_server_are_those_of_its_table(kind: type) -> None:
+    for field, option in options(kind):
+        bounds = {option.least: -1, option.most: 1, option.above: 0}
+        for bound, beyond in bounds.items():
+            if bound is not None:
+                with pytest.raises(ValueError, match=f"serve: {field.name} is .*, expected "):
+                    kind(**{field.name: type(field.default or 0)(bound + beyond)})
+
+
+def test_a_load_option_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field of the table is a setting and an option of every command, and gets to `load_model` on every rank."""
+    values = {"device": "cpu", "dtype": "float16", "quantize": "w8a8", "unpack": True, "max_model_len": 77}
+    settings = EngineSettings(**values, tp=2)  # type: ignore[arg-type]
+    assert settings.load_options() == values, "a value for each field"
+    assert [field.name for field, _ in options(EngineSettings)][: len(values)] == list(values)
+    seen: list[dict[str, Any]] = []
+
+    def load_model(path: Path, options: LoadOptions, **more: Any) -> Any:
+        seen.append(options.load_options())
+        raise InterruptedError
+
+    class Group:
+        def close(self, **_: Any) -> None: ...
+
+    def start(place: Any, device: str, function: str, sent: dict[str, Any]) -> Any:
+        rank = SimpleNamespace(rank=1, size=2, device="cpu", get=lambda _: json.loads(json.dumps(sent)))
+        with pytest.raises(InterruptedError):
+            tensor_parallel.follow(rank)  # type: ignore[arg-type]
+        return Group()
+
+    monkeypatch.setattr(weights, "load_model", load_model)
+    monkeypatch.setattr(weights, "resolve", Path)
+    monkeypatch.setattr(weights, "open_checkpoint", lambda path: contextlib.nullcontext())
+    monkeypatch.setattr(weights, "rounded", lambda checkpoint, quantize: SimpleNamespace(config={}))
+    monkeypatch.setattr(weights, "build", lambda config, **options: SimpleNamespace(cache_specs=list))
+    monkeypatch.setattr(tensor_parallel, "start", start)
+    for one in (settings, settings.changed(tp=1)):
+        with pytest.raises(InterruptedError):
+            load("folder", object(), "cpu", one)  # type: ignore[arg-type]
+    assert seen == [values] * 3, "on rank 1, on rank 0, alone"

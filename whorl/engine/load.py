@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from whorl.nn import Model
 from whorl.streams import leave_default_stream
 
@@ -44,14 +42,12 @@ def load(
 
     folder = resolve(path)
     place = RankPlace.find(settings.tp)
-    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, settings.dtype) if settings.dtype else None}
-    options |= {"max_length": settings.max_model_len, "unpack": settings.unpack, "quantize": settings.quantize}
-    options["reserve"] = settings.memory or 0
+    reserve = settings.memory or 0
     with named_errors(f"loading {folder}"):
         if place.size == 1:
-            model = load_model(folder, **options)
+            model = load_model(folder, settings, device=device, reserve=reserve)
             return model, tokenizer or FileTokenizer.from_path(folder), None
         tokenizer = tokenizer or FileTokenizer.from_path(folder)
-        options |= {"kv_cache_dtype": settings.kv_cache_dtype, "proposer": proposer}
-        lead = load_shared(folder, place, **options)
+        more: dict[str, Any] = {"kv_cache_dtype": settings.kv_cache_dtype, "proposer": proposer}
+        lead = load_shared(folder, place, settings, device=device, reserve=reserve, **more)
         return lead.model, tokenizer, lead

@@ -9,48 +9,23 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from whorl.engine.graph_sizes import PROMPTS
-from whorl.fields import check, option
+from whorl.engine.load_options import LoadOptions
+from whorl.fields import option
 
 # The sections of --help.
-MODEL, RANKS, STEPS, CACHE, SWITCHES = "Model", "Ranks", "Steps", "Cache", "Switches of the engine"
+RANKS, STEPS, CACHE, SWITCHES = "Ranks", "Steps", "Cache", "Switches of the engine"
 STEP_TOKENS = 2048
-DTYPES = {"half": "float16", "float": "float32", "auto": None}  # vLLM's names for dtypes
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Settings of `LLM`. None means: the best value for this machine and model; each field's text says which.
+class EngineSettings(LoadOptions):
+    """Settings of `LLM`; the first are `LoadOptions`. None means: the best value for this machine and model; each
+    field's text says which.
 
     Raises ValueError for a value that is out of range or contradicts another one. Example:
     `LLM(path, EngineSettings(tp=2, max_model_len=32768))`
     """
 
-    device: Literal["cpu", "cuda", "npu"] | None = option(
-        None, "Device to run on. Default: the best one of this machine.", panel=MODEL
-    )
-    dtype: Literal["bfloat16", "float16", "float32", "half", "float", "auto"] | None = option(
-        None, "Dtype of the weights in memory. Default: the model's; float32 on a CPU.", vllm=("--dtype",), panel=MODEL
-    )
-    quantize: Literal["w4a16", "w8a8", "fp8", "cpu4"] | None = option(
-        None,
-        "Quantise the weights while they are loaded, as whorl quantize does; cpu4: 4 bits for Arm CPUs, which is "
-        "faster and smaller there.",
-        panel=MODEL,
-    )
-    unpack: bool | None = option(
-        None,
-        "Unpack weights of fewer bits to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
-        "--unpack/--no-unpack",
-        panel=MODEL,
-    )
-    max_model_len: int | None = option(
-        None,
-        "Longest sequence, prompt and answer together, in tokens. Default: what fits.",
-        "--max-seq",
-        vllm=("--max-model-len",),
-        panel=MODEL,
-        least=2,
-    )
     tp: int | None = option(
         None,
         "Tensor parallel degree: ranks that share the model, one device each. Default: 1, or the ranks of torchrun.",
@@ -188,9 +163,7 @@ class EngineSettings:
     )
 
     def __post_init__(self) -> None:
-        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")  # a torch.dtype is accepted
-        object.__setattr__(self, "dtype", DTYPES.get(dtype, dtype) if dtype else None)
-        check(self)
+        LoadOptions.__post_init__(self)
         self._check_ranks()
 
     def _check_ranks(self) -> None:

@@ -26,6 +26,7 @@ from .encoder import Job, Work
 from .features import as_tensor
 from .heap import keep_objects
 from .launch import Rank, RankGroup, RankPlace, start
+from .load_options import LoadOptions
 from .rank_messages import CALL, DRAFT, DROP, ENCODE, HEADER, LOGITS, PUT, STOP, receive_call, send, send_call
 from .runner import Result, Runner
 
@@ -71,12 +72,9 @@ class Lead:
 def load(
     path: Path,
     place: RankPlace,
+    options: LoadOptions,
     *,
     device: str,
-    dtype: torch.dtype | None,
-    max_length: int | None,
-    unpack: bool | None = None,
-    quantize: str | None = None,
     reserve: int = 0,
     kv_cache_dtype: str = "auto",
     proposer: "Proposer | None" = None,
@@ -84,27 +82,26 @@ def load(
 ) -> Lead:
     """Start the ranks and load every rank's shard, all at the same time. Returns on rank 0 only.
 
+    options, reserve: as for `load_model`.
     proposer: if it has a draft head, the other ranks load that, too; on rank 0 `Proposer.load` does.
     """
     from .weights import build, load_model, open_checkpoint, rounded
 
-    formats.check_scheme(quantize, torch.device(device).type)
+    formats.check_scheme(options.quantize, torch.device(device).type)
     ranks = Ranks(rank=0, size=place.size)
     with open_checkpoint(path) as checkpoint:  # raises here, before any rank starts, if the model cannot be sharded
-        config = rounded(checkpoint, quantize).config
-        meta = build(config, device="meta", dtype=torch.float32, tp=ranks, max_length=max_length)
+        config = rounded(checkpoint, options.quantize).config
+        meta = build(config, device="meta", dtype=torch.float32, tp=ranks, max_length=options.max_model_len)
         cache_specs(meta, kv_cache_dtype)
     draft_path = None
     if proposer is not None and proposer.wants_hidden:
         proposer.check(meta, None)
         draft_path = str(proposer.shared_path(path))
-    options: dict[str, Any] = {"max_length": max_length, "unpack": unpack, "quantize": quantize, "reserve": reserve}
-    name = None if dtype is None else str(dtype).removeprefix("torch.")
     settings: dict[str, Any] = {"path": str(path), "draft_path": draft_path, "kv_cache_dtype": kv_cache_dtype}
-    settings["options"] = {"dtype": name, **options}
+    settings |= {"options": options.load_options(), "reserve": reserve}
     group = start(place, device, f"{__name__}:follow", settings)
     try:
-        model = load_model(path, device=device, dtype=dtype, tp=ranks, progress=progress, **options)
+        model = load_model(path, options, device=device, tp=ranks, reserve=reserve, progress=progress)
     except BaseException:
         group.close(is_broken=True)
         raise
@@ -187,8 +184,9 @@ def follow(rank: Rank) -> None:
     from .weights import load_model, load_prediction
 
     load_settings = rank.get("settings")
-    options = {"tp": Ranks(rank=rank.rank, size=rank.size), "progress": False, **load_settings["options"]}
-    model = load_model(Path(load_settings["path"]), device=rank.device, **options)
+    options, place = LoadOptions(**load_settings["options"]), Ranks(rank=rank.rank, size=rank.size)
+    more = {"device": rank.device, "reserve": load_settings["reserve"], "progress": False}
+    model = load_model(Path(load_settings["path"]), options, tp=place, **more)
     draft_path, draft_head = load_settings["draft_path"], None
     if draft_path is not None:
         draft_head = load_prediction(Path(draft_path), model, progress=False)

@@ -22,6 +22,7 @@ from whorl.nn import ONE, Matrix, Model, Ranks, create_parameters, weighted
 from whorl.nn import weights as formats
 
 from .. import memory
+from ..load_options import LoadOptions
 from . import dcp
 from .checkpoint import Checkpoint, Source, read_config
 from .fill import check_fit, fill
@@ -51,36 +52,37 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def load_model(
     path_or_id: str | Path | None = None,
+    options: LoadOptions | None = None,
     *,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | str | None = None,
     tp: Ranks | None = None,
-    max_length: int | None = None,
-    unpack: bool | None = None,
-    quantize: str | None = None,
     reserve: int = 0,
     progress: bool = True,
+    **changes: Any,
 ) -> Model:
-    """Load a model with its weights on `device`, ready for inference.
+    """Load a model with its weights on a device, ready for inference.
 
-    path_or_id: as `resolve` takes it. dtype: every weight is converted to it; default: what config.json says (GGUF:
-    bf16), and fp32 on a CPU. tp: read only this rank's shard of the weights.
-    max_length: the longest sequence; default: the model's context length, see `whorl.nn.Rope`.
+    path_or_id: as `resolve` takes it. options: `LoadOptions`, such as an `EngineSettings`; changes: fields that
+    override them, by name. device: overrides theirs.
+    dtype: every weight is converted to it; default: what config.json says (GGUF: bf16), and fp32 on a CPU.
+    quantize: rounds weights as they are read, as `whorl quantize` does.
     unpack: hold quantised weights, and on a CPU those of 16 bits, as plain values in `dtype`; default: on a CPU if they
     fit into memory, and elsewhere for GGUF files. It changes memory and speed, but no result.
-    quantize: round weights to "w4a16", "w8a8" or "fp8" as they are read, as `whorl quantize` does, or to "cpu4", 4 bits
-    for Arm CPUs.
+    max_model_len: the longest sequence; default: the model's context length, see `whorl.nn.Rope`.
+    tp: read only this rank's shard of the weights.
     reserve: bytes of memory that are needed for other things than weights.
     Raises ValueError if the checkpoint cannot be read, does not fit its config.json or does not fit into memory.
     Example: `load_model("Qwen/Qwen3-0.6B", device="cpu")`
     """
-    device = numbered(torch.device(device or default_device()))
+    options = replace(options or LoadOptions(), **changes)
+    quantize, unpack, max_length = options.quantize, options.unpack, options.max_model_len
+    device = numbered(torch.device(device or options.device or default_device()))
     formats.check_scheme(quantize, device.type)
     path = resolve(path_or_id)
     if (tp or ONE).rank == 0:
         dcp.check_digests(path)
     with open_checkpoint(path, device=device) as checkpoint:
-        kind = _dtype(dtype, checkpoint.config, device)
+        kind = _dtype(options.dtype, checkpoint.config, device)
         checkpoint = _with_stored(rounded(checkpoint, quantize), kind, device)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
         check_fit(model, checkpoint)  # before memory is allocated for the sizes in config.json
