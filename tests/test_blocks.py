@@ -11,6 +11,7 @@ from whorl.engine.blocks import BlockPool
 from whorl.engine.contents import Content
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate.draft_model import DraftModel
+from whorl.engine.states import StatePool
 
 
 def sequence(tokens: list[int], **options: object) -> Sequence:
@@ -199,6 +200,30 @@ def show_another_picture(pool: BlockPool, seq: Sequence) -> None:
 
 def salt(pool: BlockPool, seq: Sequence) -> None:
     seq.params = SamplingParams(cache_salt="mine")
+
+
+def lose_the_state(pool: BlockPool, seq: Sequence) -> None:
+    assert pool.states is not None
+    for name in list(pool.states._snapshots):
+        pool.states.drop(name)
+
+
+@pytest.mark.parametrize("num_tokens", [4, 2])
+def test_a_hit_ends_at_a_state_of_the_same_prefix(num_tokens: int) -> None:
+    """A snapshot is known by the name of its block, which stands for the block's whole identity."""
+    states = StatePool(4, state_grid=2, block_size=2, interval=4096)
+    pool = BlockPool(12, 2, states=states)
+    first = compute(pool, sequence([1, 2, 3, 4, 5]))
+    first.num_in_state = num_tokens
+    pool.release(first)
+    for change in (None, use_an_adapter, salt, use_other_weights, lose_the_state):
+        seq = sequence([1, 2, 3, 4, 5])
+        if change is not None:
+            change(pool, seq)
+        assert pool.admit(seq)
+        assert seq.num_computed == (num_tokens if change is None else 0), change
+        pool.release(seq)
+        pool.num_changes = 0
 
 
 @pytest.mark.parametrize("change", [use_other_weights, use_an_adapter, show_another_picture, salt])

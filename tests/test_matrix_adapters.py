@@ -12,7 +12,10 @@ from torch import Tensor
 
 from whorl import ops
 from whorl.engine.llm import LLM
+from whorl.models.deepseek import DeepSeek
 from whorl.models.qwen3 import Qwen3
+from whorl.nn.latent_heads import LatentHeads
+from whorl.nn.vocabulary import Vocabulary
 from whorl.nn.weight import Matrix, Routing
 
 RANK = 4
@@ -76,6 +79,32 @@ def test_every_matrix_is_adapted_once(num_experts: int) -> None:
         matrix.replace(weight=matrix.weight + adapters[name].b @ adapters[name].a)
     close(actual, Runner(model).run(PROMPT))
     assert float((actual - plain).abs().max()) > 1e-2
+
+
+def test_the_head_is_adapted() -> None:
+    """Its embedding, where both are one matrix, is none of its products."""
+    model = built(0)
+    head = next(module for module in model.modules() if isinstance(module, Vocabulary) and module.is_head)
+    plain = Runner(model).run(PROMPT)
+    torch.manual_seed(3)
+    head.adapter = update = LowRank(head, 0.1)
+    actual = Runner(model).run(PROMPT)
+    head.adapter = None
+    hidden: list[Tensor] = []
+    logits = model.logits
+    model.logits = lambda x: hidden.append(x) or logits(x)
+    Runner(model).run(PROMPT)
+    close(actual, plain + hidden[0] @ update.a.T @ update.b.T)
+    assert float((actual - plain).abs().max()) > 1e-2
+
+
+def test_a_matrix_without_a_product_takes_no_adapter() -> None:
+    """Queries are absorbed and values made head by head: an adapter would be dropped in silence."""
+    torch.manual_seed(0)
+    model = tiny(DeepSeek)
+    (first, *_) = [module for module in model.modules() if isinstance(module, LatentHeads)]
+    with pytest.raises(ValueError, match=r"kv_b_proj: this matrix is multiplied head by head, .* merge the update"):
+        first.adapter = LowRank(first, 0.1)  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -28,6 +28,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.runner import Runner
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate.draft_model import DraftModel
+from whorl.engine.speculate.mtp import MTP
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.states import StatePool
 
@@ -272,6 +273,31 @@ def test_a_state_that_cannot_go_back_takes_no_drafts() -> None:
         engine("ForgetfulHybrid", speculate=PromptLookup())
     with pytest.raises(ValueError, match=r"DraftModel: Hybrid keeps a state for each sequence \(toy recurrence\)"):
         DraftModel(model=setting("Hybrid").model, device="cpu", num_blocks=4)
+
+
+class Further(MockModel):
+    """A layer of multi-token prediction, with a cache for each token, that is often wrong."""
+
+    state_size = 48
+
+
+@pytest.mark.parametrize("name", ["Hybrid", "Pure"])
+def test_multi_token_prediction_drafts_for_states(name: str) -> None:
+    """Its cache lies in the target's blocks, whose prefix hits end at snapshots."""
+    head: Any = Further(vocab_size=setting(name).model.vocab_size, width=48)
+    llm = engine(name, speculate=MTP(layer=head, k=3), max_num_batched_tokens=15, num_blocks=40, num_snapshots=2)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [LONG, LONG[:21], [*LONG[:30], 1, 2], LONG]
+    sequences = [llm.add(prompt, params)[0] for prompt in prompts]
+    drain(llm)
+    sequences += [llm.add(prompt, params)[0] for prompt in prompts]
+    drain(llm)
+    for seq in sequences:
+        assert seq.output_ids == alone(llm.model, None, seq.token_ids[: seq.prompt_len], params)[0].output_ids
+    stats = llm.stats()
+    assert min(stats["num_drafted"], stats["num_states_loaded"], stats["num_tokens_hit"]) > 0
+    with pytest.raises(ValueError, match="MTP: ForgetfulHybrid keeps a state for each sequence"):
+        engine("ForgetfulHybrid", speculate=MTP(layer=head))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from whorl import ops
 
 from .linear import Linear
 from .ranks import Ranks
-from .weight import Format
+from .weight import Adapter, Format
 from .weights.dense import DENSE, Dense
 
 
@@ -32,6 +32,17 @@ class LatentHeads(Linear):
         rows = slice(rank_heads.start * head_rows, rank_heads.stop * head_rows)
         super().__init__(rank, heads["count"] * head_rows, shard="column", parts=(rows,), ranks=ranks)
         self.num_heads = rank_heads.stop - rank_heads.start
+
+    @property  # type: ignore[override]
+    def adapter(self) -> None:
+        """None: an adapter adds to the product of a matrix, and this one has no product as a whole."""
+
+    @adapter.setter
+    def adapter(self, adapter: Adapter | None) -> None:
+        raise ValueError(
+            f"{self.name}: this matrix is multiplied head by head, so an adapter cannot add to its product; merge the "
+            "update into the weights"
+        )
 
     def finish(self) -> None:
         if not isinstance(self.format, Dense):

@@ -36,7 +36,12 @@ class Vocabulary(Matrix):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, size] of hidden states [N, width]."""
-        return self.ranks.gather(self.format.linear(self, hidden, None))[:, : self.size]
+        return self.ranks.gather(self.product(hidden))[:, : self.size]
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's rows: the one place where the matrix multiplies and an adapter adds."""
+        y = self.format.linear(self, hidden, None)
+        return y if self.adapter is None else self.adapter(y, hidden)
 
     def step_bytes(self, batch: int) -> float:
         """Return the bytes that a decode step reads: one row per sequence as an embedding, all rows as a head."""
