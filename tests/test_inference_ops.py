@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 from whorl.ops import OPS, experts, linear, paged_attention, penalize, route, sample, write_kv
-from whorl.ops.sample import gumbel
+from whorl.ops.sample import _near, gumbel
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -410,6 +410,25 @@ def is_gumbel(x: Tensor) -> bool:
     steps = torch.arange(len(x) + 1) / len(x)
     distance = torch.maximum((levels - steps[:-1]).abs(), (levels - steps[1:]).abs()).max()
     return distance.item() * len(x) ** 0.5 < 2.225
+
+
+def test_top_n_sigma_of_a_row_does_not_depend_on_other_rows() -> None:
+    """A row is cut where it is cut alone: torch divides the sums of large tensors among its threads."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(8, 151_936)
+    below = logits.amax(-1, keepdim=True) - logits
+    edges = below.sort(-1).values[:, 500] / logits.std(-1, correction=0)  # a token that is just kept, or just not
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for ulps in range(-6, 7):
+            sigmas = (edges.view(torch.int32) + ulps).view(torch.float32)
+            together = _near(logits, sigmas)
+            for row in range(8):
+                one = slice(row, row + 1)
+                assert torch.equal(together[one], _near(logits[one], sigmas[one]))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("temperature", "vary"), [(0.5, "seeds"), (2.0, "steps")])

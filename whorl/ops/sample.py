@@ -69,14 +69,20 @@ def gumbel(seeds: Tensor, steps: Tensor, size: int) -> Tensor:
 
 def _near(logits: Tensor, top_n_sigma: Tensor | None) -> Tensor:
     """Return logits [N, V] with minus infinity for those that top-n-sigma excludes."""
-    if top_n_sigma is None:
+    if top_n_sigma is None or not (rows := (top_n_sigma > 0).nonzero().flatten().tolist()):
         return logits
-    below = logits.amax(-1, keepdim=True) - logits
-    is_finite = below < torch.inf
-    count, below = is_finite.sum(-1, keepdim=True), torch.where(is_finite, below, 0)
-    deviations = torch.where(is_finite, below - below.sum(-1, keepdim=True) / count, 0)
-    limit = top_n_sigma.unsqueeze(1) * (deviations.square().sum(-1, keepdim=True) / count).sqrt()
-    return logits.masked_fill((top_n_sigma > 0).unsqueeze(1) & (below > limit), -torch.inf)
+    logits = logits.clone()
+    # Row by row: how torch divides a sum among threads depends on the number of rows, and so would its rounding.
+    for row in rows:
+        below = logits[row].amax() - logits[row]
+        logits[row].masked_fill_(below > top_n_sigma[row] * _deviation(below), -torch.inf)
+    return logits
+
+
+def _deviation(x: Tensor) -> Tensor:
+    """Return the standard deviation of the finite values of x [V]."""
+    finite = x[x < torch.inf]
+    return (finite - finite.mean()).square().mean().sqrt()
 
 
 def _cut(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
