@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.engine.tensor_parallel import follow as follow
+from whorl.engine import tensor_parallel
+from whorl.engine.launch import Rank
 from whorl.models import ARCHITECTURES
 from whorl.models.llama import Layer, Llama
 from whorl.nn import Linear, Mixer, Ranks, StateSpec, Step
@@ -116,4 +117,10 @@ class Pure(Hybrid):
     layer_class = PureLayer
 
 
-ARCHITECTURES |= {model.__name__: f"{__name__}:{model.__name__}" for model in (Hybrid, ForgetfulHybrid, Pure)}
+NAMES = {model.__name__: f"{__name__}:{model.__name__}" for model in (Hybrid, ForgetfulHybrid, Pure)}
+
+
+def follow(rank: Rank) -> None:
+    """Be a rank that knows these models."""
+    ARCHITECTURES.update(NAMES)
+    tensor_parallel.follow(rank)

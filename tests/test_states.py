@@ -18,7 +18,7 @@ import torch
 from checkpoints import write_checkpoints
 from mock_model import ByteTokenizer, MockModel, Oracle, alone, record
 from one_sequence import PROMPT, close
-from recurrent import GRID, ForgetfulHybrid, Hybrid, Pure, Recurrence
+from recurrent import GRID, NAMES, ForgetfulHybrid, Hybrid, Pure, Recurrence
 from schedules import LONGEST, compare, requests, run_at_random, tiny
 
 from whorl import nn
@@ -31,6 +31,7 @@ from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.mtp import MTP
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.states import StatePool
+from whorl.models import ARCHITECTURES
 
 MODELS = {model.__name__: model for model in (Hybrid, ForgetfulHybrid, Pure)}
 KINDS: list[dict[str, Any]] = [
@@ -41,6 +42,13 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0, "frequency_penalty": 0.7},
     {"temperature": 1.0, "seed": 9, "prompt_logprobs": 0},
 ]
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy models, while these tests run: others compare the list of those that whorl has."""
+    for name, where in NAMES.items():
+        monkeypatch.setitem(ARCHITECTURES, name, where)
 
 
 class Setting:
