@@ -1,5 +1,6 @@
 """Weights and caches that do not fit into memory are refused with the numbers, or weights stay in 16 bits."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from mock_model import ByteTokenizer, MockModel
 from safetensors.torch import save_file
 
 from whorl import host_memory, nn
-from whorl.engine import memory, weights
+from whorl.engine import caches, memory, weights
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.draft_model import DraftModel
@@ -22,7 +23,7 @@ from whorl.models.gemma3 import Gemma3
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 from whorl.models.qwen3_vl import Qwen3VL
-from whorl.nn import Matrix
+from whorl.nn import Matrix, Ranks
 from whorl.nn.weights.dense import DENSE
 from whorl.nn.weights.stored import Stored
 
@@ -153,6 +154,20 @@ def test_the_default_cache_leaves_half_of_the_memory(monkeypatch: pytest.MonkeyP
     limit(monkeypatch, 1 << 20)
     llm = LLM(model=MockModel(), device="cpu")  # type: ignore[arg-type]
     assert llm.pool.num_blocks * 2048 == 1 << 19
+
+
+def test_ranks_share_the_memory_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads its shard while the others read theirs, and takes its part of the default cache."""
+    path = save(tmp_path / "llama", CONFIGS["llama"])
+    with weights.open_checkpoint(path) as checkpoint:
+        shard = weights.build(checkpoint.config, device="meta", dtype=torch.float32, tp=Ranks(rank=0, size=2))
+    needed = memory.weight_bytes(shard, unpack=False) + memory.largest_bytes(shard)
+    limit(monkeypatch, 2 * needed - 1)
+    check = functools.partial(memory.check_weights, shard, path, torch.device("cpu"), unpack=False)
+    check()
+    with pytest.raises(memory.OutOfMemory, match="of memory are needed"):
+        check(num_ranks=2)
+    assert caches.cache_memory("cpu", 2) == (2 * needed - 1) // 4
 
 
 # ---- limits

@@ -108,12 +108,12 @@ def token_bytes(specs: Specs) -> int:
     return sum(spec.token_bytes for spec in by_token(specs))
 
 
-def cache_room(specs: Specs, device: str) -> dict[str, int]:
+def cache_room(specs: Specs, device: str, num_ranks: int = 1) -> dict[str, int]:
     """Return the bytes on this rank of a token, of a sequence's state ("lane") and of a snapshot of it, and the bytes
-    that are free for all caches."""
+    that are free for all caches of one of `num_ranks` ranks."""
     states = by_sequence(specs)
     lane, snapshot = (sum(getattr(spec, name) for spec in states) for name in ("lane_bytes", "snapshot_bytes"))
-    return {"token": token_bytes(specs), "lane": lane, "snapshot": snapshot, "free": cache_memory(device)}
+    return {"token": token_bytes(specs), "lane": lane, "snapshot": snapshot, "free": cache_memory(device, num_ranks)}
 
 
 def blocks_that_fit(
@@ -133,10 +133,10 @@ def blocks_that_fit(
     return min(most, (memory - states) // (room["token"] * block_size)) if room["token"] else most
 
 
-def cache_memory(device: str) -> int:
-    """Return the bytes that the cache takes by default."""
+def cache_memory(device: str, num_ranks: int = 1) -> int:
+    """Return the bytes that the cache of a rank takes by default. On a CPU the ranks share the host's memory."""
     module = accelerator(device)
     if module is not None:
         return int(_SHARE * module.mem_get_info()[0])
     free = free_memory()
-    return _HOST_MEMORY if free is None else min(_HOST_MEMORY, free // 2)
+    return _HOST_MEMORY if free is None else min(_HOST_MEMORY, free // (2 * num_ranks))

@@ -36,13 +36,18 @@ def largest_bytes(model: nn.Module) -> int:
     return max((prod(matrix.shape[-2:]) for matrix in _matrices(model)), default=0) * torch.float32.itemsize
 
 
-def check_weights(model: nn.Module, path: Path, device: torch.device, *, unpack: bool, reserve: int = 0) -> None:
+def check_weights(
+    model: nn.Module, path: Path, device: torch.device, *, unpack: bool, reserve: int = 0, num_ranks: int = 1
+) -> None:
     """Raise OutOfMemory if the weights of a model on "meta" do not fit into the free memory of the device.
 
-    unpack: as in `weight_bytes`. reserve: bytes that are needed besides, for the cache.
+    unpack: as in `weight_bytes`. reserve: bytes that are needed besides, for the cache. num_ranks: on a CPU the ranks
+    share the host's memory, and load at the same time.
     """
     free, owner = _free(device.type)
-    weights, largest = weight_bytes(model, unpack=unpack), largest_bytes(model)
+    count = 1 if accelerator(device.type) is not None else num_ranks
+    weights, largest = count * weight_bytes(model, unpack=unpack), count * largest_bytes(model)
+    reserve *= count
     if free is None or weights + largest + reserve <= free:
         return
     parts = [f"{_gb(weights)} for the weights", f"{_gb(largest)} to read the largest one"]

@@ -46,7 +46,7 @@ class Lead:
         """Return how many blocks fit on every rank. memory: bytes for the cache on each; None: the default share of its
         own free memory. Ranks may differ in the bytes of a token, because they may have different numbers of heads.
         draft_head: has its caches in the same blocks. sizes: as for `blocks_that_fit`."""
-        local = _cache_room(self.model, self.group.device, self._kv_cache_dtype, draft_head)
+        local = _cache_room(self.model, self.group.device, self.group.size, self._kv_cache_dtype, draft_head)
         return min(blocks_that_fit(room, memory, **sizes) for room in [local, *self.group.collect("room")])
 
     def runner(self, model: Model, **settings: Any) -> "LeadRunner":
@@ -114,11 +114,11 @@ def _end(group: RankGroup) -> None:
 
 
 def _cache_room(
-    model: Any, device: str, kv_cache_dtype: str = "auto", draft_head: Model | None = None
+    model: Any, device: str, num_ranks: int, kv_cache_dtype: str = "auto", draft_head: Model | None = None
 ) -> dict[str, int]:
     """Return this rank's `cache_room`."""
     models = (model,) if draft_head is None else (model, draft_head)
-    return cache_room([spec for each in models for spec in cache_specs(each, kv_cache_dtype)], device)
+    return cache_room([spec for each in models for spec in cache_specs(each, kv_cache_dtype)], device, num_ranks)
 
 
 # ---- rank 0 broadcasts what it does, then does it
@@ -190,7 +190,7 @@ def follow(rank: Rank) -> None:
     draft_path, draft_head = load_settings["draft_path"], None
     if draft_path is not None:
         draft_head = load_prediction(Path(draft_path), model, progress=False)
-    rank.publish("room", _cache_room(model, rank.device, load_settings["kv_cache_dtype"], draft_head))
+    rank.publish("room", _cache_room(model, rank.device, rank.size, load_settings["kv_cache_dtype"], draft_head))
     settings = rank.get("runner")
     rank.join()
     runner = FollowRunner(model, **settings)

@@ -86,13 +86,14 @@ def load_model(
         checkpoint = _with_stored(rounded(checkpoint, quantize), kind, device)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
         check_fit(model, checkpoint)  # before memory is allocated for the sizes in config.json
+        num_ranks = (tp or ONE).size
         if unpack is None:
-            unpack = _unpacks(model, checkpoint, device, reserve, num_ranks=(tp or ONE).size)
+            unpack = _unpacks(model, checkpoint, device, reserve, num_ranks=num_ranks)
         if checkpoint.packed is not None and not unpack:
             checkpoint = checkpoint.packed()
             model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
             check_fit(model, checkpoint)
-        memory.check_weights(model, checkpoint.path, device, unpack=unpack, reserve=reserve)
+        memory.check_weights(model, checkpoint.path, device, unpack=unpack, reserve=reserve, num_ranks=num_ranks)
         fill(_allocated(model, device), checkpoint, progress=progress, unpack=unpack)
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
     if (line := formats.describe(quantize, matrices)) is not None and (tp or ONE).rank == 0:
@@ -112,7 +113,7 @@ def load_prediction(path_or_id: str | Path | None, target: Any, *, progress: boo
             )
         check_fit(model, checkpoint)
         unpack = _unpacks(model, checkpoint, _device(target), num_ranks=target.ranks.size)
-        memory.check_weights(model, checkpoint.path, _device(target), unpack=unpack)
+        memory.check_weights(model, checkpoint.path, _device(target), unpack=unpack, num_ranks=target.ranks.size)
         fill(_allocated(model, _device(target)), checkpoint, progress=progress, unpack=unpack)
     return model  # type: ignore[no-any-return]
 
