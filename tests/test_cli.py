@@ -73,12 +73,12 @@ WRONG = [
     "quantize nowhere out",
     "selftest --jobs 0",
     "bench decode nowhere",
-    "bench decode --verify --classify",
+    "bench decode --profile --classify",
     "bench decode --batch x",
     "bench serve nowhere",
     "bench serve --rate 1 --concurrency 1",
     "bench serve --slo x",
-    "bench train --read x",
+    "bench decode --peer x",
     "bench ops --plot x.txt",
     "train nowhere",
     "train tiny --no-such-option 1",
@@ -152,7 +152,7 @@ app(["doctor", "examples/qwen3_vl_rope_branch", "--json"])
     json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("command", [["ops"], ["selftest"], ["bench", "ops"], ["bench", "positions"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["ops"], ["selftest"], ["bench", "ops"], ["bench", "train"]], ids=" ".join)
 def test_other_commands_say_that_they_need_torch(command, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = run(*command)

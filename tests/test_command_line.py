@@ -84,36 +84,28 @@ SURFACE = {
         "--quick",
         "NAMES",
     ],
-    "whorl bench calls": ["--device", "--dtype", "--json", "--repeats"],
-    "whorl bench collectives": ["--device", "--json", "--ranks", "--repeats", "--rows"],
     "whorl bench decode": sorted(
         {
             *("MODEL", "--random-config", "--batch", "--tokens", "--prompt-tokens", "--repeats", "--peer", "--json"),
-            *("--classify", "--sweep", "--draft-lengths", "--verify", "--seed", "--context", "--profile", "--first"),
+            *("--classify", "--seed", "--context", "--profile"),
         }
         | ANY_ENGINE
         | DRAFTING
     ),
-    "whorl bench positions": ["--json", "--repeats"],
     "whorl bench serve": sorted(
         {"--api-key", "--body", "--chat", "--concurrency", "--ignore-eos", "--input", "--json", "--no-ignore-eos"}
         | {"--output", "--plot", "--prefixes", "--random-config", "--rate", "--records", "--requests", "--seconds"}
         | {"--seed", "--shared-prefix", "--slo", "--sweep", "--timeout", "--trace", "--url", "--warmup-requests"}
         | ENGINE - {"--model-dir", "--model", "--report"}
     ),
-    "whorl bench sp": sorted(
-        {"--delay", "--hidden", "--json", "--layers", "--plot", "--ranks", "--rate", "--repeats", "--simulate"}
-        | {"--timeout", "--tokens"}
-    ),
     "whorl bench train": sorted(
-        {"--curve", "--device", "--full", "--json", "--layers", "--out", "--peer", "--plot", "--profile", "--read"}
+        {"--device", "--full", "--json", "--layers", "--out", "--peer", "--profile"}
         | {"--ring", "--rows", "--seq", "--steps", "--time-limit", "--tiny", "--warmup"}
     ),
     "whorl bench vision": sorted(
         {"--batch", "--device", "--dtype", "--frame", "--frames", "--json", "--out", "--peer", "--pictures"}
         | {"--processes", "--random-config", "--repeats", "--side", "--time-limit", "--tokens"}
     ),
-    "whorl bench rope-lookup": ["--device", "--json", "--layers", "--repeats"],
 }
 
 

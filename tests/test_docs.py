@@ -1,6 +1,7 @@
 """Documentation is held to the code: links lead somewhere, commands parse, figures are those that were measured."""
 
 import functools
+import importlib
 import re
 import shlex
 import subprocess
@@ -24,7 +25,7 @@ PAGES = [
 ]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-_INLINE = re.compile(r"`(whorl [^`]+)`")
+_INLINE = re.compile(r"`((?:whorl |python -m bench\.)[^`]+)`")
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -87,18 +88,26 @@ def arguments(command: str) -> list[str]:
     return [word for word in shlex.split(command) if word != "..."]
 
 
-def known_options(words: list[str]) -> set[str]:
+def program_of(command: str) -> tuple[Any, str] | None:
+    """The program that a command line runs and the rest of the line: whorl, or a script in bench; None for others."""
+    if command.startswith("whorl "):
+        return typer.main.get_command(app), command
+    if (script := re.match(r"python -m (bench\.\w+)", command)) is None:
+        return None
+    return typer.main.get_command(importlib.import_module(script[1]).app), command.removeprefix("python -m ")
+
+
+def known_options(command: Any, words: list[str]) -> set[str]:
     """Options of the command that the words begin with."""
-    command: Any = typer.main.get_command(app)
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     return options | {"--help", "--help-all"}
 
 
-def parse(words: list[str]) -> None:
+def parse(words: list[str], command: Any = None) -> None:
     """Parse without running: unknown commands, options and values raise UsageError or Exit."""
-    command: Any = typer.main.get_command(app)
+    command = command or typer.main.get_command(app)
     context: Any = None
     while True:
         context = command.make_context(command.name or "whorl", list(words), parent=context)
@@ -112,10 +121,11 @@ def parse(words: list[str]) -> None:
 def test_commands_parse(page: Path) -> None:
     problems = []
     for command in commands(page):
-        if not command.startswith("whorl "):
+        if (found := program_of(command)) is None:
             continue
+        program, line = found
         try:
-            parse(["4" if word == "N" else word for word in arguments(command)[1:]])
+            parse(["4" if word == "N" else word for word in arguments(line)[1:]], program)
         except typer.Exit as end:  # 0: --help
             problems += [command] if end.exit_code else []
         except (UsageError, ValueError) as error:
@@ -126,9 +136,10 @@ def test_commands_parse(page: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=str)
 def test_options_in_sentences_exist(page: Path) -> None:
     for command in _INLINE.findall(prose(page)):
-        words = re.sub(r"[\[\],|]", " ", command).split()[1:]
+        program, line = program_of(command) or (None, "")
+        words = re.sub(r"[\[\],|]", " ", line).split()[1:]
         options = {word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word)}
-        unknown = options - known_options(words)
+        unknown = options - known_options(program, words)
         # `whorl train` hands options on to TorchTitan, which knows them.
         assert not unknown or words[:1] == ["train"], f"{page.name}: {command}: there is no {sorted(unknown)}"
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from whorl.bench.first_steps import compiled_kernels
+from bench.first_steps import compiled_kernels
 from whorl.ops import _launch_triton, swiglu_triton
 from whorl.ops._launch_triton import Launched, launched, prepare
 from whorl.ops._rows import contiguous_strides, row_strides, row_view

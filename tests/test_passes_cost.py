@@ -167,16 +167,6 @@ def test_a_fit_has_no_negative_start() -> None:
     assert a_byte > 0
 
 
-def test_a_busy_machine_is_named() -> None:
-    from test_bench_sp import DOCUMENT
-
-    from whorl.bench import sp
-
-    busy = DOCUMENT | {"rows": [row | {"communication_share": -0.3} for row in DOCUMENT["rows"]]}
-    assert "the machine is busy" in sp.render(busy)
-    assert "the machine is busy" not in sp.render(DOCUMENT)
-
-
 # ---- on ranks
 
 

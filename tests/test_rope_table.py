@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import json
 import pickle
 import threading
 import time
@@ -17,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import whorl.rope_table
 from whorl import ops
-from whorl.bench import rope_lookup
 from whorl.ops.rope import table_dtype
 from whorl.rope_config import RopeConfig
 from whorl.rope_table import RopeTable, get_rope
@@ -408,30 +406,6 @@ def test_dual_chunk_keeps_near_distances() -> None:
     near = (apart == 1) & (distance <= 16)
     assert torch.equal(clamped[near], distance[near])
     assert int(clamped[apart == 1].max()) <= 64
-
-
-def test_benchmark_rows() -> None:
-    result = rope_lookup.run(device="cpu", tokens=(8,), layers=3, repeats=2)
-    assert [row["case"] for row in result["rows"]] == ["rope", "mrope"]
-    for row in result["rows"]:
-        assert row["equal"]
-        assert row["ratio"] == pytest.approx(row["per_layer_us"] / row["hoisted_us"])
-    assert {"device", "versions", "layers"} <= set(result)
-
-
-def test_benchmark_gives_no_speed_for_wrong_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rope_lookup, "_equal", lambda *_: False)
-    row = rope_lookup.run(device="cpu", tokens=(8,), layers=2, repeats=1)["rows"][0]
-    assert not row["equal"]
-    assert "ratio" not in row
-
-
-def test_benchmark_command(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--device", "cpu", "--tokens", "8", "--layers", "2", "--repeats", "1"]
-    assert rope_lookup.main(arguments) == 0
-    assert "2 layers, 32+4 heads x 128" in capsys.readouterr().out
-    assert rope_lookup.main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"][0]["tokens"] == 8
 
 
 def test_a_table_of_16_bits_is_rounded_once() -> None:

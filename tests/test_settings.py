@@ -13,7 +13,7 @@ import pytest
 import torch
 from mock_model import MockModel
 
-from whorl.bench.decode_options import SET_BY_MEASUREMENT
+from whorl.bench.options import SET_BY_MEASUREMENT
 from whorl.cluster.options import ClusterOptions
 from whorl.engine import memory, tensor_parallel, weights
 from whorl.engine.llm import LLM

@@ -16,11 +16,9 @@ import pytest
 import torch
 from checkpoints import write_checkpoints
 from mock_model import ByteTokenizer, Logits, MockModel, Oracle, alone, record
-from typer.testing import CliRunner
 
+from bench import collectives
 from whorl import nn
-from whorl.bench import collectives
-from whorl.cli import app
 from whorl.device import COLLECTIVE_CHOICES, COLLECTIVE_SETTINGS
 from whorl.engine import launch
 from whorl.engine.launch import RankError, RankPlace
@@ -456,7 +454,7 @@ def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(collectives, "device_count", lambda device: 1)
     monkeypatch.setattr(collectives, "require", lambda device: device)
     with pytest.raises(ValueError, match=r"--ranks is 1, expected at least 2.* has 1 cuda device"):
-        collectives.run("cuda")
+        collectives.check("cuda", None)
 
 
 def test_every_setting_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,16 +479,3 @@ def test_a_wrong_answer_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (row["us"] is not None) == (row["algbw"] is not None) == is_right
         assert row["bytes"] == row["rows"] * collectives.WIDTH * 4
         assert row["sent"] == row["bytes"] * (1 if row["collective"] in ("all_reduce", "sum in rank order") else 0.5)
-
-
-@pytest.mark.slow
-def test_bench_collectives() -> None:
-    done = CliRunner().invoke(
-        app, ["bench", "collectives", "--device", "cpu", "--rows", "2", "--repeats", "2", "--json"]
-    )
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.output)
-    assert document["library"] == "gloo"
-    assert "HCCL_ALGO" in document["not_applicable"]
-    assert [each["name"] for each in document["settings"]] == [collectives.PLAIN]
-    assert len(document["settings"][0]["rows"]) == 5

@@ -47,7 +47,7 @@ COLLECTIVE_SETTINGS: dict[str, dict[str, str]] = {
         "TASK_QUEUE_ENABLE": "2",
     },
 }
-# Values that `whorl bench collectives` tries, one change at a time.
+# Values that `python -m bench.collectives` tries, one change at a time.
 COLLECTIVE_CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {},
     "cuda": {

@@ -9,6 +9,7 @@ loop that torch runs on CPUs for which it has no kernel, beside fp32.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -129,9 +130,9 @@ def loop_times(threads: int) -> None:
         loop = torch.ops.aten._dyn_quant_pack_4bit_weight(codes, scales, None, 32, columns, rows)
         kernel = cpu4._pack(words, scales)
         runs = {
-            "kernel": lambda: cpu4._product(x, kernel, shape),
-            "loop": lambda: cpu4._product(x, loop, shape),
-            "fp32": lambda: ops.linear(x, weight),
+            "kernel": functools.partial(cpu4._product, x, kernel, shape),
+            "loop": functools.partial(cpu4._product, x, loop, shape),
+            "fp32": functools.partial(ops.linear, x, weight),
         }
         medians = {name: _median_milliseconds(run) for name, run in runs.items()}
         print(shape, {name: round(value, 3) for name, value in medians.items()})

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from whorl.bench.columns import table
-from whorl.bench.decode import DecodeSettings, header, load
+from whorl.bench.decode_engine import DecodeSettings, header, load
 from whorl.bench.decode_report import render_header
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
+from whorl.bench.report import Benchmark, table
+from whorl.engine.drafting import DraftOptions
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate import Proposer
@@ -109,6 +110,30 @@ class Subject:
             max_model_len=longest,
             num_blocks=2 * self.settings.num_blocks(self.model, longest),
         )
+
+
+def benchmark(settings: DecodeSettings, model: str | None, drafting: DraftOptions) -> Benchmark:
+    """Return the benchmark of the selected way of drafting; raises ValueError for options that conflict."""
+    make_proposer = _proposer_factory(drafting, settings.engine.device, model)
+    return Benchmark(
+        run=lambda: run(settings, make_proposer, is_fixed=drafting.draft_fixed), render=render, is_good=is_good
+    )
+
+
+def _proposer_factory(drafting: DraftOptions, device: str | None, model: str | None) -> Callable[[], Proposer]:
+    drafting.check_methods(pld=False)
+    if drafting.draft_model is None and drafting.speculate in (None, "lookup"):
+        return drafting.lookup
+    if any(name.startswith("--pld-") for name in drafting.option_names()):
+        method = "--speculate" if drafting.draft_model is None else "--draft-model"
+        raise ValueError(f"give only one of {method} and the --pld options")
+
+    def make_proposer() -> Proposer:
+        proposer = drafting.proposer(device, model)
+        assert proposer is not None
+        return proposer
+
+    return make_proposer
 
 
 def run(

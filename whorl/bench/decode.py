@@ -1,143 +1,42 @@
 """`whorl bench decode`: times decoding and prefill of the whole engine against the roofline and, optionally, a peer."""
 
-import gc
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from whorl import device as devices
-from whorl.bench.decode_options import parse_batches, parse_counts
-from whorl.bench.filled_cache import fill
+from whorl.bench import classify, decode_peer, decode_profile, decode_report
+from whorl.bench.decode_engine import DecodeSettings, engine, free, header, load, prompts, start, timed
+from whorl.bench.options import DecodeOptions
 from whorl.bench.progress import Progress
-from whorl.bench.provenance import Document, provenance
-from whorl.bench.random_config import read_config
-from whorl.bench.steady_steps import SPARE_TOKENS, count_experts, expert_figures, time_steps
-from whorl.engine.caches import block_size
+from whorl.bench.provenance import Document
+from whorl.bench.report import Benchmark
+from whorl.bench.steady_steps import count_experts, expert_figures, time_steps
+from whorl.engine.drafting import DraftOptions
 from whorl.engine.llm import LLM
-from whorl.engine.load import use_one_stream
-from whorl.engine.roofline import copy_bandwidth, num_values, prompt_flops, step_bytes
+from whorl.engine.roofline import copy_bandwidth, prompt_flops, step_bytes
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.settings import EngineSettings
 from whorl.timing import matmul_rate
 
-CONTEXT = 16  # default number of prompt tokens before decoding is timed
+
+def benchmark(
+    model: str | None, options: DecodeOptions, engine_settings: EngineSettings, drafting: DraftOptions
+) -> Benchmark:
+    """Return the benchmark that the options select; raises ValueError for options that conflict."""
+    settings = DecodeSettings.resolve(model, options, engine_settings)
+    if options.classify:
+        return classify.benchmark(settings, model, drafting)
+    if options.profile:
+        return decode_profile.benchmark(settings)
+    return Benchmark(run=lambda: run(settings), render=decode_report.render)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeSettings:
-    """Validated settings of `whorl bench decode`.
-
-    config: the model's config for random weights; None: the model `name` is loaded. contexts: numbers of keys that the
-    cache of each sequence is filled with before decoding is timed; (): a prompt of CONTEXT tokens. prompt_tokens: those
-    of a prompt whose prefill is timed; 0: none. engine: its device is never None; each row replaces its sizes.
-    """
-
-    name: str
-    engine: EngineSettings
-    config: dict[str, Any] | None = None
-    batches: tuple[int, ...] = (1, 8, 64)
-    contexts: tuple[int, ...] = ()
-    num_tokens: int = 128
-    prompt_tokens: int = 0
-    repeats: int = 5
-    peer: str | None = None
-
-    @staticmethod
-    def resolve(
-        *,
-        model: str | None = None,
-        random_config: str | None = None,
-        engine: EngineSettings | None = None,
-        batch: str = "1,8,64",
-        context: str | None = None,
-        num_tokens: int = 128,
-        prompt_tokens: int = 0,
-        repeats: int = 5,
-        peer: str | None = None,
-    ) -> "DecodeSettings":
-        """Return the settings with defaults for this machine; raises ValueError for values that conflict."""
-        if model is not None and random_config is not None:
-            raise ValueError(f"bench decode: give only one of MODEL ({model}) and --random-config ({random_config})")
-        if peer not in (None, "transformers"):
-            raise ValueError(f"--peer is {peer}, expected transformers")
-        if peer is not None and not devices.is_installed(peer):
-            raise ValueError(f"--peer {peer}: the package is not installed: pip install {peer}")
-        if random_config is None:
-            from whorl.engine.weights import resolve
-
-            resolve(model)  # so that a missing model is an error before anything is measured
-        engine = engine or EngineSettings()
-        config = None if random_config is None else read_config(random_config)
-        contexts = () if context is None else parse_counts(context, "--context")
-        most = (config or {}).get("max_position_embeddings")
-        if most is not None and contexts and max(contexts) + num_tokens + SPARE_TOKENS > most:
-            raise ValueError(f"--context {context} plus --tokens {num_tokens} exceeds the model's {most} positions")
-        return DecodeSettings(
-            name=random_config or model or "SmolLM2-135M-Instruct",
-            engine=engine.changed(device=devices.require(engine.device or devices.default_device())),
-            config=config,
-            batches=parse_batches(batch),
-            contexts=contexts,
-            num_tokens=num_tokens,
-            prompt_tokens=prompt_tokens,
-            repeats=repeats,
-            peer=peer,
-        )
-
-    @property
-    def device(self) -> str:
-        assert self.engine.device is not None
-        return self.engine.device
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return getattr(torch, self.engine.dtype) if self.engine.dtype else None
-
-    @property
-    def rows(self) -> list[tuple[int, int]]:
-        """Return the number of keys and of sequences for each row of the table."""
-        return [(context, batch) for context in self.contexts or (CONTEXT,) for batch in self.batches]
-
-    def num_blocks(self, model: Any, length: int) -> int:
-        """Return the number of cache blocks for a sequence of `length` tokens."""
-        return -(-length // block_size(model.cache_specs(), self.device, self.engine.block_size))
-
-    @property
-    def path(self) -> str | None:
-        """The model to load; None is the default model."""
-        return None if self.name == "SmolLM2-135M-Instruct" else self.name
-
-
-Peer = Callable[[DecodeSettings, Document, Progress], Document]
-
-
-def load(settings: DecodeSettings) -> tuple[Any, Any]:
-    """Return the model and its tokenizer, None for random weights, which need neither safetensors nor tokenizers."""
-    from whorl.engine.weights import DTYPES, load_model, random_model, resolve
-
-    use_one_stream(settings.engine)
-    if settings.config is not None:
-        named = settings.config.get("dtype") or settings.config.get("torch_dtype") or "bfloat16"
-        dtype = settings.dtype or DTYPES[named]
-        with torch.inference_mode():
-            return random_model(settings.config, device=settings.device, dtype=dtype), None
-    from whorl.engine.tokenizer import Tokenizer
-
-    folder = resolve(settings.path)
-    return load_model(folder, device=settings.device, dtype=settings.dtype), Tokenizer.from_path(folder)
-
-
-def run(settings: DecodeSettings, peer: Peer | None = None) -> Document:
+def run(settings: DecodeSettings) -> Document:
     """Return {"header": ..., "decode": [...], "prefill": ..., "peers": [...], "peer_prefill": ...}.
 
-    peer: times the same in a library and returns the last two.
+    The last two are of the library that `settings.peer` names, if any.
     """
     num_rows, has_prefill = len(settings.rows), bool(settings.prompt_tokens)
-    peer_rows = 0 if peer is None else num_rows * 2 + has_prefill
+    peer_rows = 0 if settings.peer is None else num_rows * 2 + has_prefill
     with Progress(2 + num_rows + has_prefill + peer_rows) as progress:
         with progress(f"weights of {settings.name}"):
             model, tokenizer = load(settings)
@@ -153,53 +52,10 @@ def run(settings: DecodeSettings, peer: Peer | None = None) -> Document:
                 document["prefill"] = _prefill(model, vocab_size, settings)
         del model
         free(settings.device)
-        document |= {"peers": [], "peer_prefill": None} if peer is None else peer(settings, document, progress)
+        document |= {"peers": [], "peer_prefill": None}
+        if settings.peer is not None:
+            document |= decode_peer.run(settings, document, progress)
     return document
-
-
-def header(settings: DecodeSettings, model: Any) -> Document:
-    """Return the header of the document: provenance, and the model's size in parameters and bytes."""
-    return {
-        **provenance(settings.device),
-        "model": settings.name,
-        "weights": "random" if settings.config is not None else "loaded",
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "num_parameters": num_values(model),
-        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "kv_cache_dtype": settings.engine.kv_cache_dtype,
-        "bytes_per_token": step_bytes(model, batch=1, kv_cache_dtype=settings.engine.kv_cache_dtype),
-        "copy_tb_s": copy_bandwidth(settings.device) / 1e12,
-    }
-
-
-# ---- the engine
-
-
-def engine(model: Any, batch: int, context: int, settings: DecodeSettings, **changes: Any) -> LLM:
-    """Return an engine with room for `batch` sequences of `context` keys and the tokens to generate."""
-    length = context + settings.num_tokens + SPARE_TOKENS
-    sizes: dict[str, Any] = {
-        "max_num_seqs": batch,
-        "max_num_batched_tokens": max(2048, batch),
-        "max_prompt_tokens": max(2048, batch),
-        "max_model_len": length,
-        # One more block for each sequence: the scheduler admits none that could stop those running.
-        "num_blocks": batch * (1 + settings.num_blocks(model, length)),
-        "use_prefix_cache": False,
-    }
-    llm = LLM(model=model, settings=settings.engine, **sizes, **changes)
-    if settings.contexts:
-        fill(llm)
-    return llm
-
-
-def start(llm: LLM, vocab_size: int, batch: int, context: int, num_tokens: int) -> list[Sequence]:
-    """Add sequences and run their prompts; returns them when each has one token and room for `num_tokens` more."""
-    params = SamplingParams(temperature=0, max_tokens=num_tokens + SPARE_TOKENS, ignore_eos=True)
-    sequences = [llm.add(prompt, params)[0] for prompt in prompts(batch, context, vocab_size)]
-    while not all(seq.num_outputs for seq in sequences):
-        llm.step()
-    return sequences
 
 
 def _decode(model: Any, vocab_size: int, batch: int, context: int, settings: DecodeSettings) -> Document:
@@ -236,12 +92,6 @@ def _speeds(batch: int, needed: float, seconds: float, device: str) -> Document:
     }
 
 
-def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Return `count` different prompts of random tokens, the same in every run."""
-    generator = torch.Generator().manual_seed(count)
-    return [row.tolist() for row in torch.randint(vocab_size, (count, length), generator=generator)]
-
-
 def _prefill(model: Any, vocab_size: int, settings: DecodeSettings) -> Document:
     length = settings.prompt_tokens
     llm = LLM(
@@ -267,18 +117,3 @@ def _prefill(model: Any, vocab_size: int, settings: DecodeSettings) -> Document:
         "matmul_tflop_s": matmul / 1e12,
         "share_of_matmul": rate / matmul,
     }
-
-
-def timed(device: str, function: Callable[[], Any]) -> float:
-    """Return the seconds that `function` takes, with the device synchronized before and after."""
-    devices.synchronize(device)
-    started = time.perf_counter()
-    function()
-    devices.synchronize(device)
-    return time.perf_counter() - started
-
-
-def free(device: str) -> None:
-    """Free memory that is no longer in use."""
-    gc.collect()
-    devices.empty_cache(device)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from whorl import device as devices
-from whorl.bench.decode import DecodeSettings, free, prompts, timed
+from whorl.bench.decode_engine import DecodeSettings, free, prompts, timed
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
+from whorl.bench.report import noted
 
 LEAST_CHUNK = 256  # tokens of a prompt that transformers computes at once, at least
 
@@ -28,21 +29,12 @@ def run(settings: DecodeSettings, document: Document, progress: Progress) -> Doc
             with progress(f"{label}, batch {row['batch']}, {row['context']} keys"):
                 result: Document = {"label": label, "batch": row["batch"], "context": row["context"]}
                 compare = functools.partial(_compare, load, row, options, settings)
-                rows.append(result | _noted(compare))
+                rows.append(result | noted(compare))
     prefill = None
     if document["prefill"] is not None:
         with progress(f"transformers, prefill of {settings.prompt_tokens}"):
-            prefill = {"label": "transformers"} | _noted(lambda: _prefill(load, document["prefill"], settings))
+            prefill = {"label": "transformers"} | noted(lambda: _prefill(load, document["prefill"], settings))
     return {"peers": rows, "peer_prefill": prefill}
-
-
-def _noted(function: Callable[[], Document]) -> Document:
-    """Return what the function returns, or a note: an exception of another library must not end the benchmark."""
-    try:
-        return function()
-    except Exception as error:
-        text = str(error).splitlines()
-        return {"note": f"did not run: {type(error).__name__}: {text[0] if text else ''}"}
 
 
 def _compare(load: Callable[[], Any], ours: Document, options: dict[str, Any], settings: DecodeSettings) -> Document:

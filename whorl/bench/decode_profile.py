@@ -12,10 +12,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from whorl import device as devices
-from whorl.bench import step_trace
-from whorl.bench.decode import DecodeSettings, engine, free, header, load, start
+from whorl.bench import decode_report, step_trace
+from whorl.bench.decode_engine import DecodeSettings, engine, free, header, load, start
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
+from whorl.bench.report import Benchmark
 from whorl.bench.steady_steps import Distinct, count_experts, end, expert_figures
 from whorl.bench.step_trace import EXPERTS, HEAD, MARK, STEP, Event, Kernel
 from whorl.engine.caches import cache_specs
@@ -116,6 +117,12 @@ def need_profiler(device: str) -> None:
     """Raise ValueError when torch's profiler cannot trace the kernels of `device`."""
     if devices.accelerator(device) is not None and not hasattr(ProfilerActivity, device.upper()):
         raise ValueError(f"--profile: torch's profiler cannot trace {device} kernels; leave it out or use --device cpu")
+
+
+def benchmark(settings: DecodeSettings) -> Benchmark:
+    """Return the benchmark; raises ValueError where the profiler knows no kernels of the device."""
+    need_profiler(settings.device)
+    return Benchmark(run=lambda: run(settings), render=decode_report.render_profile)
 
 
 def run(settings: DecodeSettings) -> Document:

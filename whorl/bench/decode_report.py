@@ -1,9 +1,15 @@
-"""The result of `whorl bench decode` as text."""
+"""The results of `whorl bench decode` and of `--profile` as text."""
 
-from whorl.bench.columns import table
 from whorl.bench.provenance import Document, render_provenance
+from whorl.bench.report import table
 
 EXPERTS = "different ones of a layer that a step reads, counted / if tokens chose independently"
+
+HOW = {
+    "graph": "kernels of a replayed step",
+    "eager": "kernels of an eager step",
+    "host": "time on the host; launches are calls of torch's operators",
+}
 
 
 def size(num_bytes: float) -> str:
@@ -69,6 +75,29 @@ def _experts(row: Document) -> str:
     return f"{row['distinct_experts']:.1f} / {row['independent_experts']:.1f}"
 
 
-def experts_note(row: Document) -> list[str]:
+# ---- profiles
+
+
+def render_profile(document: Document) -> str:
+    """Return the document of a profile as text."""
+    lines = render_header(document["header"])
+    for result in document["profiles"]:
+        total = result["step_us"]
+        about = f"batch {result['batch']}, {result['context']} keys: {total:.1f} us a step; {HOW[result['how']]}"
+        cells = [["part", "us", "us a layer", "share", "launches", "must move", "of roofline"]]
+        cells += [_profile_cells(row, total) for row in result["parts"]]
+        lines += ["", about, *_experts_note(result), *table(cells)]
+    return "\n".join(lines)
+
+
+def _profile_cells(row: Document, total: float) -> list[str]:
+    layer = "" if row["us_per_layer"] is None else f"{row['us_per_layer']:.2f}"
+    roofline = "" if row["share_of_roofline"] is None else f"{row['share_of_roofline']:.1%}"
+    moved = size(row["bytes"]) if row["bytes"] else ""
+    cells = [row["part"], f"{row['us']:.1f}", layer, f"{row['us'] / total:.1%}", f"{row['launches']:.1f}"]
+    return [*cells, moved, roofline]
+
+
+def _experts_note(row: Document) -> list[str]:
     """Return a line about the experts of a result; none for a model without experts."""
     return [] if row["distinct_experts"] is None else [f"experts   {_experts(row)}: {EXPERTS}"]

@@ -4,7 +4,6 @@ A wrong output, of whorl or of a peer, gets no speed.
 """
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,13 @@ import torch
 from torch import Tensor
 
 from whorl import device as devices
-from whorl.bench.groups import GROUPS
+from whorl.bench import ops_report
+from whorl.bench.options import OpsOptions
 from whorl.bench.peer import Bound, Peer
 from whorl.bench.peers import peers_of
+from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document, provenance
+from whorl.bench.report import Benchmark, first_line
 from whorl.cases import Values, describe, shrink
 from whorl.judge import answers, guarded, judge_call, widened
 from whorl.ops import OPS, Op
@@ -28,6 +30,42 @@ QUICK_TOKENS = 64
 # Largest relative error of a peer, in eps. Peers round more often than whorl does (bf16 tables, bf16 products), so this
 # only shows that they did the same work. Observed: 0.3 eps, and 0.7 eps for gradients.
 PEER_ERROR = 4.0
+
+# Operators that have one name together.
+GROUPS = {
+    "sparse_attention": (
+        "sparse_attention",
+        "sparse_attention_backward",
+        "masked_attention",
+        "masked_attention_backward",
+        "selection_mask",
+    ),
+    "indexer": (
+        "index_scores",
+        "top_k",
+        "lightning_indexer",
+        "indexer_target",
+        "indexer_kl",
+        "indexer_kl_gradients",
+        "dense_indexer_target",
+        "dense_indexer_kl",
+        "dense_indexer_kl_gradients",
+        "hadamard",
+    ),
+    "moe": (
+        "route",
+        "permute",
+        "permute_backward",
+        "unpermute",
+        "unpermute_backward",
+        "grouped_matmul",
+        "grouped_matmul_backward",
+        "swiglu",
+        "swiglu_backward",
+        "geglu",
+        "geglu_backward",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,28 +79,21 @@ class OpsSettings:
     compiled: bool
 
     @staticmethod
-    def resolve(
-        *,
-        names: Sequence[str] = (),
-        device: str | None = None,
-        dtype: str = "bfloat16",
-        quick: bool | None = None,
-        compiled: bool | None = None,
-    ) -> "OpsSettings":
+    def resolve(names: Sequence[str], options: OpsOptions) -> "OpsSettings":
         """Return the settings with defaults for this machine; raises ValueError for an unknown operator or device."""
         unknown = [n for n in names if n not in OPS and n not in GROUPS]
         if unknown:
             known = f"{', '.join(OPS)}, or the groups {', '.join(GROUPS)}"
             raise ValueError(f"bench ops: no operator {', '.join(unknown)}; expected {known}")
         selected = dict.fromkeys(op_name for name in names for op_name in GROUPS.get(name, (name,)))
-        device = devices.require(device or devices.default_device())
-        quick = devices.accelerator(device) is None if quick is None else quick
+        device = devices.require(options.device or devices.default_device())
+        quick = devices.accelerator(device) is None if options.quick is None else options.quick
         return OpsSettings(
             names=tuple(selected) or tuple(OPS),
             device=device,
-            dtype=getattr(torch, dtype),
+            dtype=getattr(torch, options.dtype),
             quick=quick,
-            compiled=not quick if compiled is None else compiled,
+            compiled=not quick if options.compiled is None else options.compiled,
         )
 
     def cases(self, op: Op) -> list[Values]:
@@ -74,19 +105,20 @@ class OpsSettings:
         return [case for i, case in enumerate(cases) if case not in cases[:i]]
 
 
+def benchmark(names: Sequence[str], options: OpsOptions) -> Benchmark:
+    """Return the benchmark, ready to run; raises ValueError for an unknown operator or device."""
+    settings = OpsSettings.resolve(names, options)
+    return Benchmark(run=lambda: run(settings), render=ops_report.render, is_good=is_good, draw=ops_report.write_plot)
+
+
 def run(settings: OpsSettings) -> Document:
     """Time all cases; returns {"header": ..., "rows": [...]}. A terminal shows a progress bar."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     work = [(OPS[name], case) for name in settings.names for case in settings.cases(OPS[name])]
     rows = []
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=len(work))
+    with Progress(len(work)) as progress:
         for op, case in work:
-            progress.update(task, description=f"{op.name}: {describe(case)}")
-            rows.append(_row(op, case, settings))
-            progress.advance(task)
+            with progress(f"{op.name}: {describe(case)}"):
+                rows.append(_row(op, case, settings))
     copies = {row["bytes"]: row["copy_tb_s"] for row in rows if row["passed"]}
     return {"header": _header(settings) | {"copy_tb_s_by_bytes": copies}, "rows": rows}
 
@@ -259,7 +291,7 @@ def _time_peer(
             warnings.filterwarnings("ignore", message=".*Graph is empty.*")  # the error that follows gives the reason
             return wrong or _time_calls([b.run for b in bound], device, short, recorded)
     except Exception as error:  # an exception of another library must not end the benchmark
-        return f"did not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"did not run: {first_line(error)}"
 
 
 def _time_calls(calls: Sequence[Callable[[], Any]], device: str, short: bool, recorded: bool) -> Timing:

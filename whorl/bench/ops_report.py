@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from whorl.bench.outputs import save_figure
 from whorl.bench.provenance import Document, render_provenance
+from whorl.bench.report import save_figure
 from whorl.timing import bandwidth, operations
 
 

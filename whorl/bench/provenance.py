@@ -16,13 +16,19 @@ def provenance(device: str, **more_versions: str) -> Document:
     from whorl import device as devices
 
     return {
-        "command": " ".join(["whorl", *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
         "device": device,
         "device_name": devices.device_name(device),
         "versions": devices.versions() | more_versions,
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+def _program() -> str:
+    """Return how this process was started: `whorl`, or one of the scripts in `bench` at the top of the checkout."""
+    script = Path(sys.argv[0]).resolve()
+    return f"python -m bench.{script.stem}" if script.parent == Path(__file__).parents[2] / "bench" else "whorl"
 
 
 def render_provenance(header: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from whorl.bench.options import DecodeOptions
 from whorl.bench.progress import say
 from whorl.bench.provenance import Document
 from whorl.bench.serve_record import Record
@@ -26,9 +27,9 @@ def load_engine(model: str | None, random_config: str | None, settings: EngineSe
         use_one_stream(settings)
         llm = LLM(model, settings, warm=False)
     else:
-        from whorl.bench import decode
+        from whorl.bench.decode_engine import DecodeSettings, load
 
-        random_model, _ = decode.load(decode.DecodeSettings.resolve(random_config=random_config, engine=settings))
+        random_model, _ = load(DecodeSettings.resolve(None, DecodeOptions(random_config=random_config), settings))
         llm = LLM(model=random_model, settings=settings, warm=False)
     work = WarmUp(llm, kind_for(settings.warmup, llm.runner.device, is_server=True))
     for _ in shown(work.run(), say=say):

@@ -4,8 +4,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from whorl.bench.outputs import save_figure
 from whorl.bench.provenance import Document, render_provenance
+from whorl.bench.report import save_figure
 
 WIDTH = 120
 LATENCIES = (

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from whorl import device as devices
 from whorl.bench import serve_client, serve_engine
+from whorl.bench.options import LoadOptions
 from whorl.bench.provenance import Document, provenance
-from whorl.bench.serve_options import LoadOptions
 from whorl.bench.serve_record import Record, percentiles
 from whorl.bench.workload import Load, Request, Workload
 from whorl.engine.heap import keep_objects

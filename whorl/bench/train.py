@@ -5,14 +5,15 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from whorl import device as devices
-from whorl.bench.outputs import write_document
+from whorl.bench import train_report
+from whorl.bench.options import PEER, TrainOptions, check_peer
 from whorl.bench.provenance import Document, provenance
+from whorl.bench.report import Benchmark, first_line, write_document
 from whorl.bench.train_meters import Clock, measure_link, peak_memory, profile, reset_peak
 from whorl.bench.train_model import (
     SWAPPED,
@@ -26,7 +27,7 @@ from whorl.bench.train_model import (
     verdicts,
 )
 from whorl.bench.train_predict import peak_flops, predict
-from whorl.bench.train_report import PEER, one_line, render_header
+from whorl.bench.train_report import one_line, render_header
 from whorl.streams import event
 from whorl.titan.swap_optimizer import SwapAdamW
 
@@ -43,61 +44,40 @@ ROWS = {  # switches of each row; each row has those of the row before
 class TrainSettings:
     """Validated settings of `whorl bench train`. tiny: a small model; lengths: tokens per step."""
 
+    options: TrainOptions
     device: str
     tiny: bool
     rows: dict[str, frozenset[str]]  # switches by name of the row
     layers: tuple[int, ...]
     lengths: tuple[int, ...]
-    steps: int
-    warmup: int
-    peer: str | None
-    ring: int  # buckets of swapped moments on the device at once
-    time_limit: float  # seconds after which no further row starts
     profiled: tuple[str, ...]
-    out: Path | None
 
     @staticmethod
-    def resolve(
-        *,
-        device: str | None = None,
-        tiny: bool | None = None,
-        rows: str = ",".join(ROWS),
-        layers: str = "4,8",
-        seq: str = "4096",
-        steps: int = 6,
-        warmup: int = 3,
-        peer: str | None = None,
-        ring: int = 3,
-        time_limit: float = 3600,
-        profile: str = "",
-        out: Path | None = None,
-    ) -> "TrainSettings":
+    def resolve(options: TrainOptions) -> "TrainSettings":
         """Return the settings with defaults for this machine; raises ValueError for values out of range."""
-        device = devices.require(device or devices.default_device())
-        if peer not in (None, PEER):
-            raise ValueError(f"--peer is {peer}, expected {PEER}")
-        if peer is not None and not devices.is_installed(peer):
-            raise ValueError(f"--peer {peer}: the package is not installed: pip install {peer}")
-        named = {name: switches_of(name) for name in filter(None, rows.split(","))}
-        if not named and peer is None:
+        device = devices.require(options.device or devices.default_device())
+        check_peer(options.peer)
+        named = {name: switches_of(name) for name in filter(None, options.rows.split(","))}
+        if not named and options.peer is None:
             raise ValueError(f"--rows is empty, expected some of {', '.join(ROWS)}, or --peer {PEER}")
-        profiled = tuple(filter(None, profile.split(",")))
+        profiled = tuple(filter(None, options.profile.split(",")))
         if unknown := [name for name in profiled if name not in (*named, PEER)]:
             raise ValueError(f"--profile is {unknown[0]}, expected one of --rows {', '.join(named)}")
         return TrainSettings(
+            options=options,
             device=device,
-            tiny=devices.accelerator(device) is None if tiny is None else tiny,
+            tiny=devices.accelerator(device) is None if options.tiny is None else options.tiny,
             rows=named,
-            layers=_numbers("--layers", layers, least=1),
-            lengths=_numbers("--seq", seq, least=2),
-            steps=steps,
-            warmup=warmup,
-            peer=peer,
-            ring=ring,
-            time_limit=time_limit,
+            layers=_numbers("--layers", options.layers, least=1),
+            lengths=_numbers("--seq", options.seq, least=2),
             profiled=profiled,
-            out=out,
         )
+
+
+def benchmark(options: TrainOptions) -> Benchmark:
+    """Return the benchmark, ready to run; raises ValueError for values out of range."""
+    settings = TrainSettings.resolve(options)
+    return Benchmark(run=lambda: run(settings), render=train_report.render, is_good=is_good)
 
 
 def switches_of(name: str) -> frozenset[str]:
@@ -135,9 +115,11 @@ def run(settings: TrainSettings) -> Document:
     log("\n".join(render_header(document["header"])))
     for layers in settings.layers:
         for seq in settings.lengths:
-            shape = Shape(layers=layers, seq=seq, tiny=settings.tiny, device=settings.device, ring=settings.ring)
+            shape = Shape(
+                layers=layers, seq=seq, tiny=settings.tiny, device=settings.device, ring=settings.options.ring
+            )
             is_first = (layers, seq) == (settings.layers[0], settings.lengths[0])
-            for name in [*([PEER] if settings.peer and seq == settings.lengths[0] else []), *settings.rows]:
+            for name in [*([PEER] if settings.options.peer and seq == settings.lengths[0] else []), *settings.rows]:
                 _add_row(document, settings, shape, name, begin, is_first=is_first)
     return document
 
@@ -150,8 +132,8 @@ def _add_row(
     tries = [switches] if name == PEER or "checkpoint" in switches else [switches, switches | {"checkpoint"}]
     for attempt in tries:
         row: Document = {"row": name, "switches": sorted(attempt), "layers": shape.layers, "seq": shape.seq}
-        if time.perf_counter() - begin > settings.time_limit:
-            row["note"] = f"skipped: --time-limit of {settings.time_limit:.0f} s is over"
+        if time.perf_counter() - begin > settings.options.time_limit:
+            row["note"] = f"skipped: --time-limit of {settings.options.time_limit:.0f} s is over"
         else:
             row |= _measure_or_note(settings, shape, name, attempt, is_profiled=is_first and name in settings.profiled)
         document["rows"].append(row)
@@ -160,8 +142,8 @@ def _add_row(
             log(f"    WRONG: {problem}")
         for line in row.get("kernels", []):
             log(f"    {line['ms']:8.2f} ms {line['count']:5d} x {line['name']}")
-        if settings.out is not None:
-            write_document(document, settings.out)
+        if settings.options.out is not None:
+            write_document(document, settings.options.out)
         if not row.get("out_of_memory"):
             return
 
@@ -174,8 +156,7 @@ def _measure_or_note(
     except torch.OutOfMemoryError:
         return {"note": "out of memory", "out_of_memory": True}
     except Exception as error:  # a failed row is a result; the others still run
-        text = str(error).splitlines()
-        return {"note": f"did not run: {type(error).__name__}: {text[0] if text else ''}"}
+        return {"note": f"did not run: {first_line(error)}"}
     finally:
         _free(settings.device)
 
@@ -187,14 +168,14 @@ def measure(
     clock = Clock(settings.device)
     trainee = transformers_model(shape) if name == PEER else ours(shape, switches)
     built = clock.lap()
-    for _ in range(settings.warmup):
+    for _ in range(settings.options.warmup):
         trainee.step()
     warm = clock.lap()
     reset_peak(settings.device)
     for _ in indexer_losses(trainee.model):
         pass  # reading the sums resets them, so that they do not include the warm-up
     seconds, hosts = [], []
-    for _ in range(settings.steps):
+    for _ in range(settings.options.steps):
         begin = time.perf_counter()
         loss = trainee.step()
         hosts.append(time.perf_counter() - begin)
@@ -215,9 +196,9 @@ def measure(
         "warmup_s": warm,
     }
     if name != PEER:
-        row |= _ours_only(trainee, shape, switches, median, settings.steps)
+        row |= _ours_only(trainee, shape, switches, median, settings.options.steps)
     if isinstance(optimizer := trainee.optimizer, SwapAdamW):
-        row |= {"ring": settings.ring, "moved_bytes": optimizer.bytes_each_way}
+        row |= {"ring": settings.options.ring, "moved_bytes": optimizer.bytes_each_way}
         row["backend"] = optimizer.backend_of(shape.dtype, settings.device)
     if is_profiled:
         row["kernels"] = profile(trainee)
@@ -268,8 +249,8 @@ def header(settings: TrainSettings) -> Document:
         **provenance(settings.device),
         "model": "a tiny DeepSeek-V3.2" if settings.tiny else "DeepSeek-V3.2, full width, top-2 of 8 experts",
         "dtype": "float32" if settings.device == "cpu" else "bfloat16",
-        "steps": settings.steps,
-        "warmup": settings.warmup,
+        "steps": settings.options.steps,
+        "warmup": settings.options.warmup,
         **_swap_header(settings),
     }
 
@@ -281,4 +262,4 @@ def _swap_header(settings: TrainSettings) -> Document:
     has_link = devices.accelerator(settings.device) is not None
     link = measure_link(settings.device) if has_link else None
     devices.empty_cache(settings.device)  # what was copied counts in no row
-    return {"ring": settings.ring, "link_gb_s": link}
+    return {"ring": settings.options.ring, "link_gb_s": link}

@@ -1,9 +1,9 @@
 """The result of `whorl bench train` as text."""
 
-from whorl.bench.columns import table
+from whorl.bench.options import PEER
 from whorl.bench.provenance import Document, render_provenance
+from whorl.bench.report import table
 
-PEER = "transformers"
 GIB = 2**30
 
 

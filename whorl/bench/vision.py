@@ -3,20 +3,18 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from whorl import device as devices
 from whorl.bench import vision_engine, vision_report, vision_tower
-from whorl.bench.decode import free
-from whorl.bench.decode_options import parse_batches
-from whorl.bench.outputs import write_document
+from whorl.bench.decode_engine import free
+from whorl.bench.options import VisionOptions, check_peer, parse_counts
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document, provenance
 from whorl.bench.random_config import read_config
-from whorl.bench.vision_options import VisionOptions
+from whorl.bench.report import Benchmark, noted, write_document
 from whorl.models.qwen3_vl import Qwen3VL
 from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
 from whorl.timing import matmul_rate
@@ -29,24 +27,17 @@ _PARTS = 6  # parts of the benchmark for each model, see `_parts`
 class VisionSettings:
     """Validated settings of `whorl bench vision`.
 
-    configs: config.json of each model, by name. pictures: number of images; side: of an image in pixels. frames: of the
-    video; frame: width and height of one in pixels. Sides are multiples of the pixels that one token covers.
+    configs: config.json of each model, by name. side: of an image in pixels; frame: width and height of one of the
+    video. Sides are multiples of the pixels that one token covers.
     """
 
+    options: VisionOptions
     configs: dict[str, dict[str, Any]]
     device: str
     dtype: torch.dtype
-    pictures: int
     side: int
-    frames: int
     frame: tuple[int, int]
     batches: tuple[int, ...]
-    num_tokens: int
-    repeats: int
-    peer: str | None
-    processes: int
-    time_limit: float
-    out: Path | None
 
     @staticmethod
     def resolve(options: VisionOptions) -> "VisionSettings":
@@ -54,30 +45,20 @@ class VisionSettings:
         device = devices.require(options.device or devices.default_device())
         is_small = devices.accelerator(device) is None
         names = (options.random_config or (TINY if is_small else "Qwen3-VL-30B-A3B")).split(",")
-        if options.peer not in (None, "transformers"):
-            raise ValueError(f"--peer is {options.peer}, expected transformers")
-        if options.peer is not None and not devices.is_installed(options.peer):
-            raise ValueError(f"--peer {options.peer}: the package is not installed: pip install {options.peer}")
+        check_peer(options.peer)
         configs = {name: Qwen3VL.tiny() if name == TINY else read_config(name) for name in names}
         for name, values in configs.items():
             if values.get("model_type") not in ("qwen3_vl", "qwen3_vl_moe"):
                 kind = values.get("model_type")
                 raise ValueError(f"--random-config {name}: model_type {kind!r} is not a vision model")
         settings = VisionSettings(
+            options=options,
             configs=configs,
             device=device,
             dtype=getattr(torch, options.dtype or ("float32" if is_small else "bfloat16")),
-            pictures=options.pictures,
             side=options.side or (32 if is_small else 1024),
-            frames=options.frames,
             frame=_size(options.frame or ("32x16" if is_small else "640x480")),
-            batches=parse_batches(options.batch),
-            num_tokens=options.tokens,
-            repeats=options.repeats,
-            peer=options.peer,
-            processes=options.processes,
-            time_limit=options.time_limit,
-            out=options.out,
+            batches=parse_counts(options.batch, "--batch"),
         )
         for values in configs.values():
             settings.grids(TowerConfig.from_hf(values["vision_config"]))  # raises for sizes that are not whole tokens
@@ -91,7 +72,7 @@ class VisionSettings:
                 raise ValueError(f"--side is {self.side}, --frame is {self.frame}, expected multiples of {unit} pixels")
         width, height = (size // config.patch_size for size in self.frame)
         side = self.side // config.patch_size
-        return (1, side, side), (-(-self.frames // config.temporal_patch_size), height, width)
+        return (1, side, side), (-(-self.options.frames // config.temporal_patch_size), height, width)
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -101,15 +82,10 @@ def _size(text: str) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def build_benchmark(options: VisionOptions) -> Callable[[], tuple[Document, str, bool]]:
+def benchmark(options: VisionOptions) -> Benchmark:
     """Return the benchmark, ready to run; raises ValueError for options that cannot be measured."""
     settings = VisionSettings.resolve(options)
-
-    def work() -> tuple[Document, str, bool]:
-        document = run(settings)
-        return document, vision_report.render(document), is_good(document)
-
-    return work
+    return Benchmark(run=lambda: run(settings), render=vision_report.render, is_good=is_good)
 
 
 def is_good(document: Document) -> bool:
@@ -120,7 +96,7 @@ def is_good(document: Document) -> bool:
 
 def run(settings: VisionSettings) -> Document:
     """Run all parts for all models; returns {"header": ..., "models": [...]}."""
-    until = time.monotonic() + settings.time_limit
+    until = time.monotonic() + settings.options.time_limit
     document: Document = {"header": _header(settings), "models": []}
     with Progress(_PARTS * len(settings.configs)) as progress:
         for name, values in settings.configs.items():
@@ -129,8 +105,8 @@ def run(settings: VisionSettings) -> Document:
             for part, work in _parts(settings, values, document["header"]["matmul_tflop_s"] * 1e12):
                 with progress(f"{name}: {part}"):
                     model[part] = _run_part(work, until)
-                if settings.out is not None:
-                    write_document(document, settings.out)
+                if settings.options.out is not None:
+                    write_document(document, settings.options.out)
     return document
 
 
@@ -140,9 +116,9 @@ def _header(settings: VisionSettings) -> Document:
         "weights": "random",
         "dtype": str(settings.dtype).removeprefix("torch."),
         "matmul_tflop_s": matmul_rate(settings.dtype, settings.device) / 1e12,
-        "pictures": settings.pictures,
+        "pictures": settings.options.pictures,
         "side": settings.side,
-        "frames": settings.frames,
+        "frames": settings.options.frames,
         "frame": list(settings.frame),
     }
 
@@ -152,11 +128,7 @@ def _run_part(work: Callable[[], Document], until: float) -> Document:
     if time.monotonic() > until:
         return {"note": "skipped: --time-limit is over"}
     started = time.monotonic()
-    try:
-        return work() | {"took_s": time.monotonic() - started}
-    except Exception as error:  # out of memory, an error of a peer, a missing library
-        text = str(error).splitlines()
-        return {"note": f"did not run: {type(error).__name__}: {text[0] if text else ''}"}
+    return noted(lambda: work() | {"took_s": time.monotonic() - started})
 
 
 def _parts(
@@ -177,10 +149,10 @@ def _parts(
     if not models:
         return
     yield "tower", lambda: _tower(settings, models[0], matmul)
-    if settings.peer is not None:
+    if settings.options.peer is not None:
         yield "peer", lambda: _peer(settings, models[0], values, matmul)
         free(settings.device)
-    files = {"count": settings.pictures, "side": settings.side, "processes": settings.processes}
+    files = {"count": settings.options.pictures, "side": settings.side, "processes": settings.options.processes}
     yield "preprocessing", lambda: vision_engine.overlapped(models[0].tower, device=settings.device, **files)
     rows: list[Document] = []
     yield "engine", lambda: _engine(settings, models[0], rows)
@@ -192,11 +164,11 @@ def _parts(
 
 def _tower(settings: VisionSettings, model: Any, matmul: float) -> Document:
     picture, video = settings.grids(model.tower.config)
-    common: dict[str, Any] = {"device": settings.device, "repeats": settings.repeats, "matmul": matmul}
+    common: dict[str, Any] = {"device": settings.device, "repeats": settings.options.repeats, "matmul": matmul}
     return {
         "head_dim": model.tower.config.head_dim,
         "padding": vision_tower.padded(model.tower.config, settings.dtype, settings.device),
-        "pictures": vision_tower.ours(model.tower, [picture] * settings.pictures, **common),
+        "pictures": vision_tower.ours(model.tower, [picture] * settings.options.pictures, **common),
         "video": vision_tower.ours(model.tower, [video], **common),
     }
 
@@ -204,10 +176,10 @@ def _tower(settings: VisionSettings, model: Any, matmul: float) -> Document:
 def _peer(settings: VisionSettings, model: Any, values: dict[str, Any], matmul: float) -> Document:
     picture, video = settings.grids(model.tower.config)
     peer = vision_tower.Peer(model, values, settings.device)
-    config, repeats = model.tower.config, settings.repeats
+    config, repeats = model.tower.config, settings.options.repeats
     return {
         **peer.compare(model.tower),
-        "pictures": peer.time(config, [picture] * settings.pictures, repeats, matmul),
+        "pictures": peer.time(config, [picture] * settings.options.pictures, repeats, matmul),
         "video": peer.time(config, [video], repeats, matmul),
     }
 
@@ -218,16 +190,17 @@ def _engine(settings: VisionSettings, model: Any, rows: list[Document]) -> Docum
     rows: the list to append the rows of decoding to, for `_text_model`.
     """
     item = vision_engine.picture(model.tower.config, settings.grids(model.tower.config)[0])
-    counts = sorted({1, settings.pictures})
+    counts = sorted({1, settings.options.pictures})
     longest, length = (
-        len(vision_engine.with_pictures(model, item, count)[0]) + settings.num_tokens + 2 for count in (counts[-1], 1)
+        len(vision_engine.with_pictures(model, item, count)[0]) + settings.options.tokens + 2
+        for count in (counts[-1], 1)
     )
     most = max(counts[-1], *settings.batches) * model.tower.config.num_tokens(item.grid)
     llm = vision_engine.engine(model, longest, max(settings.batches), length, settings.device, most)
-    first = [vision_engine.first_token(llm, item, count, settings.device, settings.repeats) for count in counts]
+    first = [vision_engine.first_token(llm, item, count, settings.device, settings.options.repeats) for count in counts]
     for batch in settings.batches:
         seconds, text = (
-            vision_engine.decode_row(llm, shown, batch, length - settings.num_tokens - 2, settings)
+            vision_engine.decode_row(llm, shown, batch, length - settings.options.tokens - 2, settings)
             for shown in (item, None)
         )
         rows.append({"batch": batch, "keys": length, "ms_per_step": seconds * 1e3, "text_ms_per_step": text * 1e3})
@@ -244,7 +217,7 @@ def _text_model(settings: VisionSettings, values: dict[str, Any], rows: list[Doc
     llm = vision_engine.engine(model, 1, max(settings.batches), length, settings.device, 1)
     decoded = []
     for row in rows:
-        seconds = vision_engine.decode_row(llm, None, row["batch"], length - settings.num_tokens - 2, settings)
+        seconds = vision_engine.decode_row(llm, None, row["batch"], length - settings.options.tokens - 2, settings)
         decoded.append(
             {"batch": row["batch"], "ms_per_step": seconds * 1e3, "ratio": row["ms_per_step"] / (seconds * 1e3)}
         )

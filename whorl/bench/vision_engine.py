@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from whorl import device as devices
-from whorl.bench.decode import prompts, timed
+from whorl.bench.decode_engine import prompts, timed
 from whorl.bench.provenance import Document
 from whorl.engine.caches import block_size
 from whorl.engine.llm import LLM
@@ -174,10 +174,10 @@ def decode_row(llm: LLM, item: MediaItem | None, batch: int, length: int, settin
     """Return the median seconds of a decode step after an image; item None: after text of `length` tokens."""
     model: Any = llm.model
     seconds = []
-    for _ in range(settings.repeats + 1):
+    for _ in range(settings.options.repeats + 1):
         requests: list[Request] = [
             (_text(model, length, salt), []) if item is None else with_pictures(model, item, 1, salt)
             for salt in range(batch)
         ]
-        seconds.append(decode(llm, requests, settings.num_tokens, settings.device))
+        seconds.append(decode(llm, requests, settings.options.tokens, settings.device))
     return statistics.median(seconds[1:])

@@ -1,7 +1,7 @@
 """The result of `whorl bench vision` as text."""
 
-from whorl.bench.columns import table
 from whorl.bench.provenance import Document, render_provenance
+from whorl.bench.report import table
 
 
 def render(document: Document) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whorl import device as devices
 from whorl import nn
-from whorl.bench.decode import timed
+from whorl.bench.decode_engine import timed
 from whorl.bench.provenance import Document
 from whorl.engine.features import MOST_PATCHES, runs_several
 from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig

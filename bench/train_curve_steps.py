@@ -1,4 +1,4 @@
-"""`whorl bench train --curve`: trains a small DeepSeek-V3.2 on real text and records losses and gradient norm."""
+"""The work of `python -m bench.train_curve`: trains a small model, and shows and plots losses and gradient norm."""
 
 import copy
 import dataclasses
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from whorl import device as devices
-from whorl.bench.outputs import save_figure
 from whorl.bench.provenance import Document, provenance
+from whorl.bench.report import save_figure
 from whorl.bench.train import log, switches_of
 from whorl.bench.train_model import CHUNK, balance, build, build_optimizer, indexer_losses
 from whorl.titan.data import ByteTokenizer, Corpus, WindowLoader, text_files

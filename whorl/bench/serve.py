@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whorl.bench import serve_report
-from whorl.bench.outputs import need_plot
+from whorl.bench.options import LoadOptions
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
-from whorl.bench.serve_options import LoadOptions
+from whorl.bench.report import Benchmark, need_plot
 from whorl.bench.serve_record import Record, parse_slo, summarize
 from whorl.bench.workload import Lengths, Load, Request, Workload, parse_sweep, read_trace
 from whorl.engine import model_names
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 DEFAULT_CONCURRENCY = 8
 _TOO_LATE = 0.005  # seconds; a generator later than this, and than 5% of the time to first token, is too slow
 
-Work = Callable[[], tuple[Document, str, bool]]  # the document, the same as text, whether all requests succeeded
 
-
-def build_benchmark(model: str | None, options: LoadOptions, engine: EngineSettings) -> Work:
+def benchmark(model: str | None, options: LoadOptions, engine: EngineSettings) -> Benchmark:
     """Return the benchmark, ready to run: the model is loaded and all requests are built.
 
     Raises ValueError for options that conflict and for a server that cannot be reached.
@@ -51,14 +49,12 @@ def build_benchmark(model: str | None, options: LoadOptions, engine: EngineSetti
     if empty := [point for point in points if not point.requests]:
         raise ValueError(f"bench serve: {empty[0].load}: no request is due in --seconds {options.seconds:g}; give more")
 
-    def work() -> tuple[Document, str, bool]:
-        document = run(target, points, options, slo)
-        if options.plot is not None:
-            serve_report.write_plot(document, options.plot)
-        is_good = all(not row["failures"] for row in document["rows"])
-        return document, serve_report.render(document), is_good
-
-    return work
+    return Benchmark(
+        run=lambda: run(target, points, options, slo),
+        render=serve_report.render,
+        is_good=lambda document: not any(row["failures"] for row in document["rows"]),
+        draw=serve_report.write_plot,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +138,7 @@ def _check(model: str | None, options: LoadOptions, engine: EngineSettings) -> N
                 raise ValueError(f"bench serve: --trace gives the lengths; leave out --{name.replace('_', '-')}")
     if options.prefixes > 1 and not options.shared_prefix:
         raise ValueError(f"bench serve: --prefixes {options.prefixes} needs --shared-prefix, their length")
-    if options.plot is not None:
-        need_plot(options.plot)
+    need_plot(options.plot)
     if options.records is not None:
         check_output_file(options.records)
     if options.url is None and options.random_config is None:

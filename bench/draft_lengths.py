@@ -1,4 +1,4 @@
-"""`whorl bench decode --draft-lengths`: the time of a step by tokens drafted, and the acceptance from which that pays.
+"""`python -m bench.draft_lengths`: the time of a step by tokens drafted, and the acceptance from which that pays.
 
 Steps are real steps of the engine, over caches filled to `--context` keys. Drafts are tokens that the model rejects, so
 that every step verifies a full draft. In a mixture of experts each drafted token reads other experts; neighbouring
@@ -11,18 +11,25 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from whorl import device as devices
-from whorl.bench.columns import table
-from whorl.bench.decode import DecodeSettings, engine, free, header, load, start
+from whorl.bench.decode_engine import DecodeSettings, engine, free, header, load, start
 from whorl.bench.decode_report import render_header
+from whorl.bench.options import SET_BY_MEASUREMENT, DecodeOptions, not_of, parse_counts
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
+from whorl.bench.report import Benchmark, finish, table
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import Sequence as Seq
+from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate import Draft, Proposer
+from whorl.options import Json, Model, Overrides, exit_on_bad_usage, expand_options
 
+app = typer.Typer(add_completion=False)
+NOT_OURS = not_of("peer", "classify", "profile", "prompt_tokens")
 _STRIDE = 7919  # between the ids of drafted tokens, which are meant to be rejected
 _MOST_ROWS = 2048  # tokens of a step
 
@@ -93,7 +100,7 @@ def check(settings: DecodeSettings, lengths: Sequence[int]) -> None:
     most = max(settings.batches) * (1 + max(lengths))
     if most > _MOST_ROWS:
         raise ValueError(
-            f"--draft-lengths: {max(lengths)} tokens for each of {max(settings.batches)} sequences are a step of "
+            f"--lengths: {max(lengths)} tokens for each of {max(settings.batches)} sequences are a step of "
             f"{most} tokens, expected at most {_MOST_ROWS}; give shorter drafts, or fewer sequences with --batch"
         )
 
@@ -164,3 +171,25 @@ def _cells(result: Document | None, k: int) -> list[str]:
         return ["-"] * 3
     paying = shown_share(result["break_even"]) if k else "-"
     return [f"{result['seconds'] * 1e3:.3f}", f"{result['times']:.2f}", paying]
+
+
+@app.command()
+@expand_options
+def main(
+    model: Model = None,
+    *,
+    lengths: Annotated[str, typer.Option(metavar="N,N", help="Tokens drafted for each sequence.")] = "1,2,3,4,8",
+    options: Annotated[DecodeOptions, Overrides(defaults={"batch": "1"}, without=NOT_OURS)],
+    engine: Annotated[EngineSettings, Overrides(without=SET_BY_MEASUREMENT)],
+    as_json: Json = False,
+) -> None:
+    """Time a step by tokens drafted, and give the acceptance from which drafting pays."""
+    with exit_on_bad_usage():
+        settings = DecodeSettings.resolve(model, options, engine)
+        counts = parse_counts(lengths, "--lengths")
+        check(settings, counts)
+    finish(Benchmark(run=lambda: run(settings, counts), render=render), as_json)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,4 @@
-"""Host overhead of eager calls: how long a call blocks the caller, however fast the device is.
+"""`python -m bench.calls`: host overhead of eager calls, which is how long a call blocks the caller.
 
 Tensors are so small that the device keeps up, and calls follow each other without synchronizing. Each operator is timed
 next to its chosen implementation called directly ("mechanism" is the difference: checks and choice of the backend),
@@ -12,19 +12,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor
 
 from whorl import device as devices
 from whorl.bench.peer import Values, liger_function, tensors_of
 from whorl.bench.peers import hf_swiglu
 from whorl.bench.provenance import Document, provenance, render_provenance
+from whorl.bench.report import Benchmark, finish
 from whorl.bench.rope_peers import hf_rope, hf_tables, to_hf
 from whorl.ops import OPS, Op
+from whorl.options import Device, Dtype, Json, exit_on_bad_usage
 
+app = typer.Typer(add_completion=False)
 Run = Callable[[], Any]
 CALLS = 50  # timed together, far fewer than the thousand launches that a GPU can queue
 TOKENS, CHANNELS, HEADS, KV_HEADS, DIM, EXPERTS = 4, 256, 4, 2, 64, 16
@@ -148,9 +152,8 @@ def _cases() -> list[Case]:
 # ---- measuring
 
 
-def run(device: str | None, dtype: str, repeats: int) -> Document:
+def run(device: str, dtype: str, repeats: int) -> Document:
     """Time every case in every mode; returns the document to print."""
-    device = devices.require(device or devices.default_device())
     rows = [
         _row(case, mode, getattr(torch, dtype), device, repeats)
         for case in _cases()
@@ -297,3 +300,20 @@ def render(document: Document) -> str:
         note = "" if row["is_right"] else "  wrong answer"
         lines.append(f"{row['op']:14} {row['mode']:10} {row['backend']:10}{shown}{note}")
     return "\n".join([*lines, "", *(f"{name:10} {meaning}" for name, meaning in MODES.items())])
+
+
+@app.command()
+def main(
+    device: Annotated[Device | None, typer.Option(help="Default: the best device of this machine.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="dtype of the inputs.")] = Dtype.bfloat16,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs of 50 calls; the median is reported.")] = 41,
+    as_json: Json = False,
+) -> None:
+    """Time the host overhead of eager calls of small operators, next to torch, bare Triton launches and Liger."""
+    with exit_on_bad_usage():
+        where = devices.require(device or devices.default_device())
+    finish(Benchmark(run=lambda: run(where, dtype.value, repeats), render=render, is_good=is_good), as_json)
+
+
+if __name__ == "__main__":
+    app()

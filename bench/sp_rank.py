@@ -1,6 +1,6 @@
-"""One rank of `whorl bench sp`: times every variant of a Qwen3-shaped stack and counts the bytes it sends.
+"""One rank of `python -m bench.sp`: times every variant of a Qwen3-shaped stack and counts the bytes it sends.
 
-whorl/bench/sp.py starts it with its settings as JSON; rank 0 prints the result as JSON.
+bench/sp.py starts it with its settings as JSON; rank 0 prints the result as JSON.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from whorl.bench.network import INTERFACE
+from bench.network import INTERFACE
 from whorl.collectives import group_name
 from whorl.ops import rms_norm
 from whorl.passes import SequenceParallel, cost, measure_cost

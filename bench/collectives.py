@@ -1,12 +1,10 @@
-"""Benchmark of collectives by tensor size and by the settings of their library (NCCL, HCCL or gloo).
+"""`python -m bench.collectives`: collectives by tensor size and by the settings of NCCL, HCCL or gloo.
 
-`python -m whorl.bench.collectives [--ranks 2] [--rows 1 512] [--json]`. The library's all-reduce, all-gather and
-reduce-scatter are timed next to whorl's sum and gather in rank order. A library reads its environment variables once,
-so every setting runs in new processes. Inputs are small whole numbers, whose sums are exact in any order; a wrong
-result gets no speed.
+The library's all-reduce, all-gather and reduce-scatter are timed next to whorl's sum and gather in rank order. A
+library reads its environment variables once, so every setting runs in new processes. Inputs are small whole numbers,
+whose sums are exact in any order; a wrong result gets no speed.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -14,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+import typer
 from torch import Tensor, distributed
 
+from whorl.bench.report import Benchmark, finish, table
 from whorl.device import (
     COLLECTIVE_CHOICES,
     COLLECTIVE_SETTINGS,
@@ -34,7 +33,9 @@ from whorl.device import (
 )
 from whorl.engine.launch import Rank, RankPlace, start
 from whorl.nn import Ranks
+from whorl.options import Device, Json, exit_on_bad_usage
 
+app = typer.Typer(add_completion=False)
 WIDTH = 4096  # hidden size of Qwen3-235B-A22B
 ROWS = {"cpu": (1, 16, 256), "cuda": (1, 16, 256, 2048, 8192), "npu": (1, 16, 256, 2048, 8192)}
 SECONDS = 600  # time limit of one setting
@@ -43,19 +44,19 @@ Setting = tuple[str, dict[str, str], bool]  # name, environment variables, wheth
 Form = tuple[Callable[[], Tensor], Tensor, float]  # call, expected result, share of the bytes that a rank sends
 
 
-def run(
-    device: str | None = None, ranks: int | None = None, rows: Sequence[int] | None = None, repeats: int = 20
-) -> dict[str, Any]:
-    """Time every collective, size and setting; returns the document with the environment it was measured in.
-
-    Raises ValueError for fewer than 2 ranks or more ranks than devices.
-    """
+def check(device: str | None, ranks: int | None) -> tuple[str, int]:
+    """Return the device and the number of ranks; raises ValueError for fewer than 2 or more than devices."""
     device = require(device or default_device())
     num_devices = device_count(device)
     ranks = ranks or num_devices or 2
     if ranks < 2 or (num_devices is not None and ranks > num_devices):
         reason = "one rank has no peer" if num_devices is None else f"this machine has {num_devices} {device} device(s)"
         raise ValueError(f"bench collectives: --ranks is {ranks}, expected at least 2; {reason}")
+    return device, ranks
+
+
+def run(device: str, ranks: int, rows: Sequence[int] | None = None, repeats: int = 20) -> dict[str, Any]:
+    """Time every collective, size and setting; returns the document with the environment it was measured in."""
     options = {"device": device, "ranks": ranks, "rows": list(rows or ROWS[device]), "repeats": repeats}
     return {
         "device": device_name(device),
@@ -83,10 +84,16 @@ def settings(device: str) -> Iterator[Setting]:
             yield f"{name}={value}", {name: value}, True
 
 
+def _environment() -> dict[str, str]:
+    """Return this environment, with the checkout among the folders that new processes import from."""
+    folders = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+
+
 def _measure_in_new_processes(name: str, variables: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "whorl.bench.collectives", "--measure", json.dumps(options)]
+    command = [sys.executable, "-m", "bench.collectives", "--measure", json.dumps(options)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables, timeout=SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, env=_environment() | variables, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return {"name": name, "rows": [], "error": f"no result in {SECONDS} s"}
     if done.returncode:
@@ -100,7 +107,7 @@ def _measure_in_new_processes(name: str, variables: dict[str, str], options: dic
 def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Start new ranks and time all collectives; runs as rank 0."""
     place = RankPlace(rank=0, size=options["ranks"], local_rank=0, is_external=False)
-    group = start(place, options["device"], "whorl.bench.collectives:follow", options, tune=options["tune"])
+    group = start(place, options["device"], "bench.collectives:follow", options, tune=options["tune"])
     try:
         group.collect("here")
         group.put("go", True)
@@ -199,46 +206,44 @@ def is_good(result: dict[str, Any]) -> bool:
     )
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print the result as tables."""
-    console = Console()
-    packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    console.print(f"{result['device']}: {packages}")
-    console.print(f"{result['ranks']} ranks, {result['library']}, rows of {result['width']}")
-    if result["not_applicable"]:
-        console.print(f"settings of other libraries, which have no effect here: {', '.join(result['not_applicable'])}")
-    for setting in result["settings"]:
+def render(document: dict[str, Any]) -> str:
+    """Return the document as text."""
+    packages = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    lines = [
+        f"{document['device']}: {packages}",
+        f"{document['ranks']} ranks, {document['library']}, rows of {document['width']}",
+    ]
+    if names := document["not_applicable"]:
+        lines.append(f"settings of other libraries, which have no effect here: {', '.join(names)}")
+    for setting in document["settings"]:
         if setting["error"] is not None:
-            console.print(f"{setting['name']}: failed: {setting['error']}", markup=False)
+            lines.append(f"{setting['name']}: failed: {setting['error']}")
             continue
-        table = Table(title=setting["name"], title_justify="left")
-        for name in ("collective", "rows", "bytes", "sent by a rank", "us", "algbw"):
-            table.add_column(name, justify="left" if name == "collective" else "right")
+        cells = [["collective", "rows", "bytes", "sent by a rank", "us", "algbw"]]
         for row in setting["rows"]:
             speed = [f"{row['us']:.1f}", f"{row['algbw']:.2f} GB/s"] if row["equal"] else ["wrong: no speed", ""]
-            table.add_row(row["collective"], str(row["rows"]), f"{row['bytes']:,}", f"{row['sent']:,}", *speed)
-        console.print(table)
+            cells.append([row["collective"], str(row["rows"]), f"{row['bytes']:,}", f"{row['sent']:,}", *speed])
+        lines += ["", setting["name"], *table(cells)]
+    return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m whorl.bench.collectives", description=__doc__)
-    parser.add_argument("--device", help="cpu, cuda or npu; default: the best device of this machine")
-    parser.add_argument("--ranks", type=int, help="default: all devices; 2 on a CPU")
-    parser.add_argument("--rows", type=int, nargs="+", help="rows of the tensor that is summed or gathered")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if arguments.measure:
-        print(json.dumps(measure(json.loads(arguments.measure))))
-        return 0
-    result = run(arguments.device, arguments.ranks, arguments.rows, arguments.repeats)
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        show(result)
-    return 0 if is_good(result) else 1
+@app.command()
+def main(
+    device: Annotated[Device | None, typer.Option(help="Default: the best device of this machine.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=2, help="Default: one for each device; 2 on a CPU.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of the tensor; may be repeated.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")] = 20,
+    as_json: Json = False,
+    options: Annotated[str | None, typer.Option("--measure", hidden=True)] = None,
+) -> None:
+    """Time collectives under each setting of NCCL, HCCL or gloo, next to whorl's rank-ordered ones."""
+    if options is not None:
+        print(json.dumps(measure(json.loads(options))))
+        return
+    with exit_on_bad_usage():
+        where, count = check(device, ranks)
+    finish(Benchmark(run=lambda: run(where, count, rows, repeats), render=render, is_good=is_good), as_json)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    app()

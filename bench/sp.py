@@ -1,7 +1,7 @@
-"""`whorl bench sp`: prefill with all-reduce, sequence parallelism, int8 all-gathers and MLA placement, side by side.
+"""`python -m bench.sp`: prefill with all-reduce, sequence parallelism, int8 all-gathers and MLA placement.
 
 Ranks are processes on this machine. They communicate over loopback or, with a rate, through network namespaces with a
-slow link, where communication dominates as it does in production. `simulate` only evaluates the cost model.
+slow link, where communication dominates as it does in production. `simulated` only evaluates the cost model.
 """
 
 import contextlib
@@ -15,22 +15,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
+from bench import network
 from whorl import device as devices
-from whorl.bench import network
-from whorl.bench.outputs import save_figure
 from whorl.bench.provenance import Document
+from whorl.bench.report import Benchmark, finish, need_plot, save_figure
+from whorl.options import Json, exit_on_bad_usage
 from whorl.passes.cost import TABLE, CostModel, Traffic
 
+app = typer.Typer(add_completion=False)
 BYTES_TOLERANCE = 0.02  # allowed difference from the pass's report: gloo's headers, and the barriers around a run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpSettings:
-    """Validated settings of `whorl bench sp`. rate, delay: of a simulated link, as tc writes them; timeout: seconds."""
+    """Validated settings of `python -m bench.sp`. rate, delay: of a simulated link, as tc writes them."""
 
     ranks: int = 2
     tokens: int = 512
@@ -120,8 +123,8 @@ def _launch_environment(settings: SpSettings) -> Iterator[tuple[list[list[str]],
 
 def _run_ranks(settings: SpSettings, prefixes: Sequence[Sequence[str]], environment: dict[str, str]) -> Document:
     env = os.environ | environment | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(settings.ranks)}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])
-    command = [sys.executable, "-W", "ignore", "-m", "whorl.bench.sp_rank", json.dumps(asdict(settings))]
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [env.get("PYTHONPATH")])])
+    command = [sys.executable, "-W", "ignore", "-m", "bench.sp_rank", json.dumps(asdict(settings))]
     ranks = [
         subprocess.Popen(
             [*prefix, *command],
@@ -215,7 +218,7 @@ TOKENS = (64, 256, 1024, 4096, 16384)
 VARIANTS = ("sp", "sp_int8", "sp, MLA")
 
 
-def simulate(hidden: int = 8192) -> Document:
+def simulated(hidden: int = 8192) -> Document:
     """Return for every link of the cost model and TP 2 to 16 the threshold and the gain of sequence parallelism.
 
     The threshold is the number of tokens from which it wins; the gain is the time of an all-reduce over that of the
@@ -238,7 +241,7 @@ def _gain(model: CostModel, variant: str, hidden: int, tokens: int, world: int) 
 
 
 def render_simulation(document: Document) -> str:
-    """Return the document of `simulate` as text."""
+    """Return the document of `simulated` as text."""
     lines = [
         f"Time of an all-reduce of [tokens, {document['hidden']}] in bf16 over that of reduce-scatter and all-gather,",
         "by the cost model: above 1 sequence parallelism wins. min_tokens: it wins from there, with or without int8.",
@@ -251,3 +254,45 @@ def render_simulation(document: Document) -> str:
             start = f"{row['link']:<18}{row['ranks']:>3}{threshold:>12}" if i == 0 else " " * 33
             lines.append(f"{start}  {variant:<9}" + "".join(f"{gain:>7.2f}x" for gain in gains))
     return "\n".join(lines)
+
+
+@app.command()
+def main(
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Print the cost model's estimate for TP 2 to 16 and measure nothing.")
+    ] = False,
+    ranks: Annotated[int, typer.Option(min=2, max=4, help="Number of ranks.")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prefill.")] = 512,
+    hidden: Annotated[
+        int | None, typer.Option(min=128, help="Hidden size. Default: 512, or 8192 with --simulate.")
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")] = 5,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Bandwidth of a simulated link, such as 100mbit; needs root.")
+    ] = None,
+    delay: Annotated[str | None, typer.Option(metavar="TIME", help="One-way delay of that link, such as 1ms.")] = None,
+    timeout: Annotated[int, typer.Option(min=10, help="Time limit in seconds for the whole benchmark.")] = 600,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a chart (.png, .svg, .pdf).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time prefill with all-reduce, sequence parallelism, int8 all-gathers and MLA placement; count the bytes sent."""
+    if simulate:
+        finish(Benchmark(run=lambda: simulated(hidden or 8192), render=render_simulation), as_json)
+    with exit_on_bad_usage():
+        need_plot(plot)
+        settings = SpSettings(
+            ranks=ranks,
+            tokens=tokens,
+            hidden=hidden or 512,
+            layers=layers,
+            repeats=repeats,
+            rate=rate,
+            delay=delay,
+            timeout=timeout,
+        )
+    finish(Benchmark(run=lambda: run(settings), render=render, is_good=is_good, draw=write_plot), as_json, plot)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,18 +1,27 @@
-"""`whorl bench decode --sweep`: prompt lookup over draft lengths. `--verify`: the time of a step by tokens verified."""
+"""`python -m bench.draft_sweep`: prompt lookup over draft lengths, or with `--verify` the time of a step by tokens."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated
 
+import typer
+
+from bench.draft_lengths import break_even, shown_share
 from whorl.bench.classify import OK, Run, Subject, answer, classify
-from whorl.bench.columns import table
-from whorl.bench.decode import DecodeSettings, header, load
+from whorl.bench.decode_engine import DecodeSettings, header, load
 from whorl.bench.decode_report import render_header
-from whorl.bench.draft_lengths import break_even, shown_share
+from whorl.bench.options import SET_BY_MEASUREMENT, DecodeOptions, not_of
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
+from whorl.bench.report import Benchmark, finish, table
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.llm import LLM
+from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate import Proposer
+from whorl.options import Json, Model, Overrides, exit_on_bad_usage, expand_options
+
+app = typer.Typer(add_completion=False)
+NOT_OURS = not_of("peer", "classify", "profile", "context", "prompt_tokens")
 
 
 def parse_sweep(text: str) -> dict[str, list[int]]:
@@ -27,7 +36,7 @@ def parse_sweep(text: str) -> dict[str, list[int]]:
     except (ValueError, StopIteration):
         lengths = {}
     if set(lengths) - {"k", "ngram"} or not lengths or min(min(values) for values in lengths.values()) < 1:
-        raise ValueError(f"--sweep is {text}, expected lengths such as k=2,4,8,ngram=1,2,3")
+        raise ValueError(f"--lengths is {text}, expected lengths such as k=2,4,8,ngram=1,2,3")
     return {"k": [10], "ngram": [1]} | lengths
 
 
@@ -130,3 +139,40 @@ def render_verify(document: Document) -> str:
 
 def _break_even(tokens: int, cost: float) -> str:
     return "-" if tokens == 1 else shown_share(break_even(tokens - 1, cost))
+
+
+@app.command()
+@expand_options
+def main(
+    model: Model = None,
+    *,
+    lengths: Annotated[
+        str, typer.Option(metavar="k=..,ngram=..", help="Lengths of drafts and of n-grams to tabulate.")
+    ] = "k=2,4,8,ngram=1,2,3",
+    is_verifying: Annotated[
+        bool, typer.Option("--verify", help="Time a step by the number of tokens it verifies, those of --batch.")
+    ] = False,
+    options: Annotated[DecodeOptions, Overrides(defaults={"batch": "1..8"}, without=NOT_OURS)],
+    drafting: Annotated[DraftOptions, Overrides(without={"pld": "drafts are by prompt lookup"})],
+    engine: Annotated[EngineSettings, Overrides(without=SET_BY_MEASUREMENT)],
+    as_json: Json = False,
+) -> None:
+    """Tabulate prompt lookup over draft lengths and n-gram lengths, or time a step by the tokens it verifies."""
+    with exit_on_bad_usage():
+        table_lengths = parse_sweep(lengths)
+        if options.random_config is not None and not is_verifying:
+            raise ValueError("--lengths needs a trained MODEL; random weights generate no text to classify")
+        settings = DecodeSettings.resolve(model, options, engine)
+    if is_verifying:
+        finish(Benchmark(run=lambda: verify(settings), render=render_verify), as_json)
+    tabulate = Benchmark(run=lambda: sweep(settings, table_lengths, drafting), render=render_sweep, is_good=is_good)
+    finish(tabulate, as_json)
+
+
+def is_good(document: Document) -> bool:
+    """Return whether speculation changed no output."""
+    return all(row["equal"] for row in document["rows"])
+
+
+if __name__ == "__main__":
+    app()

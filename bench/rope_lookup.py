@@ -1,26 +1,26 @@
-"""Benchmark of looking up cos and sin once per step against once per layer, over the depth of a model.
+"""`python -m bench.rope_lookup`: looking up cos and sin once per step against once per layer.
 
-`python -m whorl.bench.rope_lookup [--device cuda] [--tokens 1 4096] [--layers 48] [--json]`. Three variants rotate the
-queries and keys of every layer: the rows of the table are looked up once and shared ("hoisted"), looked up again in
-each layer ("per layer"), or gathered by the rotary operator from positions ("in kernel"). A case where the three
-disagree gets no speed.
+Three variants rotate the queries and keys of every layer: the rows of the table are looked up once and shared
+("hoisted"), looked up again in each layer ("per layer"), or gathered by the rotary operator from positions ("in
+kernel"). A case where the three disagree gets no speed.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+import typer
 from torch import Tensor
 
+from whorl.bench.provenance import Document
+from whorl.bench.report import Benchmark, finish, table
 from whorl.device import default_device, device_name, require, synchronize, versions
+from whorl.options import Device, Json, exit_on_bad_usage
 from whorl.rope_table import RopeTable, get_rope
 
+app = typer.Typer(add_completion=False)
 LAYERS = 48
 TOKENS = {"cpu": (1, 64, 512), "cuda": (1, 64, 4096, 16384), "npu": (1, 64, 4096, 16384)}
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 4, 128  # Qwen3-30B-A3B
@@ -31,11 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
 Rotated = tuple[Tensor, Tensor | None]
 
 
-def run(
-    device: str | None = None, tokens: Sequence[int] | None = None, layers: int = LAYERS, repeats: int = 20
-) -> dict[str, Any]:
+def run(device: str, tokens: Sequence[int] | None = None, layers: int = LAYERS, repeats: int = 20) -> dict[str, Any]:
     """Return the median microseconds per step for each case and number of tokens, with the environment."""
-    device = require(device or default_device())
     sizes = tokens or TOKENS[device]
     return {
         "device": device_name(device),
@@ -48,8 +45,8 @@ def run(
 
 @torch.inference_mode()
 def _measure(case: str, tokens: int, layers: int, repeats: int, device: str) -> dict[str, Any]:
-    table = get_rope(head_dim=HEAD_DIM, max_position=40960, rope_theta=1e6, **CASES[case])
-    variants = _variants(table, tokens, layers, device)
+    rope = get_rope(head_dim=HEAD_DIM, max_position=40960, rope_theta=1e6, **CASES[case])
+    variants = _variants(rope, tokens, layers, device)
     outputs = [variant() for variant in variants.values()]
     row: dict[str, Any] = {
         "case": case,
@@ -107,42 +104,39 @@ def _median_us(variants: dict[str, Callable[[], Rotated]], repeats: int, device:
     return {name: statistics.median(samples) for name, samples in times.items()}
 
 
-def _print(result: dict[str, Any]) -> None:
-    console = Console()
-    packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    console.print(f"{result['device']}: {packages}")
-    heads, kv_heads, head_dim = result["heads"]
-    table = Table(
-        title=f"{result['layers']} layers, {heads}+{kv_heads} heads x {head_dim}, median microseconds per step"
-    )
-    for name in ("case", "tokens", "hoisted", "per layer", "in kernel", "per layer / hoisted", "in kernel / hoisted"):
-        table.add_column(name, justify="left" if name == "case" else "right")
-    for row in result["rows"]:
-        cells = [row["case"], str(row["tokens"])]
+def render(document: Document) -> str:
+    """Return the document as text."""
+    packages = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    heads, kv_heads, head_dim = document["heads"]
+    about = f"{document['layers']} layers, {heads}+{kv_heads} heads x {head_dim}, median microseconds per step"
+    cells = [["case", "tokens", "hoisted", "per layer", "in kernel", "per layer / hoisted", "in kernel / hoisted"]]
+    for row in document["rows"]:
+        figures = ["outputs differ: no speed"]
         if row["equal"]:
-            cells += [f"{row[f'{name}_us']:.0f}" for name in ("hoisted", "per_layer", "in_kernel")]
-            cells += [f"{row['ratio']:.2f}x", f"{row['in_kernel_ratio']:.2f}x"]
-        else:
-            cells.append("outputs differ: no speed")
-        table.add_row(*cells)
-    console.print(table)
+            figures = [f"{row[f'{name}_us']:.0f}" for name in ("hoisted", "per_layer", "in_kernel")]
+            figures += [f"{row['ratio']:.2f}x", f"{row['in_kernel_ratio']:.2f}x"]
+        cells.append([row["case"], str(row["tokens"]), *figures])
+    return "\n".join([f"{document['device']}: {packages}", about, *table(cells)])
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m whorl.bench.rope_lookup", description=__doc__)
-    parser.add_argument("--device", help="cpu, cuda or npu; default: the best device of this machine")
-    parser.add_argument("--tokens", type=int, nargs="+", help="tokens in a step")
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    arguments = parser.parse_args(argv)
-    result = run(arguments.device, arguments.tokens, arguments.layers, arguments.repeats)
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        _print(result)
-    return 0 if all(row["equal"] for row in result["rows"]) else 1
+def is_good(document: Document) -> bool:
+    """Return whether the variants agree everywhere."""
+    return all(row["equal"] for row in document["rows"])
+
+
+@app.command()
+def main(
+    device: Annotated[Device | None, typer.Option(help="Default: the best device of this machine.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Tokens in a step; may be repeated.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers that share one lookup.")] = LAYERS,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Compare looking up cos and sin once per step with looking them up in every layer."""
+    with exit_on_bad_usage():
+        where = require(device or default_device())
+    finish(Benchmark(run=lambda: run(where, tokens, layers, repeats), render=render, is_good=is_good), as_json)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    app()

@@ -1,4 +1,4 @@
-"""`whorl bench decode --first`: the time of a start by phase, and whether the first steps still do one-time work.
+"""`python -m bench.first_steps`: the time of a start by phase, and whether the first steps still do one-time work.
 
 The load has twice as many requests as run at once, with prompts from a third of --context to all of it and outputs from
 a fifth of --tokens to all of them. It runs twice with the same steps, so the extra time of the first run was spent on
@@ -15,18 +15,24 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from whorl import device as devices
-from whorl.bench.columns import table
-from whorl.bench.decode import DecodeSettings, header, load
+from whorl.bench.decode_engine import DecodeSettings, header, load
 from whorl.bench.decode_report import render_header
+from whorl.bench.options import SET_BY_MEASUREMENT, DecodeOptions, not_of
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
+from whorl.bench.report import Benchmark, finish, table
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
+from whorl.engine.settings import EngineSettings
 from whorl.ops import _trial_store
+from whorl.options import Json, Model, Overrides, exit_on_bad_usage, expand_options
 
+app = typer.Typer(add_completion=False)
 CONTEXT, STEP_TOKENS = 1536, 2048  # defaults
 _SLOW = 2.0  # a step is slow if it is longer than its second run by (_SLOW - 1) * max(second run, median step)
 
@@ -252,3 +258,22 @@ def render(document: Document) -> str:
             f"          step {row['step']}: {row['seconds'] * 1e3:.1f} ms, again {row['again'] * 1e3:.1f}: {why}"
         )
     return "\n".join(lines)
+
+
+@app.command()
+@expand_options
+def main(
+    model: Model = None,
+    *,
+    options: Annotated[DecodeOptions, Overrides(without=not_of("peer", "classify", "profile", "repeats"))],
+    engine: Annotated[EngineSettings, Overrides(without=SET_BY_MEASUREMENT)],
+    as_json: Json = False,
+) -> None:
+    """Time the phases of a start, and the first steps of a mixed load after it."""
+    with exit_on_bad_usage():
+        settings = DecodeSettings.resolve(model, options, engine)
+    finish(Benchmark(run=lambda: run(settings), render=render, is_good=is_good), as_json)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,10 +1,8 @@
-"""Benchmark of multimodal position ids on one CPU core, next to transformers' `get_rope_index` in the same run.
+"""`python -m bench.positions`: multimodal position ids on one CPU core, next to transformers' `get_rope_index`.
 
-`python -m whorl.bench.positions [--json]`. A case where the two disagree gets no speed.
+Both run in the same process. A case where the two disagree gets no speed.
 """
 
-import argparse
-import json
 import os
 import platform
 import statistics
@@ -12,13 +10,18 @@ import time
 from collections.abc import Callable
 from importlib import import_module, metadata
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
+from whorl.bench.provenance import Document
+from whorl.bench.report import Benchmark, finish, table
+from whorl.options import Json
 from whorl.positions import PositionRule, multimodal_positions
 
+app = typer.Typer(add_completion=False)
 NUM_TOKENS = 32768
 NUM_BLOCKS = 200
 MODELS = {
@@ -108,26 +111,37 @@ def _median_ms(function: Callable[[], Any], repeats: int) -> float:
     return statistics.median(times) * 1e3
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m whorl.bench.positions", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--repeats", type=int, default=20)
-    arguments = parser.parse_args(argv)
-    result = run(arguments.repeats)
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print(" ".join(f"{key} {value}" for key, value in result["environment"].items()))
-        print(f"{result['tokens']} tokens, {result['images']} images, one core, median milliseconds")
-        print(f"{'model type':<12} {'whorl':>8} {'transformers':>13} {'ratio':>7}")
-        for row in result["rows"]:
-            if not row["equal"]:
-                print(f"{row['model_type']:<12} outputs differ: no speed")
-                continue
-            ratio = row["transformers_ms"] / row["whorl_ms"]
-            print(f"{row['model_type']:<12} {row['whorl_ms']:>8.2f} {row['transformers_ms']:>13.2f} {ratio:>6.1f}x")
-    return 0 if all(row["equal"] for row in result["rows"]) else 1
+def render(document: Document) -> str:
+    """Return the document as text."""
+    cells = [["model type", "whorl", "transformers", "ratio"]]
+    for row in document["rows"]:
+        speed = ["outputs differ: no speed"]
+        if row["equal"]:
+            ours, theirs = row["whorl_ms"], row["transformers_ms"]
+            speed = [f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.1f}x"]
+        cells.append([row["model_type"], *speed])
+    return "\n".join(
+        [
+            " ".join(f"{name} {value}" for name, value in document["environment"].items()),
+            f"{document['tokens']} tokens, {document['images']} images, one core, median milliseconds",
+            *table(cells),
+        ]
+    )
+
+
+def is_good(document: Document) -> bool:
+    """Return whether both agree on every model."""
+    return all(row["equal"] for row in document["rows"])
+
+
+@app.command()
+def main(
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs; the median is reported.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Time multimodal position ids next to transformers' get_rope_index (needs transformers)."""
+    finish(Benchmark(run=lambda: run(repeats), render=render, is_good=is_good), as_json)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    app()
