@@ -108,7 +108,7 @@ def test_out_of_memory_is_a_row_and_is_tried_with_checkpointing(monkeypatch: pyt
         return ours(requested, switches)
 
     monkeypatch.setattr(train, "ours", build)
-    settings = train.TrainSettings.resolve(TrainOptions(device="cpu", rows="fused", steps=1, warmup=1))
+    settings = settings_of(rows="fused", steps=1, warmup=1)
     first, second = train.run(settings)["rows"]
     assert first["note"] == "out of memory"
     assert second["switches"] == ["checkpoint", "dsa"]
@@ -122,7 +122,7 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.Monk
         return ours(requested, switches)
 
     monkeypatch.setattr(train, "ours", build)
-    settings = train.TrainSettings.resolve(TrainOptions(device="cpu", rows="kernels,fused", steps=1, warmup=1))
+    settings = settings_of(rows="kernels,fused", steps=1, warmup=1)
     document = train.run(settings)
     assert document["rows"][0]["note"] == "did not run: RuntimeError: no such kernel"
     assert document["rows"][1]["tok_s"] > 0
@@ -136,7 +136,7 @@ def test_what_a_converter_finds_wrong_is_marked(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(CONVERTERS["whorl_gmm"], "_compare", refuse)
     monkeypatch.setattr(train_model, "verdicts", verdicts := dict[str, str]())
     monkeypatch.setattr(train, "verdicts", verdicts)
-    settings = train.TrainSettings.resolve(TrainOptions(device="cpu", rows="gmm,dsa", steps=1, warmup=1))
+    settings = settings_of(rows="gmm,dsa", steps=1, warmup=1)
     document = train.run(settings)
     assert [row["wrong"] for row in document["rows"]] == [["whorl_gmm: 24 times"], []]
     text = train_report.render(document)
@@ -146,7 +146,7 @@ def test_what_a_converter_finds_wrong_is_marked(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nothing_begins_after_the_time_limit() -> None:
-    settings = train.TrainSettings.resolve(TrainOptions(device="cpu", rows="small,fused", time_limit=0))
+    settings = settings_of(rows="small,fused", time_limit=0)
     assert [row["note"] for row in train.run(settings)["rows"]] == ["skipped: --time-limit of 0 s is over"] * 2
 
 
