@@ -4,6 +4,7 @@ They are straightforward torch formulas, torch's own operators, and whorl's plai
 kernels are the ones chosen.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,61 +93,34 @@ def _sparse_backward(values: Values, compiled: bool) -> list[Peer]:
     return peers
 
 
-# ---- masked attention
+# ---- masked and causal attention
+
+Attend = Callable[[Values], Callable[[Tensor, Tensor, Tensor], Tensor]]
 
 
-def _sdpa(values: Values) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Return torch's attention with the same mask, and q, k, v in its order [1, H, T, D]."""
+def _masked(values: Values) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     mask = unpack(values["bits"], values["k"].shape[0])
-    heads_first = [values[n].transpose(0, 1)[None].contiguous() for n in ("q", "k", "v")]
+    return functools.partial(F.scaled_dot_product_attention, attn_mask=mask, scale=values["scale"])
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=values["scale"])
 
-    return attend, heads_first
+def _causal(values: Values) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return torch's causal attention, which has no packed sequences."""
+    return functools.partial(F.scaled_dot_product_attention, is_causal=True, scale=values["scale"], enable_gqa=True)
+
+
+def _heads_first(values: Values) -> list[Tensor]:
+    """Return q, k and v in torch's order [1, H, T, D]."""
+    return [values[n].transpose(0, 1)[None].contiguous() for n in ("q", "k", "v")]
 
 
 def _tokens_first(out: Any) -> list[Tensor]:
     return [x[0].transpose(0, 1) for x in (out if isinstance(out, tuple | list) else (out,))]
 
 
-def _is_sdpa(values: Values) -> bool:
+def _fits_mask(values: Values) -> bool:
     """Return whether torch's attention fits: every query must see a key, or torch gives NaN where whorl gives 0."""
     same_heads = values["q"].shape[1] == values["k"].shape[1]
     return same_heads and bool(values["bits"].any(-1).all()) and values["q"].shape[0] > 0
-
-
-def _masked(values: Values, compiled: bool) -> list[Peer]:
-    def bind(values: Values) -> Bound:
-        attend, arguments = _sdpa(values)
-        return Bound(run=lambda: attend(*arguments), outputs=_tokens_first)
-
-    label = "scaled_dot_product_attention, boolean mask"
-    return [Peer(label=label, bind=bind, select_expected=_first)] if _is_sdpa(values) else []
-
-
-def _masked_backward(values: Values, compiled: bool) -> list[Peer]:
-    def bind(values: Values) -> Bound:
-        attend, arguments = _sdpa(values)
-        run = backward_alone(attend, arguments, [values["dout"].transpose(0, 1)[None].contiguous()])
-        return Bound(run=run, outputs=_tokens_first)
-
-    label = "scaled_dot_product_attention, boolean mask, backward alone"
-    fits = _is_sdpa(values) and values["dlse"] is None
-    return [Peer(label=label, bind=bind, through_autograd=True)] if fits else []
-
-
-# ---- causal attention
-
-
-def _causal_sdpa(values: Values) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Return torch's causal attention, which has no packed sequences, and q, k, v in its order [1, H, T, D]."""
-    heads_first = [values[n].transpose(0, 1)[None].contiguous() for n in ("q", "k", "v")]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=values["scale"], enable_gqa=True)
-
-    return attend, heads_first
 
 
 def _is_one_sequence(values: Values) -> bool:
@@ -154,24 +128,27 @@ def _is_one_sequence(values: Values) -> bool:
     return not values["window"] and one_sequence[1] > 0 and values["starts"].tolist() == one_sequence
 
 
-def _causal(values: Values, compiled: bool) -> list[Peer]:
+def _sdpa(kind: str, attend: Attend, fits: Callable[[Values], bool]) -> Callable[[Values, bool], list[Peer]]:
+    """Return the peers function of attention: torch's own."""
+
     def bind(values: Values) -> Bound:
-        attend, arguments = _causal_sdpa(values)
-        return Bound(run=lambda: attend(*arguments), outputs=_tokens_first)
+        function, arguments = attend(values), _heads_first(values)
+        return Bound(run=lambda: function(*arguments), outputs=_tokens_first)
 
-    label = "scaled_dot_product_attention, causal"
-    return [Peer(label=label, bind=bind, select_expected=_first)] if _is_one_sequence(values) else []
+    peer = Peer(label=f"scaled_dot_product_attention, {kind}", bind=bind, select_expected=_first)
+    return lambda values, compiled: [peer] if fits(values) else []
 
 
-def _causal_backward(values: Values, compiled: bool) -> list[Peer]:
+def _sdpa_backward(kind: str, attend: Attend, fits: Callable[[Values], bool]) -> Callable[[Values, bool], list[Peer]]:
+    """Return the peers function of the backward of attention."""
+
     def bind(values: Values) -> Bound:
-        attend, arguments = _causal_sdpa(values)
-        run = backward_alone(attend, arguments, [values["dout"].transpose(0, 1)[None].contiguous()])
-        return Bound(run=run, outputs=_tokens_first)
+        grads = [values["dout"].transpose(0, 1)[None].contiguous()]
+        return Bound(run=backward_alone(attend(values), _heads_first(values), grads), outputs=_tokens_first)
 
-    label = "scaled_dot_product_attention, causal, backward alone"
-    fits = _is_one_sequence(values) and values["dlse"] is None
-    return [Peer(label=label, bind=bind, through_autograd=True)] if fits else []
+    label = f"scaled_dot_product_attention, {kind}, backward alone"
+    peer = Peer(label=label, bind=bind, through_autograd=True)
+    return lambda values, compiled: [peer] if fits(values) and values["dlse"] is None else []
 
 
 # ---- selection
@@ -200,9 +177,9 @@ def _top_k(values: Values, compiled: bool) -> list[Peer]:
 ATTENTION_PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
     "sparse_attention": _sparse,
     "sparse_attention_backward": _sparse_backward,
-    "masked_attention": _masked,
-    "masked_attention_backward": _masked_backward,
-    "causal_attention": _causal,
-    "causal_attention_backward": _causal_backward,
+    "masked_attention": _sdpa("boolean mask", _masked, _fits_mask),
+    "masked_attention_backward": _sdpa_backward("boolean mask", _masked, _fits_mask),
+    "causal_attention": _sdpa("causal", _causal, _is_one_sequence),
+    "causal_attention_backward": _sdpa_backward("causal", _causal, _is_one_sequence),
     "top_k": _top_k,
 }

@@ -70,6 +70,23 @@ def backward_alone(
     return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=True)
 
 
+def functions_of(
+    values: Values,
+    compiled: bool,
+    *,
+    eager: dict[str, Callable[..., Any]],
+    compile_too: dict[str, Callable[..., Any]],
+    liger: tuple[str, str] | None = None,
+) -> dict[str, Callable[..., Any]]:
+    """Return the functions of other libraries by label: eager ones, compiled ones if asked for, and Liger's."""
+    functions = dict(eager)
+    if compiled:
+        functions |= {f"{label}, torch.compile": compile_static(function) for label, function in compile_too.items()}
+    if liger is not None and (function := liger_function(values, *liger)) is not None:
+        functions["Liger"] = function.apply
+    return functions
+
+
 def liger_function(values: Values, module: str, name: str) -> Any:
     """Return a function of Liger; None where it is not installed or Triton kernels do not run."""
     device = next(v for v in values.values() if isinstance(v, Tensor)).device.type

@@ -4,6 +4,7 @@ A peer gets its arguments in the form that suits it best (tables looked up in th
 before the clock starts.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from whorl.bench.peer import (
     backward_alone,
     bind_plainly,
     compile_static,
-    liger_function,
+    functions_of,
     tensors_of,
 )
 from whorl.bench.rope_peers import from_hf, hf_rope, hf_tables, is_hf_rope, rope_backward_peers, rope_peers, to_hf
@@ -63,30 +64,6 @@ def _simple(label: str, function: Callable[..., Any], *names: str) -> Peer:
     return Peer(label=label, bind=bind)
 
 
-def _rms_norm(values: Values, compiled: bool) -> list[Peer]:
-    if values["plus_one"]:
-        return []
-    names = ("x", "weight", "eps")
-    peers = [_simple("torch.nn.functional.rms_norm", _torch_rms_norm, *names)]
-    if compiled:
-        peers.append(_simple("Hugging Face, torch.compile", compile_static(hf_rms_norm), *names))
-    if (liger := liger_function(values, "rms_norm", "LigerRMSNormFunction")) is not None:
-        peers.append(_simple("Liger", liger.apply, *names))
-    return peers
-
-
-def _add_rms_norm(values: Values, compiled: bool) -> list[Peer]:
-    if values["plus_one"]:
-        return []
-    names = ("x", "residual", "weight", "eps")
-    peers = [_simple("add, then torch.nn.functional.rms_norm", _added(_torch_rms_norm), *names)]
-    if compiled:
-        peers.append(_simple("Hugging Face, torch.compile", compile_static(_added(hf_rms_norm)), *names))
-    if (liger := liger_function(values, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction")) is not None:
-        peers.append(_simple("Liger", liger.apply, *names))
-    return peers
-
-
 def _added(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     def function(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
@@ -95,32 +72,43 @@ def _added(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     return function
 
 
-def _rms_norm_backward(values: Values, compiled: bool) -> list[Peer]:
+def _norm_functions(values: Values, compiled: bool, *, has_residual: bool) -> dict[str, Callable[..., Any]]:
     if values["plus_one"]:
-        return []
+        return {}
+    label, wrap, liger = "", lambda norm: norm, ("rms_norm", "LigerRMSNormFunction")
+    if has_residual:
+        label, wrap, liger = "add, then ", _added, ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
+    return functions_of(
+        values,
+        compiled,
+        eager={f"{label}torch.nn.functional.rms_norm": wrap(_torch_rms_norm)},
+        compile_too={"Hugging Face": wrap(hf_rms_norm)},
+        liger=liger,
+    )
+
+
+def _norm(values: Values, compiled: bool) -> list[Peer]:
+    names = ("x", *(["residual"] if "residual" in values else []), "weight", "eps")
+    functions = _norm_functions(values, compiled, has_residual="residual" in values)
+    return [_simple(label, function, *names) for label, function in functions.items()]
+
+
+def _norm_backward(values: Values, compiled: bool) -> list[Peer]:
     has_residual = values["residual_grad"] is not None
 
-    def peer(label: str, norm: Callable[..., Any]) -> Peer:
-        def bind(values: Values) -> Bound:
-            grads = [t.clone() for t in _arguments(values, "dy", "residual_grad") if t is not None]
-            zero = (torch.zeros_like(values["x"]),) if has_residual else ()
-            run = backward_alone(
-                lambda x, w: norm(x, *zero, w, values["eps"]), _arguments(values, "x", "weight"), grads
-            )
-            return Bound(run=run, outputs=tensors_of)
+    def bind(norm: Callable[..., Any], values: Values) -> Bound:
+        grads = [t.clone() for t in _arguments(values, "dy", "residual_grad") if t is not None]
+        zero = (torch.zeros_like(values["x"]),) if has_residual else ()
+        run = backward_alone(lambda x, w: norm(x, *zero, w, values["eps"]), _arguments(values, "x", "weight"), grads)
+        return Bound(run=run, outputs=tensors_of)
 
-        return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
+    functions = _norm_functions(values, compiled, has_residual=has_residual)
+    return [_alone(label, functools.partial(bind, function)) for label, function in functions.items()]
 
-    wrap = _added if has_residual else lambda norm: norm
-    peers = [peer("torch.nn.functional.rms_norm", wrap(_torch_rms_norm))]
-    if compiled:
-        peers.append(peer("Hugging Face, torch.compile", compile_static(wrap(hf_rms_norm))))
-    name, function = (
-        ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction") if has_residual else ("rms_norm", "LigerRMSNormFunction")
-    )
-    if (liger := liger_function(values, name, function)) is not None:
-        peers.append(peer("Liger", liger.apply))
-    return peers
+
+def _alone(label: str, bind: Callable[[Values], Bound]) -> Peer:
+    """Return a peer of a backward, which autograd runs on a forward that is not timed."""
+    return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
 
 
 # ---- swiglu
@@ -132,33 +120,24 @@ def hf_swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _gate_functions(values: Values, compiled: bool) -> dict[str, Callable[..., Any]]:
+    if values.get("interleaved"):
+        return {}
+    silu = {"silu, then multiply": hf_swiglu}
+    liger = ("swiglu", "LigerFusedGateUpSiLUMulFunction")
+    return functions_of(values, compiled, eager=silu, compile_too=silu, liger=liger)
+
+
 def _swiglu(values: Values, compiled: bool) -> list[Peer]:
-    if values["interleaved"]:
-        return []
-    peers = [_simple("silu, then multiply", hf_swiglu, "x")]
-    if compiled:
-        peers.append(_simple("silu, then multiply, torch.compile", compile_static(hf_swiglu), "x"))
-    if (liger := liger_function(values, "swiglu", "LigerFusedGateUpSiLUMulFunction")) is not None:
-        peers.append(_simple("Liger", liger.apply, "x"))
-    return peers
+    return [_simple(label, function, "x") for label, function in _gate_functions(values, compiled).items()]
 
 
 def _swiglu_backward(values: Values, compiled: bool) -> list[Peer]:
-    if values["interleaved"]:
-        return []
+    def bind(function: Callable[..., Any], values: Values) -> Bound:
+        return Bound(run=backward_alone(function, [values["x"]], [values["dy"]]), outputs=tensors_of)
 
-    def peer(label: str, function: Callable[..., Any]) -> Peer:
-        def bind(values: Values) -> Bound:
-            return Bound(run=backward_alone(function, [values["x"]], [values["dy"]]), outputs=tensors_of)
-
-        return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
-
-    peers = [peer("silu, then multiply", hf_swiglu)]
-    if compiled:
-        peers.append(peer("silu, then multiply, torch.compile", compile_static(hf_swiglu)))
-    if (liger := liger_function(values, "swiglu", "LigerFusedGateUpSiLUMulFunction")) is not None:
-        peers.append(peer("Liger", liger.apply))
-    return peers
+    functions = _gate_functions(values, compiled)
+    return [_alone(label, functools.partial(bind, function)) for label, function in functions.items()]
 
 
 def hf_geglu(x: Tensor) -> Tensor:
@@ -168,10 +147,9 @@ def hf_geglu(x: Tensor) -> Tensor:
 
 
 def _geglu(values: Values, compiled: bool) -> list[Peer]:
-    peers = [_simple("gelu, then multiply", hf_geglu, "x")]
-    if compiled:
-        peers.append(_simple("gelu, then multiply, torch.compile", compile_static(hf_geglu), "x"))
-    return peers
+    gelu = {"gelu, then multiply": hf_geglu}
+    functions = functions_of(values, compiled, eager=gelu, compile_too=gelu)
+    return [_simple(label, function, "x") for label, function in functions.items()]
 
 
 # ---- qk_norm_rope
@@ -251,7 +229,7 @@ def _qk_norm_rope_backward(values: Values, compiled: bool) -> list[Peer]:
         run = backward_alone(compile_static(forward), _arguments(values, "qkv", "q_weight", "k_weight"), grads)
         return Bound(run=run, outputs=tensors_of)
 
-    return [Peer(label="Hugging Face, torch.compile, backward alone", bind=bind, through_autograd=True)]
+    return [_alone("Hugging Face, torch.compile", bind)]
 
 
 # ---- grouped_matmul
@@ -278,9 +256,9 @@ _PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
     "mrope_": rope_peers,
     "rope_backward": rope_backward_peers,
     "mrope_backward": rope_backward_peers,
-    "rms_norm": _rms_norm,
-    "add_rms_norm": _add_rms_norm,
-    "rms_norm_backward": _rms_norm_backward,
+    "rms_norm": _norm,
+    "add_rms_norm": _norm,
+    "rms_norm_backward": _norm_backward,
     "swiglu": _swiglu,
     "swiglu_backward": _swiglu_backward,
     "geglu": _geglu,
