@@ -121,9 +121,9 @@ def parse(words: list[str], command: Any = None) -> None:
 def test_commands_parse(page: Path) -> None:
     problems = []
     for command in commands(page):
-        if (found := program_of(command)) is None:
+        program, line = program_of(command) or (None, "")
+        if program is None:
             continue
-        program, line = found
         try:
             parse(["4" if word == "N" else word for word in arguments(line)[1:]], program)
         except typer.Exit as end:  # 0: --help

@@ -60,8 +60,8 @@ class DecodeSettings:
         num_tokens = options.tokens or (64 if devices.accelerator(device) is None else 128)
         most = (config or {}).get("max_position_embeddings")
         if most is not None and contexts and max(contexts) + num_tokens + SPARE_TOKENS > most:
-            given = f"--context {options.context} plus --tokens {num_tokens}"
-            raise ValueError(f"{given} exceeds the model's {most} positions")
+            sizes = f"--context {options.context} plus --tokens {num_tokens}"
+            raise ValueError(f"{sizes} exceeds the model's {most} positions")
         return DecodeSettings(
             name=random_config or model or "SmolLM2-135M-Instruct",
             engine=engine.changed(device=device),
