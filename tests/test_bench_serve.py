@@ -312,7 +312,6 @@ def test_what_an_engine_refuses_is_counted() -> None:
         ("--url http://127.0.0.1:9 --max-num-seqs 3", "give max_num_seqs to that server"),
         ("--trace nowhere.jsonl", "nowhere.jsonl"),
         ("--plot x.txt", "--plot"),
-        ("--records /nowhere/x", "there is no folder"),
         ("MODEL --random-config x", "give only one of"),
         ("--body [] --url http://127.0.0.1:9", "expected a JSON object"),
     ],
@@ -321,6 +320,12 @@ def test_what_does_not_go_together(options: str, said: str) -> None:
     done = run(options)
     assert done.exit_code == 2
     assert said in done.stderr
+
+
+def test_records_without_a_folder_are_refused_before_the_load() -> None:
+    done = run("--records /nowhere/x")
+    assert done.exit_code == 1
+    assert done.stderr == "whorl: /nowhere/x: cannot be written: No such file or directory\n"
 
 
 def test_requests_that_never_fit(shape: str) -> None:

@@ -55,7 +55,7 @@ SURFACE = {
     "whorl chat": sorted(ENGINE | DRAFTING | TEXT | THREADS | {"--pld", "PROMPT"}),
     "whorl serve": sorted(
         {"--allowed-hosts", "--api-key", "--drain", "--host", "--max-body", "--max-queue", "--name", "--allow-origin"}
-        | {"--api-key-file", "--strict-model-name"}
+        | {"--api-key-file", "--strict-model-name", "--max-request-pixels"}
         | {"--port", "--timeout", "--seed", "--pld", "--chat-template", "--tool-parser", "--reasoning-parser"}
         | {"--media-folder", "--media-hosts"}
         | REPLICAS

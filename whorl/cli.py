@@ -161,6 +161,7 @@ def _run_model(command: str, model: str | None, model_dir: str | None, **options
     from whorl.chat.command import Options, build_session
 
     with exit_on_bad_usage():
+        options["drafting"].check()
         chosen = _one_model(command, model, model_dir, options["drafting"])
         work = build_session(Options(model=chosen, **options))
     sys.exit(work())
