@@ -334,7 +334,7 @@ def test_greedy_tokens_of_a_crowd() -> None:
 
 
 @pytest.mark.slow
-def test_prompts_through_the_passes(tmp_path: Path) -> None:
+def test_prompts_with_shared_tokens(tmp_path: Path) -> None:
     """Two ranks that keep their share of a prompt's tokens between attentions: the logits of two that do not."""
     sizes = {"hidden_size": 96, "intermediate_size": 160, "index_topk": 8, "num_hidden_layers": 2}
     paths = write_checkpoints(tmp_path, {"deepseek": DeepSeek.tiny(**sizes)})

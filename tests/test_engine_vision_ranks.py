@@ -29,7 +29,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Counted:
-    """Of the calls that the passes may have: whether they had pictures."""
+    """Of the calls that run with sequence parallelism: whether they had pictures."""
 
     def __init__(self, prompts: PromptForward) -> None:
         self.prompts = prompts
@@ -41,9 +41,7 @@ class Counted:
     def __call__(self, step: nn.Step, caches: Any) -> torch.Tensor:
         self.had_pictures.append(step.inserted is not None)
         hidden = self.prompts(step, caches)
-        compiled = self.prompts.with_pictures if step.inserted is not None else self.prompts._compiled
-        assert compiled is not None
-        assert compiled.last_run == "rewritten"
+        assert len(self.prompts.last.summed) == len(self.prompts.last.gathered) == COLLECTIVES
         return hidden
 
 
@@ -66,11 +64,9 @@ def on_and_off(path: Path, dtype: torch.dtype) -> dict[str, Any]:
         assert on[0] == off[0]
         for ours, theirs in zip(on[1], off[1], strict=True):
             assert all(torch.equal(ours[place], theirs[place]) for place in theirs)
-    assert prompts.prompts.with_pictures is not None
-    reports = [*prompts.prompts._compiled.reports, *prompts.prompts.with_pictures.reports]
     return {
-        "rewrites": [report.rewrites for report in reports],
-        "exactness": [report.exactness for report in reports],
+        "sums": len(prompts.prompts.report.summed),
+        "text": str(prompts.prompts.report),
         "had_pictures": set(prompts.had_pictures),
         "first": [logits[0] for logits in off[1]],
     }
@@ -90,8 +86,8 @@ def on_and_off(path: Path, dtype: torch.dtype) -> dict[str, Any]:
 def test_sequence_parallelism_changes_no_bit(name: str, dtype: torch.dtype, checkpoints: dict[str, Path]) -> None:
     """Logits of all outputs, with and without it: in chunks through pictures, with deepstack, with prefix hits."""
     for result in ranks.shared(2).run(on_and_off, checkpoints[name], dtype, timeout=600):
-        assert result["rewrites"] == [COLLECTIVES, COLLECTIVES], "a graph of text, and one with pictures"
-        assert result["exactness"] == ["bitwise", "bitwise"]
+        assert result["sums"] == COLLECTIVES
+        assert "equality: bitwise" in result["text"]
         assert result["had_pictures"] == {True, False}
         if dtype == torch.float32:
             one = serve(load_model(checkpoints[name], device="cpu", dtype=dtype, progress=False), None)

@@ -301,7 +301,7 @@ RANKED = {"llama": Llama.tiny(hidden_size=96, intermediate_size=160), "qwen3": Q
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "format"), [("llama", "fp8"), ("qwen3", "int8")])
 def test_two_ranks_and_sequence_parallelism(name: str, format: str, tmp_path: Path) -> None:
-    """Whole prompts run through the passes here, their pieces do not."""
+    """Whole prompts run with sequence parallelism here, their pieces do not."""
     folder = write_checkpoints(tmp_path, {name: RANKED[name]})[name]
     sizes: dict[str, Any] = {"block_size": 4, "memory": 40_000, "max_model_len": 40, "sp": "on", "sp_min_tokens": 9}
     llm = LLM(folder, tokenizer=ByteTokenizer(), device="cpu", dtype="float32", tp=2, kv_cache_dtype=format, **sizes)  # type: ignore[arg-type]

@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "media": {"extras"},
     "engine": {
         "checkpoint_index",
+        "collectives",
         "device",
         "digests",
         "fields",

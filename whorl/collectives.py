@@ -6,6 +6,7 @@ runs and is never a constant of a graph: the compiled graph is the same on every
 fp32, rounded once: the bits of a row depend on that row alone, and reduce_scatter gives the same bits as all_reduce.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 SCALE_BYTES = 4  # of the fp32 scale sent with each quantised row
+MIN_QUANTIZED = 64  # features; in a shorter row the scale and the extra message cost more than 8 bits save
 
 
 def process_group(group: Any) -> Any:
@@ -132,16 +134,8 @@ def _(x: Tensor, tokens: int, group: str) -> Tensor:
 @custom_op("whorl::all_gather_quantized", mutates_args=())
 def all_gather_quantized(x: Tensor, tokens: int, group: str, format: str) -> Tensor:
     """Gather as `all_gather` does, but send each row as int8 or fp8 followed by its fp32 scale. This rounds."""
-    from whorl.ops.quant import dequantize, dynamic_quant
-
-    codes, scale = dynamic_quant(x.flatten(1), format=format)
-    gathered = _all_gather(torch.cat([codes.view(torch.uint8), scale.view(-1, 1).view(torch.uint8)], 1), tokens, group)
-    width = codes.shape[1]
-    codes, scale = (
-        gathered[:, :width].contiguous().view(codes.dtype),
-        gathered[:, width:].contiguous().view(torch.float32),
-    )
-    return dequantize(codes, scale.view(-1), x.dtype).view(tokens, *x.shape[1:])
+    packed, restore = _pack(x.flatten(1), format)
+    return restore(_all_gather(packed, tokens, group)).view(tokens, *x.shape[1:])
 
 
 @all_gather_quantized.register_fake
@@ -184,3 +178,89 @@ def wire_bytes(collective: str, row_bytes: int, tokens: int, size: int) -> int:
     """Return the bytes that one rank sends in an all_reduce, reduce_scatter or all_gather of rows of row_bytes."""
     once = (size - 1) * rows_per_rank(tokens, size) * row_bytes
     return int(2 * once if collective == "all_reduce" else once)
+
+
+# ---- overlapped with matmuls: one rank's rows are sent while the next rank's are multiplied
+
+Multiply = Callable[[Tensor], Tensor]  # a matmul [T, K] -> [T, N] whose rows do not depend on the rows beside them
+
+
+def overlapped_reduce_scatter(x: Tensor, multiply: Multiply, width: int, group: str) -> Tensor:
+    """Return this rank's ceil(T / p) rows of the sum over ranks of multiply(x), [T, width]; rows past T are zero.
+
+    The rows of one rank after the other are multiplied, and each part is sent to its rank.
+    """
+    ranks = process_group(group)
+    size, own_rank = ranks.size(), ranks.rank()
+    count = rows_per_rank(x.shape[0], size)
+    parts = x.new_zeros(size, count, width)
+    in_flight, works = [], []  # parts must stay alive until they are sent
+    for step in range(1, size + 1):  # this rank's rows last: they are multiplied while the others are sent
+        to, source = (own_rank + step) % size, (own_rank - step) % size
+        rows = x[min(to * count, x.shape[0]) : (to + 1) * count]
+        part = parts[own_rank] if to == own_rank else x.new_zeros(parts.shape[1:])
+        part[: rows.shape[0]] = multiply(rows)
+        if to != own_rank:
+            works += _exchange(part, to, parts[source], source, ranks)
+            in_flight.append(part)
+    for work in works:
+        work.wait()
+    return _sum_in_rank_order(parts, x.dtype)
+
+
+def overlapped_all_gather(
+    x: Tensor, multiplies: Sequence[tuple[Multiply, int]], tokens: int, group: str, format: str = ""
+) -> list[Tensor]:
+    """Return the rows [tokens, K] gathered from every rank's x, then each matmul of them.
+
+    multiplies: the matmuls, each with its number of output channels. format: as in `all_gather_quantized`; "": exact.
+    """
+    ranks = process_group(group)
+    size, own_rank = ranks.size(), ranks.rank()
+    packed, restore = _pack(x, format)
+    arrived = [packed if rank == own_rank else torch.empty_like(packed) for rank in range(size)]
+    works = {}
+    for step in range(1, size):
+        to, source = (own_rank + step) % size, (own_rank - step) % size
+        works[source] = _exchange(packed, to, arrived[source], source, ranks)
+    gathered = x.new_empty(size * x.shape[0], x.shape[1])
+    outs = [x.new_empty(tokens, width) for _, width in multiplies]
+    for source in [(own_rank - step) % size for step in range(size)]:
+        for work in works.get(source, ()):
+            work.wait()
+        first = source * x.shape[0]
+        rows = restore(arrived[source])[: max(0, min(x.shape[0], tokens - first))]
+        gathered[first : first + rows.shape[0]] = rows
+        for out, (multiply, _) in zip(outs, multiplies, strict=True):
+            out[first : first + rows.shape[0]] = multiply(rows)
+    return [gathered[:tokens].contiguous(), *outs]
+
+
+def _exchange(sent: Tensor, to: int, received: Tensor, source: int, ranks: Any) -> list[Any]:
+    """Start sending to one rank of the group and receiving from another; returns the requests to wait for."""
+    if not sent.numel():
+        return []
+    # Sent as bytes, because gloo does not know every dtype.
+    pairs = ((dist.isend, sent, to), (dist.irecv, received, source))
+    operations = [
+        dist.P2POp(transfer, x.view(torch.uint8), dist.get_global_rank(ranks, rank), ranks)
+        for transfer, x, rank in pairs
+    ]
+    return list(dist.batch_isend_irecv(operations))
+
+
+def _pack(x: Tensor, format: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the tensor to send in place of x, and the function that restores rows of x from it."""
+    if not format:
+        return x.contiguous(), lambda rows: rows
+    from whorl.ops.quant import dequantize, dynamic_quant
+
+    codes, scale = dynamic_quant(x, format=format)
+    width, code_dtype = codes.shape[1], codes.dtype
+    packed = torch.cat([codes.view(torch.uint8), scale.view(-1, 1).view(torch.uint8)], 1)
+
+    def restore(rows: Tensor) -> Tensor:
+        scale = rows[:, width:].contiguous().view(torch.float32)
+        return dequantize(rows[:, :width].contiguous().view(code_dtype), scale.view(-1), x.dtype)
+
+    return packed, restore

@@ -6,7 +6,7 @@ import time
 from collections import abc, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from whorl.device import HOST, default_device, require
 from whorl.media import MediaItem
@@ -45,9 +45,6 @@ from .step_budget import StepBudget
 from .tensor_parallel import Lead
 from .warmup import Kind, Warmed, WarmUp, kind_for, shown
 from .weight_versions import WeightVersions
-
-if TYPE_CHECKING:
-    from whorl.passes import Report
 
 _COST_TOKENS = 64  # the largest decode step that is timed for `DraftLength`
 _MAX_SHARED = 24  # on a CPU: a step of two clients takes about twice as long as one that decodes a single token
@@ -294,8 +291,8 @@ class LLM:
             self._lead.close()
 
     @property
-    def sp_report(self) -> "Report | None":
-        """The report of the sequence-parallelism pass on the model; None if it is off."""
+    def sp_report(self) -> sequence_parallel.Report | None:
+        """What ranks exchange in calls with sequence parallelism; None if it is off."""
         return None if self.runner.prompts is None else self.runner.prompts.report
 
     @property

@@ -1,38 +1,31 @@
-"""Sequence parallelism for prompts, by `whorl.passes`: between attentions each rank holds its shard of the tokens.
+"""Sequence parallelism for prompts: between attentions and matmuls each rank holds its share of the tokens.
 
-The model is captured once, as one graph over any number of tokens. Attention stays outside of the graph: it is one
-opaque node, which reads the call's step and caches from this module. So the inputs of the graph are token ids and
-weights only, it writes to nothing, and it serves every batch, chunk and prefix hit. Calls with images have a second
-graph, which takes the image features as further inputs; between layers each rank adds its shard of the features.
+The model's own layers do it (`whorl.nn.ranks`); this module says for which calls, and reports what ranks exchange. A
+call of any prompts, chunks, prefix hits and images runs so.
 """
 
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.library import custom_op
+from torch import Tensor
 
-from whorl.nn import Inserted, Step
+from whorl import collectives
+from whorl.nn import SharedTokens, Step, sharing
 
 from .settings import EngineSettings
 
-if TYPE_CHECKING:  # passes and torch's symbolic shapes take a second to import; one rank needs neither
-    from whorl.passes import Compiled, Report
-
 Mode = Literal["auto", "on", "off"]
-_EXAMPLE = 32  # tokens of the capture; no guard depends on this number
-_ATTEND: ContextVar[Callable[[int, Tensor, int], Tensor]] = ContextVar("attend")
+_EXAMPLE = 32  # tokens of the call that counts what ranks exchange
+_NEVER = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SPSettings:
     """The settings of sequence parallelism that every rank receives; `EngineSettings` validates them.
 
-    mode: "on" applies to every prompt, "auto" to calls with so many tokens that it pays by the passes' cost model.
+    mode: "on" applies to every prompt, "auto" to calls with so many tokens that it pays by `whorl.passes.cost`.
     min_tokens: with "on", the fewest tokens of a call that it applies to; None: any number. fuse: a matrix product and
     the collective next to it run as one operator.
     """
@@ -69,41 +62,50 @@ def _has_experts(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "experts", None) is not None
 
 
-def describe(report: "Report | None") -> str:
-    """Return a readable text on what the pass has rewritten."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What ranks exchange in a call with sequence parallelism; `str(report)` is for people.
+
+    size: number of ranks. min_tokens: the fewest tokens of a call that it applies to, infinite where it never pays.
+    summed, gathered: the bytes of a token in each sum over ranks and in each gather. num_fused: how many of these run
+    beside a matmul. predicted_gain: by the cost model, how many times as fast as all-reduces.
+    """
+
+    size: int
+    min_tokens: float
+    summed: tuple[int, ...]
+    gathered: tuple[int, ...]
+    num_fused: int = 0
+    is_quantized: bool = False
+    predicted_gain: float | None = None
+
+    def bytes_before(self, tokens: int = _EXAMPLE) -> int:
+        """Return the bytes that a rank sends for so many tokens with all-reduces."""
+        return sum(collectives.wire_bytes("all_reduce", num_bytes, tokens, self.size) for num_bytes in self.summed)
+
+    def bytes_after(self, tokens: int = _EXAMPLE) -> int:
+        """Return the bytes that a rank sends for so many tokens with reduce-scatters and gathers."""
+        halves = (*self.summed, *self.gathered)
+        return sum(collectives.wire_bytes("all_gather", num_bytes, tokens, self.size) for num_bytes in halves)
+
+    def __str__(self) -> str:
+        before, after, num_sums = self.bytes_before(), self.bytes_after(), len(self.summed)
+        start = "never" if self.min_tokens == _NEVER else f"from {self.min_tokens:.0f} tokens"
+        equality = "rounds: activations are gathered in 8 bits" if self.is_quantized else "bitwise"
+        lines = [
+            f"sequence parallelism over {self.size} ranks, {start}: {num_sums} of {num_sums} collectives rewritten, "
+            f"{len(self.gathered)} gathers, {self.num_fused} of both beside a matmul",
+            f"bytes sent by a rank for {_EXAMPLE} tokens: {before} before, {after} after ({after / before:.2f})",
+            f"equality: {equality}",
+        ]
+        if self.predicted_gain is not None:
+            lines.append(f"predicted: communication {self.predicted_gain:.2f} times as fast")
+        return "\n".join(lines)
+
+
+def describe(report: Report | None) -> str:
+    """Return a readable text on what ranks exchange."""
     return str(report or "sequence parallelism is off: it takes --sp, and --tp of 2 or more")
-
-
-# In its own namespace, so that the passes do not assume its result to be equal on all ranks: it differs.
-@custom_op("whorl_engine::attention", mutates_args=())
-def _attention(qkv: Tensor, layer: int, width: int) -> Tensor:
-    """Apply `Mixer.mix` of this layer to qkv [T, ...] in the current call; returns [T, width]."""
-    return _ATTEND.get()(layer, qkv, width)
-
-
-@_attention.register_fake
-def _(qkv: Tensor, layer: int, width: int) -> Tensor:
-    return qkv.new_empty(qkv.shape[0], width)
-
-
-class _Prompt(nn.Module):
-    """The part of the model's forward that is captured: everything but attention."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-        # torch refuses a ninth capture of one code object, so each model in the process gets a copy of the code.
-        plain = _Prompt.forward
-        copy = FunctionType(plain.__code__.replace(), globals(), plain.__name__, plain.__defaults__)
-        self.forward = MethodType(copy, self)  # type: ignore[method-assign]
-
-    def forward(self, token_ids: Tensor, mask: Tensor | None = None, *features: Tensor) -> Tensor:
-        inserted = None if mask is None else Inserted(mask=mask, features=features)
-        return self.model.hidden(token_ids, _mix, inserted)  # type: ignore[no-any-return]
-
-
-def _mix(mixer: Any, qkv: Tensor) -> Tensor:
-    return _attention(qkv, mixer.layer, mixer.mixed_size)  # type: ignore[no-any-return]
 
 
 class PromptForward:
@@ -111,72 +113,60 @@ class PromptForward:
 
     The bits of the logits equal those of the plain model unless `quantize` rounds what ranks exchange. Each token is
     rounded by itself, so with mode "on" and no min_tokens the result still does not depend on the rest of the batch.
+    report: what ranks exchange; last: what they exchanged in the last call.
     """
 
-    def __init__(self, model: Any, device: str, settings: SPSettings) -> None:
-        from whorl import passes
+    last: SharedTokens
 
-        self._mixers = _mixers(model)
-        self._rope = model.rope
-        # torch would capture one token as a separate graph; without rounding the plain model gives the same bits.
-        min_tokens = max(settings.min_tokens or 1, 1 if settings.quantize else 2)
-        config = passes.SequenceParallel(
-            min_tokens="auto" if settings.mode == "auto" else min_tokens, quantize=settings.quantize, fuse=settings.fuse
-        )
-        self._compiled = passes.compile(_Prompt(model), config, backend="eager", dynamic=True)
-        self._capture(self._compiled, device)
-        self.with_pictures: Compiled | None = None
-        if getattr(model, "tower", None) is not None:
-            self.with_pictures = passes.compile(_Prompt(model), config, backend="eager", dynamic=True)
-            self._capture(self.with_pictures, device, *_example(model, device))
-        reported = self._compiled.reports[0].min_tokens
-        self.min_tokens: float = float("inf") if reported == "never" else float(reported)
+    def __init__(self, model: Any, device: str, settings: SPSettings) -> None:
+        if not hasattr(model, "hidden"):
+            raise ValueError(
+                f"sequence parallelism: {type(model).__name__} has no `hidden`, its forward without attention; "
+                "use sp=off"
+            )
+        self._model, self._group, self._settings = model, collectives.group_name(None), settings
+        self.report = self._count(device)
+        self.min_tokens = self.report.min_tokens
 
     @torch.inference_mode()
-    def _capture(self, compiled: "Compiled", device: str, *image_inputs: Tensor) -> None:
-        """Capture the graph with an attention that returns zeros, so that no cache is needed or written."""
-        token_ids = torch.arange(_EXAMPLE, device=device) % 2
-        self._run(compiled, lambda layer, qkv, width: qkv.new_zeros(qkv.shape[0], width), token_ids, *image_inputs)
+    def _count(self, device: str) -> Report:
+        """Run a call with an attention that returns zeros, so that no cache is needed, and report its exchanges."""
+        token_ids, shared = torch.arange(_EXAMPLE, device=device) % 2, self._shared(_EXAMPLE)
+        with sharing(shared):
+            self._model.hidden(token_ids, lambda mixer, x: x.new_zeros(x.shape[0], mixer.mixed_size))
+        size, is_auto = collectives.group_size(self._group), self._settings.mode == "auto"
+        least, gain = _measured(shared, size) if is_auto else (self._settings.min_tokens or 1, None)
+        return Report(
+            size=size,
+            min_tokens=least,
+            summed=tuple(shared.summed),
+            gathered=tuple(shared.gathered),
+            num_fused=shared.num_fused,
+            is_quantized=shared.quantize,
+            predicted_gain=gain,
+        )
 
-    @property
-    def report(self) -> "Report":
-        return self._compiled.reports[0]
+    def _shared(self, tokens: int) -> SharedTokens:
+        is_quantized = self._settings.quantize is not None
+        return SharedTokens(tokens=tokens, group=self._group, quantize=is_quantized, fuse=self._settings.fuse)
 
     def takes(self, step: Step) -> bool:
         """Return whether the step has enough tokens for sequence parallelism."""
         return step.token_ids.shape[0] >= self.min_tokens
 
     def __call__(self, step: Step, caches: Sequence[Any]) -> Tensor:
-        rotary = self._rope.rows(step)
-
-        def attend(layer: int, qkv: Tensor, width: int) -> Tensor:
-            return self._mixers[layer].mix(qkv, rotary, step, caches[layer])  # type: ignore[no-any-return]
-
-        if (inserted := step.inserted) is None:
-            return self._run(self._compiled, attend, step.token_ids)
-        assert self.with_pictures is not None
-        return self._run(self.with_pictures, attend, step.token_ids, inserted.mask, *inserted.features)
-
-    def _run(self, compiled: "Compiled", attend: Callable[[int, Tensor, int], Tensor], *inputs: Tensor) -> Tensor:
-        token = _ATTEND.set(attend)
-        try:
-            return compiled(*inputs)  # type: ignore[no-any-return]
-        finally:
-            _ATTEND.reset(token)
+        self.last = self._shared(step.token_ids.shape[0])
+        with sharing(self.last):
+            return self._model.forward(step, caches)  # type: ignore[no-any-return]
 
 
-@torch.inference_mode()  # as calls do: other tensors would make torch capture the graph again
-def _example(model: Any, device: str) -> list[Tensor]:
-    """Return an example mask and features: values that differ, equal on all ranks, as the passes expect of inputs."""
-    width, count = model.config.hidden_size, 1 + len(model.tower.config.deepstack_visual_indexes)
-    mask = torch.arange(_EXAMPLE, device=device)[:, None] % 3 == 1
-    values = torch.arange(_EXAMPLE * width, device=device).view(_EXAMPLE, width) / (_EXAMPLE * width)
-    return [mask, *((values + i).to(model.dtype) for i in range(count))]
+def _measured(shared: SharedTokens, size: int) -> tuple[float, float | None]:
+    """Return the number of tokens from which sharing them pays between these ranks, and the gain with `_EXAMPLE`."""
+    from whorl.passes.cost import Traffic
+    from whorl.passes.measure_cost import measure
 
-
-def _mixers(model: Any) -> Any:
-    if not hasattr(model, "hidden"):
-        raise ValueError(
-            f"sequence parallelism: {type(model).__name__} has no `hidden`, its forward without attention; use sp=off"
-        )
-    return model.mixers
+    gathered = tuple(map(float, shared.gathered))
+    quantized = gathered if shared.quantize else None
+    traffic = Traffic(reduced=tuple(map(float, shared.summed)), gathered=gathered, quantized=quantized)
+    gain, threshold = measure(shared.group).gain(_EXAMPLE, size, traffic)
+    return _NEVER if threshold is None else threshold, gain

@@ -32,6 +32,7 @@ from whorl.nn import (
     RMSNorm,
     Router,
     Step,
+    all_tokens,
 )
 
 INDEX_EPS = 1e-6  # epsilon of the norm of the indexer's keys
@@ -78,7 +79,8 @@ class Indexer(Module):
         return self.num_heads * self.head_dim, self.head_dim, self.num_heads
 
     def project(self, x: Tensor, q_low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.wq_b(q_low), self.wk(x), self.weights_proj(x)
+        """Return this for all tokens; x and q_low are as in `Attention.forward`."""
+        return self.wq_b(q_low), all_tokens(self.wk(x)), all_tokens(self.weights_proj(x))
 
     def choose(self, projected: tuple[Tensor, ...], rotary: Tensor, step: Step, cache: Tensor) -> Tensor | None:
         """Write the keys into the cache and return the positions of the selected keys, [T, topk].
@@ -144,11 +146,15 @@ class Attention(Mixer):
         scores = 0 if self.indexer is None else self.indexer.flops(num_tokens)
         return 2 * self.num_heads * (2 * self.rank + self.turning) * pairs + scores
 
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+        x, residual = norm(x, residual)
+        return self(x, *arguments), residual  # not of all tokens: what is gathered is narrower after the projections
+
     def forward(self, x: Tensor, mix: Mix) -> Tensor:
-        q_low, kv = self.qkv_a_proj(x).split(self.qkv_a_proj.splits, -1)
+        q_low, kv = all_tokens(self.qkv_a_proj(x)).split(self.qkv_a_proj.splits, -1)
         q_low = self.q_a_layernorm(q_low, None)[0]
         index = () if self.indexer is None else self.indexer.project(x, q_low)
-        # Joined to one tensor, because attention may run outside of a captured graph, which passes one tensor to it.
+        # Joined to one tensor, because a mix takes one.
         return self.o_proj(mix(self, torch.cat((self.q_b_proj(q_low), kv, *index), -1)))
 
     def mix(self, projected: Tensor, rotary: Tensor, step: Step, cache: LatentCache) -> Tensor:

@@ -26,6 +26,7 @@ from whorl.nn import (
     StateSpec,
     Step,
     Vocabulary,
+    all_tokens,
     attend,
     check_training,
 )
@@ -261,13 +262,13 @@ class Llama(Module):
 
         Apart from `mix`, every token is computed by itself. inserted: features of images and videos.
         """
-        decoder = self.decoder
+        decoder, inserted = self.decoder, None if inserted is None else inserted.own()
         x, residual = self.embed(token_ids), None
         x = x if inserted is None else inserted.embed(x)
         for i, layer in enumerate(decoder.layers):
             x, residual = layer(x, residual, mix)
             x = x if inserted is None else inserted.add(x, i)
-        return decoder.norm(x, residual)[0]
+        return all_tokens(decoder.norm(x, residual)[0], exact=True)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.decoder.embed_tokens(token_ids)

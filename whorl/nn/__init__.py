@@ -14,7 +14,7 @@ from .linear import Linear, PlainLinear
 from .mixer import Mix, Mixer, Normed
 from .model import Model
 from .norm import LayerNorm, RMSNorm
-from .ranks import ONE, Ranks, Unit
+from .ranks import ONE, Ranks, SharedTokens, Unit, all_tokens, sharing
 from .router import Router
 from .step import Inserted, Step
 from .training import Packed, check_training, pack, trainable
@@ -61,6 +61,7 @@ __all__ = [
     "Ranks",
     "Rope",
     "Router",
+    "SharedTokens",
     "StackedExperts",
     "StateSpec",
     "States",
@@ -68,11 +69,13 @@ __all__ = [
     "Unit",
     "Vocabulary",
     "Weighted",
+    "all_tokens",
     "attend",
     "check_training",
     "create_parameters",
     "destinations",
     "pack",
+    "sharing",
     "trainable",
     "weighted",
 ]

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .ranks import ONE, Ranks
+from .ranks import ONE, SHARED, Ranks
 from .weight import Destination, Formats, Matrix, Norm, Part
 
 
@@ -56,10 +56,12 @@ class Linear(Matrix):
             self.bias = nn.Parameter(torch.empty(self.shape[0], dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y, _, _ = self.product(x)
         if not self.is_partial:
-            return y
-        y = self.ranks.sum(y)
+            return self.product(x)[0]
+        if (shared := SHARED.get()) is not None and self.adapter is None:
+            y = shared.scatter_matmul(lambda rows: self.product(rows)[0], x, self.shape[0])
+        else:
+            y = self.ranks.sum(self.product(x)[0])
         return y if self.bias is None else y + self.bias
 
     def product(
@@ -69,11 +71,14 @@ class Linear(Matrix):
 
         This is the one place where the layer multiplies, with the norm before it fused or not, and where an adapter
         adds to the result. norm None: x is multiplied as it is. Where the output is summed over ranks, y is this rank's
-        summand, without the bias.
+        summand, without the bias. Where ranks share tokens, x, residual and total are of this rank's tokens.
         """
         bias = None if self.is_partial else self.bias
         if norm is None:
             y, normed, total = self.format.linear(self, x, bias), x, x
+        elif (shared := SHARED.get()) is not None:
+            normed, total = norm(x, residual)
+            y, normed = shared.gather_matmul(lambda rows: self.format.linear(self, rows, bias), normed, self.shape[0])
         else:
             y, normed, total = self.format.norm_linear(self, norm, x, residual, bias)
         return (y if self.adapter is None else self.adapter(y, normed)), normed, total

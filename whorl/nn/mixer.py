@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from .cache import CacheSpec, StateSpec
 from .norm import RMSNorm
+from .ranks import all_tokens
 from .step import Step
 from .training import Packed
 
@@ -20,9 +21,12 @@ class Normed(Module):
     """
 
     def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return the module's output for norm(x + residual), and x + residual; arguments: its other inputs."""
+        """Return the module's output for norm(x + residual), and x + residual; arguments: its other inputs.
+
+        Where ranks share tokens, x, residual and both results are of this rank's tokens.
+        """
         x, residual = norm(x, residual)
-        return self(x, *arguments), residual
+        return self(all_tokens(x), *arguments), residual
 
 
 class Mixer(Normed):
@@ -56,6 +60,5 @@ class Mixer(Normed):
 
 
 # The mixing of tokens: a function from a layer's mixer and its projections [T, ...] to the output [T, mixed_size]. It
-# is passed to a layer, because it differs: over the cache when serving, over packed sequences in training, and outside
-# of the graph where the rest of the model is captured.
+# is passed to a layer, because it differs: over the cache when serving, over packed sequences in training.
 Mix = Callable[[Mixer, Tensor], Tensor]

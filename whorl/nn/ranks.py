@@ -1,10 +1,18 @@
-"""The ranks of a tensor-parallel group: which shard each has, and how shards are summed and gathered."""
+"""The ranks of a tensor-parallel group: which shard each has, and how shards are summed and gathered.
 
+With sequence parallelism, in a call inside `sharing`, a rank has only its share of the tokens from a sum over ranks to
+the next matmul that needs all of them: residual and norms are [ceil(T / p), C] there. The sum is a reduce-scatter
+(`Ranks.sum`), and the matmul gathers its input (`all_tokens`). The bits are those of any other call, unless int8 rounds
+what is gathered.
+"""
+
+import contextlib
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from whorl import collectives
@@ -86,12 +94,14 @@ class Ranks:
 
         Therefore the bits of a token do not depend on the other tokens. Each rank sums T / size rows and sends them to
         the others, which moves as many bytes as an all-reduce. A small x takes one collective instead of two: every
-        rank gathers all summands and adds them itself, to the same bits. In a captured graph the sum is one node, which
-        `whorl.passes` may split.
+        rank gathers all summands and adds them itself, to the same bits. Inside `sharing` a rank gets its tokens' sums
+        only.
         """
         if self.size == 1:
             return x
-        if torch.compiler.is_compiling() or self.size * x.nbytes > _FEW_BYTES:
+        if (shared := SHARED.get()) is not None:
+            return shared.scatter(x)
+        if self.size * x.nbytes > _FEW_BYTES:
             return collectives.ordered_all_reduce(x, collectives.group_name(self.group))
         summands = x.new_empty(self.size * x.shape[0], x.shape[1])
         _all_gather(summands, x.contiguous(), self.group)
@@ -121,3 +131,84 @@ def _all_gather(out: Tensor, x: Tensor, group: Any) -> None:
 
 
 ONE = Ranks()
+
+
+# ---- sequence parallelism
+
+
+@dataclass(kw_only=True, slots=True)
+class SharedTokens:
+    """The tokens of a call that the ranks of a group share: each has the rows of ceil(T / p) of them, the last ones
+    padded with zeros. summed, gathered: the bytes of a token in every exchange of the call.
+
+    tokens: T. group: its name. quantize: gathers send int8 with a scale for each token, which rounds. fuse: part by
+    part, a matmul runs beside the exchange before or after it.
+    """
+
+    tokens: int
+    group: str
+    quantize: bool = False
+    fuse: bool = False
+    summed: list[int] = field(default_factory=list)
+    gathered: list[int] = field(default_factory=list)
+    num_fused: int = 0
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Return the sums over ranks of this rank's tokens, of x [T, N]."""
+        self.summed.append(x.shape[1] * x.element_size())
+        return collectives.ordered_reduce_scatter(x, self.group)
+
+    def scatter_matmul(self, multiply: collectives.Multiply, x: Tensor, width: int) -> Tensor:
+        """Return `scatter` of multiply(x), [T, width]."""
+        if not self.fuse:
+            return self.scatter(multiply(x))
+        self.summed.append(width * x.element_size())
+        self.num_fused += 1
+        return collectives.overlapped_reduce_scatter(x, multiply, width, self.group)
+
+    def gather(self, x: Tensor, *, exact: bool = False) -> Tensor:
+        """Return all ranks' x, [T, N]. exact: never quantised."""
+        if format := self._format(x, exact=exact):
+            return collectives.all_gather_quantized(x, self.tokens, self.group, format)
+        return collectives.all_gather(x, self.tokens, self.group)
+
+    def gather_matmul(self, multiply: collectives.Multiply, x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Return multiply of `gather` of x, [T, width], and `gather` of x."""
+        if not self.fuse:
+            x = self.gather(x)
+            return multiply(x), x
+        self.num_fused += 1
+        format = self._format(x)
+        x, y = collectives.overlapped_all_gather(x, [(multiply, width)], self.tokens, self.group, format)
+        return y, x
+
+    def _format(self, x: Tensor, *, exact: bool = False) -> str:
+        """Return the format in which x is gathered, "" for its own; its bytes are counted."""
+        is_quantized = self.quantize and not exact and x.shape[1] >= collectives.MIN_QUANTIZED
+        self.gathered.append(x.shape[1] + collectives.SCALE_BYTES if is_quantized else x.shape[1] * x.element_size())
+        return "int8" if is_quantized else ""
+
+
+SHARED: ContextVar[SharedTokens | None] = ContextVar("shared tokens", default=None)
+
+
+@contextlib.contextmanager
+def sharing(shared: SharedTokens) -> Iterator[None]:
+    """Let the ranks share the tokens of the model's forward that is called in this context."""
+    token = SHARED.set(shared)
+    try:
+        yield
+    finally:
+        SHARED.reset(token)
+
+
+def all_tokens(x: Tensor, *, exact: bool = False) -> Tensor:
+    """Return x [T, N] of all tokens; inside `sharing`, x is of this rank's and is gathered. exact: never quantised."""
+    shared = SHARED.get()
+    return x if shared is None else shared.gather(x, exact=exact)
+
+
+def own_tokens(x: Tensor) -> Tensor:
+    """Return the rows of x [T, N] that this rank has: all, except inside `sharing`."""
+    shared = SHARED.get()
+    return x if shared is None else collectives.local_rows(x, shared.group)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .ranks import own_tokens
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inserted:
@@ -16,6 +18,10 @@ class Inserted:
 
     mask: Tensor  # [T, 1] bool: tokens that have features
     features: tuple[Tensor, ...]
+
+    def own(self) -> "Inserted":
+        """Return the features of this rank's tokens, where ranks share them."""
+        return Inserted(mask=own_tokens(self.mask), features=tuple(own_tokens(x) for x in self.features))
 
     def embed(self, x: Tensor) -> Tensor:
         """Return x [T, C] with the embeddings of masked tokens replaced."""

@@ -198,6 +198,15 @@ class CostModel:
             last = span.start
         return last
 
+    def gain(self, tokens: int, world: int, traffic: Traffic) -> tuple[float | None, int | None]:
+        """Return how many times as fast a call of so many tokens communicates without all-reduces, and the threshold.
+
+        The gain is None where nothing is sent. Gathers are in 8 bits if the traffic has quantised ones.
+        """
+        choice: Choice = "sp" if traffic.quantized is None else "sp_int8"
+        plain, rewritten = (self.seconds(each, tokens, world, traffic) for each in ("all_reduce", choice))
+        return plain / rewritten if rewritten else None, self.threshold(world, traffic, ("all_reduce", choice))
+
 
 def _first_change(chosen: Callable[[int], Choice], low: int, high: int) -> int:
     """Return the smallest count in (low, high] whose choice is not that of `low`."""

@@ -18,7 +18,6 @@ from .rewriting import Rewrite
 from .rows import LOCAL_ROWS, Features, Rows, label, product, same, value
 
 aten = torch.ops.aten
-MIN_QUANTIZED = 64  # features; in a shorter row the scale and the extra message cost more than 8 bits save
 
 
 def place_gathers(state: Rewrite) -> int:
@@ -55,7 +54,7 @@ def _may_quantize(state: Rewrite, node: Node, lead: int) -> bool:
     if state.config.quantize is None or "quantize" in state.config.skip:
         return False
     fake = value(node)
-    is_long = int(product(fake.shape[lead:])) >= MIN_QUANTIZED
+    is_long = int(product(fake.shape[lead:])) >= collectives.MIN_QUANTIZED
     is_wide = fake.is_floating_point() and fake.element_size() in (2, 4)
     return is_long and is_wide and not _is_returned(node)
 

@@ -19,13 +19,9 @@ def least_tokens(config: SequenceParallel, report: Report) -> int:
         return int(config.min_tokens)
     model = config.cost or local_cost_model(report.group)
     traffic = _traffic(report)
-    choice: Any = "sp_int8" if report.is_quantized else "sp"
-    tokens = report.tokens or 1
-    plain, rewritten = (model.seconds(c, tokens, report.size, traffic) for c in ("all_reduce", choice))
-    report.predicted_gain = plain / rewritten if rewritten else None
+    report.predicted_gain, threshold = model.gain(report.tokens or 1, report.size, traffic)
     if not is_auto:
         return int(config.min_tokens)
-    threshold = model.threshold(report.size, traffic, ("all_reduce", choice))
     return NEVER if threshold is None else threshold
 
 
