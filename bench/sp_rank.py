@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from bench.network import INTERFACE
 from whorl.collectives import group_name
 from whorl.ops import rms_norm
-from whorl.passes import SequenceParallel, cost, measure_cost
+from whorl.passes import SequenceParallel, cost
 from whorl.passes import compile as compile_model
 from whorl.passes.report import Report
 
@@ -181,7 +181,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     group = group_name(None)
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
     num_bytes = tokens * hidden * 2
-    model = measure_cost.measure(num_bytes=(max(num_bytes // 16, 1 << 13), num_bytes), repeats=settings["repeats"])
+    model = cost.measure(num_bytes=(max(num_bytes // 16, 1 << 13), num_bytes), repeats=settings["repeats"])
     runs: dict[str, Any] = {}
     compute: dict[str, Stack] = {}
     times: dict[str, list[tuple[float, int, int | None]]] = {}

@@ -346,6 +346,9 @@ def test_prompts_with_shared_tokens(tmp_path: Path) -> None:
         while llm.has_work:
             llm.step()
         outputs.append([logits[seq.id] for seq in sequences])
+        if sp == "on":
+            assert llm.sp_report is not None
+            assert llm.sp_report.bytes_after() < llm.sp_report.bytes_before(), "latents are gathered, not hidden states"
         llm.close()
     for off, on in zip(*outputs, strict=True):
         assert off.keys() == on.keys()

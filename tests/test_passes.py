@@ -19,13 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from whorl import collectives, ops, passes
 from whorl.passes import Layout, SequenceParallel, agree
 from whorl.passes.cleanup import _check_node
-from whorl.passes.cost import table
+from whorl.passes.cost import NEVER, least_tokens, table
 from whorl.passes.layout import infer
-from whorl.passes.noop import eliminate_noops
 from whorl.passes.placement import Region, minimum_cut
 from whorl.passes.rows import RULES, register_row_wise
-from whorl.passes.sequence_parallel import _trimming_slice
-from whorl.passes.threshold import NEVER, least_tokens
+from whorl.passes.sequence_parallel import _trimming_slice, drop_noops
 
 C = 64
 
@@ -317,7 +315,7 @@ def test_an_in_place_sum_leaves_no_copy() -> None:
 
     for kept, copies in ((torch.float32, 0), (torch.bfloat16, 1)):
         gm = captured(lambda *a, kept=kept: function(*a, kept), ARGUMENTS[:2], False)
-        eliminate_noops(gm.graph)
+        drop_noops(gm.graph)
         assert kinds(gm).get("copy", 0) == copies
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import shared
 
-from whorl.passes import cost, measure_cost
+from whorl.passes import cost
 from whorl.passes.cost import CHOICES, TABLE, CostModel, Range, Traffic
 
 BF16 = torch.bfloat16
@@ -152,7 +152,7 @@ def test_an_unknown_link_is_refused() -> None:
 
 
 def test_a_fit_finds_the_line() -> None:
-    seconds, a_byte = measure_cost._fit([(b, 3e-4 + 2e-9 * b) for b in (1e4, 1e6, 1e7)])
+    seconds, a_byte = cost._fit([(b, 3e-4 + 2e-9 * b) for b in (1e4, 1e6, 1e7)])
     assert seconds == pytest.approx(3e-4)
     assert a_byte == pytest.approx(2e-9)
 
@@ -162,7 +162,7 @@ def test_a_fit_finds_the_line() -> None:
 
 def test_a_fit_has_no_negative_start() -> None:
     """Points that curve upward: a line through them would begin below zero, and small messages would cost less."""
-    seconds, a_byte = measure_cost._fit([(1e3, 1e-6), (1e4, 2e-5), (1e5, 4e-4)])
+    seconds, a_byte = cost._fit([(1e3, 1e-6), (1e4, 2e-5), (1e5, 4e-4)])
     assert seconds == 0.0
     assert a_byte > 0
 
@@ -172,7 +172,7 @@ def test_a_fit_has_no_negative_start() -> None:
 
 def on_a_rank() -> dict[str, object]:
     world = dist.get_world_size()
-    model = measure_cost.measure(repeats=3)
+    model = cost.measure(repeats=3)
     traffic = Traffic.of_norm(2048, BF16)
     return {
         "fitted": {what: list(line) for what, line in model.fitted.items()},

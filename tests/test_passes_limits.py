@@ -16,8 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from whorl import passes
 from whorl.passes import Layout, SequenceParallel
-from whorl.passes.cost import table
-from whorl.passes.threshold import least_tokens
+from whorl.passes.cost import least_tokens, table
 
 C = 16
 X, W = torch.randn(6, C), torch.randn(C, C)

@@ -162,8 +162,7 @@ class PromptForward:
 
 def _measured(shared: SharedTokens, size: int) -> tuple[float, float | None]:
     """Return the number of tokens from which sharing them pays between these ranks, and the gain with `_EXAMPLE`."""
-    from whorl.passes.cost import Traffic
-    from whorl.passes.measure_cost import measure
+    from whorl.passes.cost import Traffic, measure
 
     gathered = tuple(map(float, shared.gathered))
     quantized = gathered if shared.quantize else None

@@ -20,40 +20,34 @@ from torch.fx import Graph, Node
 
 from whorl.ops import linear
 
-from .layout import group_of
-from .noop import VIEWS, has_shape_of
-from .overlapped import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from .fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from .layout import group_of, waiting_node
+from .rows import VIEWS, has_shape_of
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.whorl  # whorl's own operators
-# Fuses one collective (graph, node, ordered, exact); returns None, or the reason why it did not.
-Fuser = Callable[[Graph, Node, bool, bool], str | None]
+# Fuses one collective (graph, node, ordered); returns None, or the reason why it did not.
+Fuser = Callable[[Graph, Node, bool], str | None]
 
 
-def fuse_graph(
-    graph: Graph, group: str, *, ordered: bool = True, exact: bool = False, left: list[str] | None = None
-) -> int:
+def fuse_graph(graph: Graph, group: str, *, ordered: bool = True, left: list[str] | None = None) -> int:
     """Fuse the matmuls of `graph` with the collectives over `group` that they feed or read, in place.
 
     ordered: sums of whorl's own collectives stay in rank order; those of torch's functional collectives never are.
-    exact: leave alone matmuls whose rows may change their bits when fewer rows run together (aten's mm). left: a list
-    to which a line is appended for every collective over the group that is not fused, with the reason. Returns how many
-    collectives were fused.
+    left: a list to which a line is appended for every collective over the group that is not fused, with the reason.
+    Returns how many collectives were fused.
     """
     left = [] if left is None else left
     count = 0
     for node in list(graph.nodes):
         if node.target not in _FUSERS or group_of(node) != group:
             continue
-        reason = _FUSERS[node.target](graph, node, ordered, exact)
+        reason = _FUSERS[node.target](graph, node, ordered)
         count += reason is None
         if reason is not None:
             left.append(f"{node.name}: {reason}")
     graph.lint()
     return count
-
-
-NOT_EXACT = "rows of aten's mm may change with the rows beside them; whorl's linear keeps its bits"
 
 
 def _product(node: Any) -> tuple[Node, Node, str] | None:
@@ -102,10 +96,7 @@ def _skip_views(node: Any) -> Any:
 
 def _result(node: Node) -> Node | None:
     """Return the node that holds a collective's result: the collective itself, or the node that waits for it."""
-    if _is_ours(node):
-        return node
-    waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
-    return waits[0] if len(waits) == len(node.users) == 1 else None
+    return node if _is_ours(node) else waiting_node(node)
 
 
 def _is_ours(node: Node) -> bool:
@@ -131,7 +122,7 @@ def _erase(graph: Graph, node: Any) -> None:
 def _fuse_sum(target: Any) -> Fuser:
     """Return the Fuser of a matmul and the reduce-scatter or all-reduce behind it; target: the fused operator."""
 
-    def fuse_one(graph: Graph, node: Node, ordered: bool, exact: bool) -> str | None:
+    def fuse_one(graph: Graph, node: Node, ordered: bool) -> str | None:
         if not _is_ours(node) and node.args[1] != "sum":
             return f"it reduces by {node.args[1]!r}, not 'sum'"
         source, out = _before_views(node.args[0]), _result(node)
@@ -141,8 +132,6 @@ def _fuse_sum(target: Any) -> Fuser:
         if len(source.users) > 1 or out is None:
             return "the matmul's result, or the collective before it is waited for, is read elsewhere too"
         x, weight, product = parts
-        if exact and product == "mm":
-            return NOT_EXACT
         with graph.inserting_before(out):
             new = graph.call_function(target, (x, weight, group_of(node), ordered and _is_ours(node), product))
         _replace(graph, out, new)
@@ -151,15 +140,13 @@ def _fuse_sum(target: Any) -> Fuser:
     return fuse_one
 
 
-def _fuse_gather(graph: Graph, node: Node, ordered: bool, exact: bool) -> str | None:
+def _fuse_gather(graph: Graph, node: Node, ordered: bool) -> str | None:
     """Fuse an all-gather with all matmuls that read it; a `Fuser`."""
     out = _result(node)
     products = [] if out is None else _find_products(out)
     kinds = {parts[2] for p in products if (parts := _product(p))}
     if out is None or len(kinds) != 1:
         return "matmuls of several kinds read it" if kinds else "no plain matmul reads it"
-    if exact and "mm" in kinds:
-        return NOT_EXACT
     arguments: Any = node.args
     tokens: Any = arguments[1] if _is_ours(node) else out.meta["val"].shape[0]
     if isinstance(tokens, torch.SymInt):

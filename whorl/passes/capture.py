@@ -11,17 +11,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from whorl import collectives, ops
 
 from .config import SequenceParallel
+from .cost import NEVER, least_tokens, local_cost_model
+from .editor import retrace, symbol_sources
 from .inputs import Input, input_layouts, name_inputs
 from .pipeline import order_sums, rewrite
 from .report import Report
-from .retrace import retrace
 from .rows import value
-from .threshold import NEVER, least_tokens, local_cost_model
 
 Backend = Literal["inductor", "eager"]
 _CAPTURE = {
@@ -137,7 +137,9 @@ class Compiled:
     def _lower(self, gm: GraphModule, example_inputs: Sequence[Any] | None, mode: Any = None) -> Callable[..., Any]:
         """Return the graph as a callable, compiled unless eager; mode: the fake mode of a graph from `retrace`."""
         if self.backend == "eager":
-            return _Boxed(gm.forward)
+            from functorch.compile import make_boxed_func
+
+            return make_boxed_func(gm.forward)
         from torch._inductor.compile_fx import compile_fx_inner
 
         tag = f"{torch.compiler.config.cache_key_tag} {schemas_key()}"
@@ -198,18 +200,6 @@ def _without_backward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
             module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
 
 
-class _Boxed:
-    """Calls a graph by torch's boxed convention: one list of inputs."""
-
-    _boxed_call = True
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, args: list[Any]) -> Any:
-        return self.function(*args)
-
-
 class _Single:
     """Runs the only graph of a capture: its number of tokens is fixed, or only one graph is needed."""
 
@@ -234,7 +224,9 @@ class _Dispatch:
     def __init__(self, plain: Any, rewritten: Any, gm: GraphModule, owner: Compiled, minimum: int) -> None:
         self.graphs = {"plain": plain, "rewritten": rewritten}
         self.owner, self.minimum = owner, minimum
-        self.symbols = _locate_symbols([n for n in gm.graph.nodes if n.op == "placeholder"])
+        inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        # For each size symbol the input, and its dim (None: the input is the size), that gives its value.
+        self.symbols = {symbol: (inputs.index(node), dim) for symbol, (node, dim) in symbol_sources(inputs).items()}
         self.tokens = gm.meta["tokens"].node.expr
         # The rewritten graph was compiled in its own shape environment; the guards of that one are checked here.
         env = gm.meta["tokens"].node.shape_env
@@ -253,19 +245,6 @@ class _Dispatch:
         tokens = int(self.tokens.xreplace(sizes_of_symbols))
         guards_hold = all(bool(guard.xreplace(sizes_of_symbols)) for guard in self.guards)
         return "rewritten" if guards_hold and self.owner._takes_rewritten(tokens, self.minimum) else "plain"
-
-
-def _locate_symbols(placeholders: Sequence[Node]) -> dict[Any, tuple[int, int | None]]:
-    """Return for each size symbol the input, and its dim (None: the input is the size), that gives its value."""
-    locations: dict[Any, tuple[int, int | None]] = {}
-    for i, node in enumerate(placeholders):
-        if isinstance(value(node), torch.SymInt) and value(node).node.expr.is_Symbol:
-            locations.setdefault(value(node).node.expr, (i, None))
-    for i, node in enumerate(placeholders):
-        for dim, size in enumerate(value(node).shape if isinstance(value(node), Tensor) else ()):
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                locations.setdefault(size.node.expr, (i, dim))
-    return locations
 
 
 # ---- entry point

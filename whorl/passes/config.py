@@ -10,14 +10,6 @@ QUANTIZE = (None, "int8", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenRange:
-    """A range of token counts from `start` to `end`, both included; `end` None means no upper limit."""
-
-    start: int
-    end: int | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceParallel:
     """Options of sequence parallelism over one process group.
 

@@ -1,4 +1,4 @@
-"""The cost model of collectives: latency (alpha) and time per byte (beta) of a link, and the choice that follows.
+"""The cost model of collectives: latency (alpha) and time per byte (beta) of a link, and the threshold that follows.
 
 A collective takes launch + steps * alpha + bytes that one rank sends * beta. With p ranks and a tensor of S bytes:
 
@@ -8,24 +8,32 @@ A collective takes launch + steps * alpha + bytes that one rank sends * beta. Wi
     all-gather of G         p - 1 steps        (p - 1) / p * G          the same
 
 So plain sequence parallelism sends as many bytes as an all-reduce. It gains when it gathers less than it reduces: 8
-bits instead of 16, or the narrow output of a down-projection. Constants come from the table below or from
-`measure_cost.measure`.
+bits instead of 16, or the narrow output of a down-projection. Constants come from the table below or from `measure`.
 """
 
 import itertools
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from whorl import collectives
 from whorl.collectives import SCALE_BYTES
+from whorl.device import HOST, default_device, synchronize
 
-from .config import TokenRange
+from . import agree
+from .config import SequenceParallel
+from .report import Report
 
 Choice = Literal["all_reduce", "sp", "sp_int8"]
 CHOICES: tuple[Choice, ...] = ("all_reduce", "sp", "sp_int8")
 MOST_TOKENS = 1 << 20  # longer than any prefill: a threshold beyond it means never
+NEVER = 1 << 62  # more tokens than any call has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +63,11 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Range(TokenRange):
-    """A range of token counts for which one choice is the cheapest."""
+class Range:
+    """A range of token counts, `start` to `end` included, for which one choice is the cheapest; end None: no limit."""
 
+    start: int
+    end: int | None
     choice: Choice
 
 
@@ -280,3 +290,127 @@ def table(name: str) -> CostModel:
     if name not in TABLE:
         raise ValueError(f"cost model: no link {name!r} in the table. Has: {', '.join(TABLE)}")
     return TABLE[name]
+
+
+# ---- measuring
+
+
+def measure(
+    group: Any = None, *, num_bytes: Sequence[int] = (1 << 13, 1 << 18, 1 << 21), repeats: int = 5
+) -> CostModel:
+    """Measure the collectives that the passes use on this group and return its cost model.
+
+    group: a process group, its name, or None for all processes; every rank must call this. num_bytes: sizes to time;
+    repeats: calls per size. Takes about a second; returns the same model on every rank.
+    Example: SequenceParallel(cost=measure())
+    """
+    name = collectives.group_name(group)
+    world = collectives.group_size(name)
+    if world == 1:
+        return CostModel(name="measured", alpha=0.0, bandwidth=float("inf"))
+    device = HOST if dist.get_backend(collectives.process_group(name)) == "gloo" else default_device()
+    fitted = {collective: _fit(_times(collective, name, device, num_bytes, repeats)) for collective in _TIMED}
+    seconds, seconds_per_byte = fitted["reduce_scatter"]
+    return CostModel(name="measured", alpha=seconds, bandwidth=1 / seconds_per_byte, fitted=fitted, world=world)
+
+
+# Each takes a bf16 tensor [rows, channels], rows being a multiple of the ranks, and the group's name.
+_TIMED: dict[str, Callable[[Tensor, str], Tensor]] = {
+    "all_reduce": collectives.ordered_all_reduce,
+    "reduce_scatter": collectives.ordered_reduce_scatter,
+    "all_gather": lambda x, group: collectives.all_gather(collectives.local_rows(x, group), x.shape[0], group),
+    "all_gather_quantized": lambda x, group: collectives.all_gather_quantized(
+        collectives.local_rows(x, group), x.shape[0], group, "int8"
+    ),
+}
+_CHANNELS = 2048
+_LONG = 0.1  # seconds; larger sizes are not timed once one call takes longer
+
+
+def _sent(collective: str, rows: int, world: int) -> float:
+    """Return the bytes that one rank sends."""
+    row_bytes = _CHANNELS + SCALE_BYTES if collective == "all_gather_quantized" else 2 * _CHANNELS
+    return (2 if collective == "all_reduce" else 1) * (world - 1) / world * rows * row_bytes
+
+
+def _times(
+    collective: str, group: str, device: str, num_bytes: Sequence[int], repeats: int
+) -> list[tuple[float, float]]:
+    """Return (bytes sent, seconds) for each size: the median over a rank's calls, the mean over ranks.
+
+    On a slow link the largest sizes are left out: two points make a line.
+    """
+    ranks, world, run = collectives.process_group(group), collectives.group_size(group), _TIMED[collective]
+    points = []
+    for size in num_bytes:
+        rows = world * max(1, size // (2 * _CHANNELS * world))
+        x = torch.ones(rows, _CHANNELS, dtype=torch.bfloat16, device=device)
+        run(x, group)
+        times = []
+        for _ in range(repeats):
+            dist.barrier(ranks)
+            synchronize(device)
+            start = time.perf_counter()
+            run(x, group)
+            synchronize(device)
+            times.append(time.perf_counter() - start)
+        seconds = torch.tensor([statistics.median(times)], device=device)
+        dist.all_reduce(seconds, group=ranks)
+        points.append((_sent(collective, rows, world), seconds.item() / world))
+        if len(points) > 1 and points[-1][1] > _LONG:
+            break
+    return points
+
+
+def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fit a line through (bytes, seconds); return the seconds at zero bytes and the seconds per byte.
+
+    Squares of the relative error are minimised, so that small messages count as much as large ones.
+    """
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    x = sum(w * b for w, (b, _) in zip(weights, points, strict=True)) / total
+    y = sum(w * s for w, (_, s) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (b - x) ** 2 for w, (b, _) in zip(weights, points, strict=True))
+    slope = sum(w * (b - x) * (s - y) for w, (b, s) in zip(weights, points, strict=True)) / spread
+    slope = max(slope, 1e-15)  # measurement noise can make it negative on a fast link
+    return max(y - slope * x, 0.0), slope
+
+
+# ---- the threshold of a graph
+
+
+def least_tokens(config: SequenceParallel, report: Report) -> int:
+    """Return `config.min_tokens`; for "auto" the count from which the cost model predicts a gain, or NEVER.
+
+    Where a cost model is used, `report.predicted_gain` is set as well.
+    """
+    is_auto = config.min_tokens == "auto"
+    if config.cost is None and not is_auto:
+        return int(config.min_tokens)
+    model = config.cost or local_cost_model(report.group)
+    traffic = _traffic(report)
+    report.predicted_gain, threshold = model.gain(report.tokens or 1, report.size, traffic)
+    if not is_auto:
+        return int(config.min_tokens)
+    return NEVER if threshold is None else threshold
+
+
+def _traffic(report: Report) -> Traffic:
+    """Return the bytes per token of the collectives that were rewritten, and of the gathers in their place."""
+    reduced, model_gathers = (
+        tuple(float(c.row_bytes) for c in report.collectives if c.rewritten and c.kind == kind)
+        for kind in ("all_reduce", "all_gather")
+    )
+    gathered = tuple(float(g.row_bytes) for g in report.gathers)
+    return Traffic(
+        reduced=reduced,
+        gathered=gathered,
+        quantized=gathered if report.is_quantized else None,
+        model_gathers=model_gathers,
+    )
+
+
+def local_cost_model(group: str) -> CostModel:
+    """Return the cost model measured between these ranks; where there is only one, the table's for NVLink."""
+    return table("h200_nvlink") if agree.is_alone(group) else measure(group)

@@ -1,21 +1,24 @@
-"""Matmuls fused with a collective by the platform itself: symmetric memory on CUDA, torch_npu on Ascend.
+"""Operators of a matmul and a collective: fused by the platform itself, or overlapped (`whorl.collectives`).
 
-Each of the first three functions returns a function that makes the fused call, or None where the platform cannot run
-it. None of the fused calls sums in rank order. Groups and communicators are looked up when an operator runs.
+The platform's calls are those of symmetric memory on CUDA and of torch_npu on Ascend. `reduce_scatter`, `all_gather`
+and `all_reduce` return a function that makes such a call, or None where the platform cannot run it. None of these calls
+sums in rank order. Groups and communicators are looked up when an operator runs.
 """
 
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.library import custom_op
 
 from whorl import collectives
 from whorl.contracts import all_gather_mm_limit, mm_all_reduce_limit, mm_reduce_scatter_limit
 from whorl.device import BACKENDS
-from whorl.ops import _torch_npu
+from whorl.ops import _torch_npu, linear
 from whorl.ops._torch_npu import dtype_name
 
 CUDA, NPU = BACKENDS["triton"].home, BACKENDS["torch_npu"].home
@@ -113,3 +116,72 @@ def npu_all_gather(x: Tensor, weights: Sequence[Tensor], hcom: str, world: int) 
 def npu_all_reduce(x: Tensor, weight: Tensor, hcom: str) -> Tensor:
     out: Tensor = _torch_npu.call("npu_mm_all_reduce_base", x1=x.contiguous(), x2=weight, hcom=hcom, reduce_op="sum")
     return out
+
+
+# ---- the operators
+
+
+def _width(weight: Tensor, product: str) -> Any:
+    return weight.shape[1 if product == "mm" else 0]
+
+
+def _matmul(weight: Tensor, product: str) -> tuple[collectives.Multiply, int]:
+    """Return the product with the weight as a function, and its number of output channels.
+
+    product: "mm", aten.mm with weight [K, N], or "linear", whorl's with weight [N, K].
+    """
+    multiply = (lambda rows: rows @ weight) if product == "mm" else (lambda rows: linear(rows, weight))
+    return multiply, _width(weight, product)
+
+
+@custom_op("whorl::matmul_reduce_scatter", mutates_args=())
+def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: str, ordered: bool = True, product: str = "mm") -> Tensor:
+    """Return this rank's ceil(T / p) rows of the sum over ranks of x [T, K] @ weight; rows past T are zero.
+
+    product: "mm" with weight [K, N], or "linear", whorl's with weight [N, K]. ordered: add in rank order, which no
+    platform's own fused operator does.
+    """
+    if not ordered and product == "mm" and (run := reduce_scatter(x, weight, group)) is not None:
+        return run()
+    return collectives.overlapped_reduce_scatter(x, *_matmul(weight, product), group)
+
+
+@matmul_reduce_scatter.register_fake
+def _(x: Tensor, weight: Tensor, group: str, ordered: bool = True, product: str = "mm") -> Tensor:
+    count = collectives.rows_per_rank(x.shape[0], collectives.group_size(group))
+    return x.new_empty(count, _width(weight, product))
+
+
+@custom_op("whorl::all_gather_matmul", mutates_args=())
+def all_gather_matmul(
+    x: Tensor, weights: Sequence[Tensor], tokens: int, group: str, format: str = "", product: str = "mm"
+) -> list[Tensor]:
+    """Gather the rows [tokens, K] from every rank's x [ceil(tokens / p), K] and multiply them by each weight.
+
+    Returns the gathered rows, then the result for each weight. format: "int8" or "fp8" sends rows in that format with
+    one scale per row, as `all_gather_quantized` does. product: as in `matmul_reduce_scatter`.
+    """
+    if not format and product == "mm" and (run := all_gather(x, weights, tokens, group)) is not None:
+        return run()
+    return collectives.overlapped_all_gather(x, [_matmul(w, product) for w in weights], tokens, group, format)
+
+
+@all_gather_matmul.register_fake
+def _(
+    x: Tensor, weights: Sequence[Tensor], tokens: int, group: str, format: str = "", product: str = "mm"
+) -> list[Tensor]:
+    return [x.new_empty(tokens, x.shape[1]), *(x.new_empty(tokens, _width(w, product)) for w in weights)]
+
+
+@custom_op("whorl::matmul_all_reduce", mutates_args=())
+def matmul_all_reduce(x: Tensor, weight: Tensor, group: str, ordered: bool = True, product: str = "mm") -> Tensor:
+    """Return the sum over ranks of x [T, K] @ weight; arguments as in `matmul_reduce_scatter`."""
+    if not ordered and product == "mm" and (run := all_reduce(x, weight, group)) is not None:
+        return run()
+    own_rows = collectives.overlapped_reduce_scatter(x, *_matmul(weight, product), group)
+    return collectives._all_gather(own_rows, x.shape[0], group)
+
+
+@matmul_all_reduce.register_fake
+def _(x: Tensor, weight: Tensor, group: str, ordered: bool = True, product: str = "mm") -> Tensor:
+    return x.new_empty(x.shape[0], _width(weight, product))

@@ -12,10 +12,9 @@ from torch.fx import Node
 from whorl import collectives
 
 from .layout import group_of, ours
-from .noop import has_shape_of
 from .placement import Region, explain_cut, find_region, minimum_cut, row_bytes
 from .rewriting import Rewrite
-from .rows import LOCAL_ROWS, Features, Rows, label, product, same, value
+from .rows import LOCAL_ROWS, Features, Rows, has_shape_of, label, product, same, value
 
 aten = torch.ops.aten
 

@@ -11,11 +11,11 @@ from whorl import collectives
 
 from .capture import rounding, schemas_key
 from .config import SequenceParallel
+from .cost import least_tokens
 from .inputs import Input, input_layouts, name_inputs
 from .pipeline import order_sums_in_place, rewrite, tokens_of
 from .report import Report
 from .rows import same
-from .threshold import least_tokens
 
 _SOURCES = tuple(sorted(str(p) for p in Path(__file__).parent.glob("*.py")))
 

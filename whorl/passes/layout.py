@@ -52,6 +52,12 @@ def group_of(node: Node) -> str | None:
     return None
 
 
+def waiting_node(node: Node) -> Node | None:
+    """Return the node that waits for a functional collective and holds its result; None if there is not exactly one."""
+    waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
+    return waits[0] if len(waits) == 1 and len(node.users) == 1 else None
+
+
 def covers(wide: str | None, group: str) -> bool:
     """Return whether every rank of `group` takes part in one collective over `wide`."""
     if wide is None or wide == group:

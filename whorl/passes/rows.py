@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from whorl import collectives
 
 aten, prims = torch.ops.aten, torch.ops.prims
+VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,12 @@ def is_tensor(node: Any) -> bool:
 def same(a: Any, b: Any) -> bool:
     """Return whether two sizes are known to be equal, without adding a guard."""
     return bool(statically_known_true(a == b))
+
+
+def has_shape_of(node: Node, other: Node) -> bool:
+    """Return whether two nodes are known to have the same shape."""
+    a, b = value(node), value(other)
+    return len(a.shape) == len(b.shape) and all(same(x, y) for x, y in zip(a.shape, b.shape, strict=True))
 
 
 def example(count: Any) -> int:

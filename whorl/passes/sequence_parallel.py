@@ -7,18 +7,22 @@ the fewest bytes cross.
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from whorl import collectives
 
-from . import masks, noop
+from . import masks
 from .editor import Editor
-from .layout import ALL_REDUCES, REDUCE_SCATTERS, Layout, c10d, group_of, ours
+from .layout import ALL_REDUCES, REDUCE_SCATTERS, Layout, c10d, group_of, ours, waiting_node
 from .report import Collective, module_path, source_line
 from .rewriting import Rewrite
-from .rows import example, product, same, value
+from .rows import VIEWS, example, has_shape_of, is_tensor, product, same, value
 
 aten = torch.ops.aten
+_SAME_SHAPE = VIEWS | {aten.expand.default, aten.slice.Tensor, aten.squeeze.default}
+# They replace the first argument entirely if the second has its shape.
+_OVERWRITES = {aten.copy.default, aten.slice_scatter.default}
+_ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
 
 
 def eliminate_noops(state: Rewrite) -> int:
@@ -34,7 +38,51 @@ def eliminate_noops(state: Rewrite) -> int:
             node.replace_all_uses_with(size)
             state.graph.erase_node(node)
             count += 1
-    return count + noop.eliminate_noops(state.graph)
+    return count + drop_noops(state.graph)
+
+
+def drop_noops(graph: Graph) -> int:
+    """Drop aliases, copies over a full value, and views, slices and expansions to the same shape; join chains of views.
+
+    Only what changes nothing for any size is dropped, so no guard is added. Returns how many nodes were.
+    """
+    count = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        source: Any = node.args[0] if node.args else None
+        if node.target in VIEWS and isinstance(source, Node) and source.target in VIEWS:
+            node.replace_input_with(source, source.args[0])  # type: ignore[arg-type]
+            node.target = aten.reshape.default
+            count += 1
+            if not source.users:
+                graph.erase_node(source)
+        equal = _find_equal(node)
+        if equal is not None and not any(u.op == "output" for u in node.users):  # an output must not become an input
+            node.replace_all_uses_with(equal)
+            graph.erase_node(node)
+            count += 1
+    return count
+
+
+def _find_equal(node: Node) -> Any:
+    """Return the node that already has the value of `node`, or None."""
+    source: Any = node.args[0] if node.args else None
+    if not is_tensor(node) or not is_tensor(source):
+        return None
+    if node.target in _OVERWRITES:
+        return node.args[1] if _has_strides_of(node, node.args[1]) else None
+    is_same = node.target in _ALIASES or (node.target in _SAME_SHAPE and has_shape_of(node, source))
+    return source if is_same else None
+
+
+def _has_strides_of(node: Node, other: Any) -> bool:
+    """Return whether both nodes have the same shape, strides, dtype and device."""
+    if not is_tensor(other) or not has_shape_of(node, other):
+        return False
+    a, b = value(node), value(other)
+    is_same_kind = a.dtype == b.dtype and a.device == b.device
+    return is_same_kind and all(same(x, y) for x, y in zip(a.stride(), b.stride(), strict=True))
 
 
 def spread_masks(state: Rewrite) -> int:
@@ -54,19 +102,13 @@ def infer_layouts(state: Rewrite) -> int:
 # ---- splitting
 
 
-def _waiting_node(node: Node) -> Node | None:
-    """Return the node that waits for a functional collective and holds its result; None if there is not exactly one."""
-    waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
-    return waits[0] if len(waits) == 1 and len(node.users) == 1 else None
-
-
 def order_sum(editor: Editor, node: Node, group: str) -> bool:
     """Replace torch's sum over the group by one in rank order. Returns whether it was replaced.
 
     The sum of a scalar has no rows to share and stays as it is.
     """
     is_sum = node.target is c10d.all_reduce.default and node.args[1] == "sum" and group_of(node) == group
-    out = _waiting_node(node) if is_sum else None
+    out = waiting_node(node) if is_sum else None
     if out is None or not value(out).dim():
         return False
     with editor.graph.inserting_before(out):
@@ -161,7 +203,7 @@ def _row_refusal(state: Rewrite, tokens: Any) -> str | None:
 
 
 def _split(state: Rewrite, node: Node) -> int:
-    out = node if node.target is ours.ordered_all_reduce.default else _waiting_node(node)
+    out = node if node.target is ours.ordered_all_reduce.default else waiting_node(node)
     reason = _sum_refusal(state, node, out)
     if reason is not None or out is None:
         state.left_alone.append(_describe(state, node, "all_reduce", rewritten=False, reason=reason or ""))
@@ -188,7 +230,7 @@ def _split(state: Rewrite, node: Node) -> int:
 def _adopt_gather(state: Rewrite, node: Node) -> None:
     """Make the model's own all-gather of rows a root, together with the slice behind it that cuts off padding."""
     is_ours = node.target is ours.all_gather.default
-    out = node if is_ours else _waiting_node(node)
+    out = node if is_ours else waiting_node(node)
     shard: Any = node.args[0]
     if shard in state.roots:
         return

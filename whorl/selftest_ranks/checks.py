@@ -173,7 +173,7 @@ def fused_products(device: str, ranks: int) -> str:
     """Compare matmuls that overlap with collectives with the unchanged graph and with a product in fp32."""
     actual, expected = _run_rewritten(device, ranks, fuse=True)
     same(actual, expected, "matmuls overlapped with collectives against the unchanged graph")
-    from whorl.passes.overlapped import matmul_reduce_scatter
+    from whorl.passes.fused import matmul_reduce_scatter
 
     me, group = dist.get_rank(), collectives.group_name(None)
     inputs = [data(rank, 64 * ranks, 256, device=device, dtype=torch.bfloat16) for rank in range(ranks)]
