@@ -2,8 +2,8 @@
 
 enable_sp, sp_min_token_num       of pass_config; None by default, which means off
 fuse_gemm_comms                   of pass_config: matmuls fused with collectives; enable_async_tp is its older name
-compile_ranges_endpoints          of the compilation config: token counts at which a compile range ends, inclusive; checked,
-                                  without effect; compile_ranges_split_points is its older name
+compile_ranges_endpoints          of the compilation config: token counts at which a compile range ends, inclusive;
+                                  checked, without effect; compile_ranges_split_points is its older name
 """
 
 import json
