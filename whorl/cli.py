@@ -124,7 +124,7 @@ Threads = Annotated[
     ),
 ]
 Report = Annotated[
-    bool, typer.Option("--report", help="Report on standard error what --sp has rewritten.", rich_help_panel=RANKS)
+    bool, typer.Option("--report", help="Report on standard error what --sp exchanges.", rich_help_panel=RANKS)
 ]
 # `generate` and `chat` run one sequence at a time by default, which selects the kernels for few tokens. Their --seed is
 # the seed of sampling, so the engine's own seed is not an option.

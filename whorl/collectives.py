@@ -63,7 +63,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
-def _sum_in_rank_order(parts: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_in_rank_order(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of parts [p, rows, ...] over ranks, first rank first; 16-bit parts are summed in fp32."""
     first, *later = parts.float() if parts.dtype in (torch.bfloat16, torch.float16) else parts
     total = first.clone()
@@ -79,7 +79,7 @@ def _reduce_scatter(x: Tensor, group: str) -> Tensor:
     parts = torch.empty_like(sent)
     if sent.numel():
         dist.all_to_all_single(parts, sent, group=ranks)
-    return _sum_in_rank_order(parts.unflatten(0, (ranks.size(), sent.shape[0] // ranks.size())), x.dtype)
+    return sum_in_rank_order(parts.unflatten(0, (ranks.size(), sent.shape[0] // ranks.size())), x.dtype)
 
 
 def _all_gather(x: Tensor, tokens: int, group: str) -> Tensor:
@@ -89,13 +89,20 @@ def _all_gather(x: Tensor, tokens: int, group: str) -> Tensor:
             f"all_gather: x has {x.shape[0]} rows on this rank, expected "
             f"{rows_per_rank(tokens, ranks.size())} for {tokens} tokens over {ranks.size()} ranks"
         )
-    out = x.new_empty(ranks.size() * x.shape[0], *x.shape[1:])
-    if out.numel():  # gloo does not support fp8, so one-byte dtypes travel as uint8
-        as_bytes = torch.uint8 if x.element_size() == 1 else x.dtype
-        # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        gather(out.view(as_bytes), x.contiguous().view(as_bytes), group=ranks)
+    out = gather_rows(x, ranks.size(), ranks)
     return out[:tokens].clone() if tokens < out.shape[0] else out
+
+
+def gather_rows(x: Tensor, size: int, group: Any) -> Tensor:
+    """Return the x [rows, ...] of all `size` ranks of a process group (None: of all processes), [size * rows, ...]."""
+    out = x.new_empty(size * x.shape[0], *x.shape[1:])
+    if out.numel():
+        pair = out, x.contiguous()
+        if x.element_size() == 1:  # gloo does not support fp8, so one-byte dtypes travel as uint8
+            pair = pair[0].view(torch.uint8), pair[1].view(torch.uint8)
+        # torch 2.13 renamed it and warns of the old name.
+        (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(*pair, group=group)
+    return out
 
 
 @custom_op("whorl::ordered_all_reduce", mutates_args=())
@@ -205,7 +212,7 @@ def overlapped_reduce_scatter(x: Tensor, multiply: Multiply, width: int, group: 
             in_flight.append(part)
     for work in works:
         work.wait()
-    return _sum_in_rank_order(parts, x.dtype)
+    return sum_in_rank_order(parts, x.dtype)
 
 
 def overlapped_all_gather(

@@ -103,31 +103,14 @@ class Ranks:
             return shared.scatter(x)
         if self.size * x.nbytes > _FEW_BYTES:
             return collectives.ordered_all_reduce(x, collectives.group_name(self.group))
-        summands = x.new_empty(self.size * x.shape[0], x.shape[1])
-        _all_gather(summands, x.contiguous(), self.group)
-        return self._add(summands).to(x.dtype)
-
-    def _add(self, summands: Tensor) -> Tensor:
-        total, *addends = summands.unflatten(0, (self.size, -1)).float()
-        for addend in addends:
-            total = total + addend
-        return total
+        summands = collectives.gather_rows(x, self.size, self.group)
+        return collectives.sum_in_rank_order(summands.view(self.size, *x.shape), x.dtype)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the x [T, N] of all ranks next to each other, in rank order: [T, size * N]."""
         if self.size == 1:
             return x
-        out = x.new_empty(self.size * x.shape[0], x.shape[1])
-        _all_gather(out, x.contiguous(), self.group)
-        return out.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)
-
-
-def _all_gather(out: Tensor, x: Tensor, group: Any) -> None:
-    from torch import distributed
-
-    # torch 2.13 renamed it and warns of the old name.
-    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    gather(out, x, group=group)
+        return collectives.gather_rows(x, self.size, self.group).view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
 
 ONE = Ranks()
