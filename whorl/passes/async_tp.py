@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 
 from whorl.ops import linear
 
+from .editor import erase
 from .fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from .layout import group_of, waiting_node
 from .rows import VIEWS, has_shape_of
@@ -103,20 +104,10 @@ def _is_ours(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "whorl"
 
 
-def _replace(graph: Graph, old: Node, new: Node) -> None:
+def _replace(old: Node, new: Node) -> None:
     new.meta.update({k: v for k, v in old.meta.items() if k not in new.meta})
     old.replace_all_uses_with(new)
-    _erase(graph, old)
-
-
-def _erase(graph: Graph, node: Any) -> None:
-    """Erase the node, and the views, matmuls and collectives before it that nothing else reads."""
-    sources = node.all_input_nodes
-    graph.erase_node(node)
-    for source in sources:
-        is_unused = not source.users and (source.target in VIEWS or source.target in _FUSERS or _product(source))
-        if is_unused:
-            _erase(graph, source)
+    erase(old)
 
 
 def _fuse_sum(target: Any) -> Fuser:
@@ -134,7 +125,7 @@ def _fuse_sum(target: Any) -> Fuser:
         x, weight, product = parts
         with graph.inserting_before(out):
             new = graph.call_function(target, (x, weight, group_of(node), ordered and _is_ours(node), product))
-        _replace(graph, out, new)
+        _replace(out, new)
         return None
 
     return fuse_one
@@ -170,9 +161,9 @@ def _fuse_gather(graph: Graph, node: Node, ordered: bool) -> str | None:
         "val": [p.meta.get("val") for p in (out, *products)]
     }
     for product, output in zip(products, outputs[1:], strict=True):
-        _replace(graph, product, output)
+        _replace(product, output)
     if not out._erased:
-        _replace(graph, out, outputs[0])
+        _replace(out, outputs[0])
     return None
 
 

@@ -151,6 +151,15 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     return new
 
 
+def erase(node: Node) -> None:
+    """Erase a node, and the nodes that only it read."""
+    inputs = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in inputs:
+        if source.op == "call_function" and not source.users and not source._erased:
+            erase(source)
+
+
 def retrace(gm: GraphModule, size: int) -> tuple[GraphModule, Any]:
     """Return a copy of the graph with new size symbols, and its fake tensor mode.
 

@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .editor import Editor
+from .editor import Editor, erase
+from .rewriting import Rewrite
 from .rows import is_pointwise, is_tensor, label, same, value
 
 aten = torch.ops.aten
 
 
-def spread_masked_updates(editor: Editor) -> int:
-    """Rewrite h[mask] = ... and masked_scatter over all rows. Returns how many were rewritten."""
-    count = 0
+def spread_masks(state: Rewrite) -> int:
+    """Rewrite updates of the rows that a mask selects, h[mask] = ... and masked_scatter, as updates of all rows.
+
+    Returns how many were rewritten.
+    """
+    count, editor = 0, state.editor
     for node in list(editor.graph.nodes):
         new = None
         with editor.graph.inserting_before(node):
@@ -29,7 +33,7 @@ def spread_masked_updates(editor: Editor) -> int:
                 new = _spread_elements(editor, node)
         if new is not None:
             node.replace_all_uses_with(new)
-            _erase(node)
+            erase(node)
             count += 1
     for node in list(editor.graph.nodes) if count else ():
         if node.target is aten.index.Tensor and _row_mask(node) is not None and _is_only_counted(node):
@@ -50,7 +54,7 @@ def _count_mask(editor: Editor, node: Node) -> None:
     count.meta = {k: v for k, v in node.meta.items() if k != "val"}  # keeps the binding of the size symbol as well
     count.meta["val"] = editor.empty(value(node).shape[:1], like=mask)
     node.replace_all_uses_with(count)
-    _erase(node)
+    erase(node)
 
 
 def _row_mask(node: Node) -> Node | None:
@@ -125,12 +129,3 @@ class _Spread:
         if self._is_selected(x):
             return True
         return is_pointwise(x.target) and any(self._follows_selected(a) for a in x.all_input_nodes)
-
-
-def _erase(node: Node) -> None:
-    """Erase a node, and the nodes that only it read."""
-    inputs = node.all_input_nodes
-    node.graph.erase_node(node)
-    for source in inputs:
-        if source.op == "call_function" and not source.users and not source._erased:
-            _erase(source)

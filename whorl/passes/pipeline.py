@@ -17,10 +17,11 @@ from .config import SequenceParallel
 from .editor import Editor, copy_graph
 from .gathers import fold, place_gathers, quantize_gathers
 from .layout import ALL_GATHERS, ALL_REDUCES, Layout, group_of, ours
+from .masks import spread_masks
 from .report import Report, describe_place
 from .rewriting import Rewrite
 from .rows import example, label, product, same, value
-from .sequence_parallel import eliminate_noops, infer_layouts, order_sum, split_all_reduces, spread_masks
+from .sequence_parallel import eliminate_noops, infer_layouts, order_sum, split_all_reduces
 
 Pass = Callable[[Rewrite], int]
 

@@ -11,7 +11,6 @@ from torch.fx import Graph, Node
 
 from whorl import collectives
 
-from . import masks
 from .editor import Editor
 from .layout import ALL_REDUCES, REDUCE_SCATTERS, Layout, c10d, group_of, ours, waiting_node
 from .report import Collective, module_path, source_line
@@ -83,14 +82,6 @@ def _has_strides_of(node: Node, other: Any) -> bool:
     a, b = value(node), value(other)
     is_same_kind = a.dtype == b.dtype and a.device == b.device
     return is_same_kind and all(same(x, y) for x, y in zip(a.stride(), b.stride(), strict=True))
-
-
-def spread_masks(state: Rewrite) -> int:
-    """Rewrite updates of the rows that a mask selects as updates of all rows, which can be sharded.
-
-    Returns how many were rewritten.
-    """
-    return masks.spread_masked_updates(state.editor)
 
 
 def infer_layouts(state: Rewrite) -> int:
