@@ -344,7 +344,7 @@ def test_states_are_on_one_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_is_planned_with_states() -> None:
     model = setting("Hybrid").model
     token, lane, snapshot = 2 * 2 * 2 * 24 * 4, 2 * (128 + 384), 2 * 128  # two layers of each kind, aligned to 128
-    room = tensor_parallel._cache_room(model, "cpu")
+    room = tensor_parallel._cache_room(model, "cpu", 1)
     assert (room["token"], room["lane"], room["snapshot"]) == (token, lane, snapshot)
     states = 5 * lane + 3 * snapshot  # four sequences, and padding
     sizes = {"num_blocks": None, "max_model_len": 32, "num_snapshots": 3}
