@@ -21,7 +21,7 @@ from torch import Tensor
 
 from whorl import device as devices
 from whorl.bench.peer import Values, liger_function, tensors_of
-from whorl.bench.peers import hf_swiglu
+from whorl.bench.peers import hf_glu
 from whorl.bench.provenance import Document, provenance, render_provenance
 from whorl.bench.report import Benchmark, finish
 from whorl.bench.rope_peers import hf_rope, hf_tables, to_hf
@@ -132,10 +132,10 @@ def _cases() -> list[Case]:
         _rotation("rope", "q", "k"),
         _rotation("rope_"),
         Case(
-            op=OPS["swiglu"],
+            op=OPS["glu"],
             values=_gate_up,
             leaves=("x",),
-            torch=lambda values: hf_swiglu(values["x"]),
+            torch=lambda values: hf_glu(values["x"]),
             liger=("swiglu", "LigerFusedGateUpSiLUMulFunction"),
         ),
         Case(op=OPS["linear"], values=_product, leaves=("x", "weight"), torch=lambda values: F.linear(**values)),

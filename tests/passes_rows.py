@@ -33,7 +33,7 @@ class Weights:
 
     def layer(self, x: Tensor, i: int) -> Tensor:
         """What stands between two norms: its result must still be summed over ranks."""
-        return ops.swiglu(x @ self.ups[i].t().repeat(1, 2)) @ self.downs[i].t()
+        return ops.glu(x @ self.ups[i].t().repeat(1, 2)) @ self.downs[i].t()
 
     def gathered(self, shard: Tensor, tokens: int) -> Tensor:
         return functional.all_gather_tensor(shard, 0, self.group)[:tokens]

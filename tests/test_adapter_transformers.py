@@ -68,7 +68,7 @@ COUNTS = {
 def expected_count(family: str, *, fused: bool = False, has_tower: bool = True) -> dict[str, int]:
     rotation = "qk_norm_rope" if fused else "mrope" if family in VISION_FAMILIES else "rope"
     rotations, norms, gates, tower = COUNTS.get(family, (2, 5 if fused else 9, 2, 0))
-    return {rotation: rotations, "rms_norm": norms + tower * has_tower, "swiglu": gates}
+    return {rotation: rotations, "rms_norm": norms + tower * has_tower, "glu": gates}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -290,7 +290,7 @@ def test_uninstall_leaves_no_trace() -> None:
     assert model.state_dict().keys() == state
     assert torch.equal(other(**inputs).logits, other_logits)
     # Equal bits would not show whether our operators run, so each is made to refuse.
-    for op in (ops.mrope, ops.rms_norm, ops.swiglu):
+    for op in (ops.mrope, ops.rms_norm, ops.glu):
         with op.using("none"), pytest.raises(RuntimeError, match=f"{op.name}: backend 'none' was requested"):
             model(**inputs)
     torch.testing.assert_close(model(**inputs).logits, logits, rtol=1e-4, atol=1e-5)
@@ -301,7 +301,7 @@ def test_uninstall_leaves_no_trace() -> None:
     installation.uninstall()
     for path, module in model.named_modules():
         assert _attributes(module) == before[path], path
-    with ops.mrope.using("none"), ops.rms_norm.using("none"), ops.swiglu.using("none"):
+    with ops.mrope.using("none"), ops.rms_norm.using("none"), ops.glu.using("none"):
         assert torch.equal(model(**inputs).logits, logits)
     assert installation.replaced == ()
 
@@ -336,7 +336,7 @@ def test_eager_experts_are_said_to_be_kept() -> None:
     model.set_experts_implementation("grouped_mm")
     with Seen() as seen, torch.no_grad():
         model(**inputs)
-    assert seen.count["swiglu"] == 2
+    assert seen.count["glu"] == 2
 
 
 def test_a_deep_copy_uses_its_own_weights() -> None:
@@ -362,13 +362,13 @@ def test_interpreted_triton_runs() -> None:
 
         return call
 
-    names = ("rope", "rope_backward", "rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward")
+    names = ("rope", "rope_backward", "rms_norm", "rms_norm_backward", "glu", "glu_backward")
     with pytest.MonkeyPatch.context() as patch, install(model):
         for name in names:
             impl = ops.OPS[name].impls["triton"]
             patched = type(impl)(impl.backend, counted(name, impl.function), impl.accepts)
             patch.setitem(ops.OPS[name].impls, "triton", patched)
-        with ops.rope.using("triton"), ops.rms_norm.using("triton"), ops.swiglu.using("triton"):
+        with ops.rope.using("triton"), ops.rms_norm.using("triton"), ops.glu.using("triton"):
             actual = run(model, inputs)
     assert_close(actual, expected, 1e-5)
     assert ran == {
@@ -376,6 +376,6 @@ def test_interpreted_triton_runs() -> None:
         "rope_backward": 1,
         "rms_norm": 5,
         "rms_norm_backward": 5,
-        "swiglu": 1,
-        "swiglu_backward": 1,
+        "glu": 1,
+        "glu_backward": 1,
     }

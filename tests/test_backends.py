@@ -264,7 +264,7 @@ def test_a_package_outside_adds_a_backend(ember: Any) -> None:
         assert torch.equal(ops.rms_norm.unchecked(x, weight), expected)
     ops.rms_norm(x.requires_grad_(), weight).sum().backward()
     assert ember.CALLS == ["forward", "forward", "forward", "backward"]
-    assert ops.swiglu.choose(torch.randn(2, 8)).backend == "torch"
+    assert ops.glu.choose(torch.randn(2, 8)).backend == "torch"
 
 
 def test_it_is_in_reasons_and_errors(ember: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,8 +276,8 @@ def test_it_is_in_reasons_and_errors(ember: Any, monkeypatch: pytest.MonkeyPatch
     )
     with pytest.raises(RuntimeError, match=message):
         ops.rms_norm(x, weight, backend="ember")
-    with pytest.raises(RuntimeError, match=r"swiglu: backend 'ember' .*: the operator has no such backend"):
-        ops.swiglu(torch.randn(2, 8), backend="ember")
+    with pytest.raises(RuntimeError, match=r"glu: backend 'ember' .*: the operator has no such backend"):
+        ops.glu(torch.randn(2, 8), backend="ember")
     monkeypatch.delenv("EMBER_CHIP")
     choice = ops.rms_norm.choose(torch.randn(3, 8), torch.randn(8))
     assert (choice.backend, choice.reasons["ember"]) == ("torch", "no Ember chip in this machine")
@@ -294,15 +294,15 @@ def test_it_is_listed(ember: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EMBER_CHIP")
     backends = {row["name"]: row["backends"] for row in json.loads(availability.as_json())["operators"]}
     assert backends["rms_norm"]["ember"] == {"available": False, "reason": "no Ember chip in this machine"}
-    assert "ember" not in backends["swiglu"]
+    assert "ember" not in backends["glu"]
 
 
 def test_a_lower_priority_comes_after_whorls_own(registry: None) -> None:
     ops.register_backend("fallback", device="cuda", package="torch", priority=-1)
     ops.register_backend("beside", device="cuda", package="torch")
     for name in ("fallback", "beside"):
-        ops.swiglu.impl(name)(lambda x, interleaved: x)
-    assert list(ops.swiglu.impls) == ["triton", "torch_npu", "beside", "fallback"]
+        ops.glu.impl(name)(lambda x, activation, interleaved: x)
+    assert list(ops.glu.impls) == ["triton", "torch_npu", "beside", "fallback"]
 
 
 def test_a_device_of_its_own(registry: None) -> None:

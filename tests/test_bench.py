@@ -20,7 +20,7 @@ from whorl.bench.ops import GROUPS
 from whorl.bench.options import OpsOptions
 from whorl.cases import shrink
 from whorl.cli import app
-from whorl.ops import OPS, mrope, qk_norm_rope, rms_norm, rope, rope_, swiglu
+from whorl.ops import OPS, glu, mrope, qk_norm_rope, rms_norm, rope, rope_
 from whorl.ops._impl import Impl
 
 rms_norm_backward = OPS["rms_norm_backward"]
@@ -115,7 +115,7 @@ class TestRule:
 class TestSelftest:
     @pytest.mark.parametrize(
         "some",
-        [("rope", "rms_norm", "swiglu", "route", "linear", "sample"), pytest.param((), marks=pytest.mark.slow)],
+        [("rope", "rms_norm", "glu", "route", "linear", "sample"), pytest.param((), marks=pytest.mark.slow)],
         ids=["some", "all by default"],
     )
     def test_passes_here_and_names_the_operators(self, some, monkeypatch):
@@ -133,7 +133,7 @@ class TestSelftest:
     @pytest.mark.slow
     def test_processes_side_by_side_report_the_same(self, monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "0")
-        ops = {name: OPS[name] for name in ("swiglu", "route", "permute")}
+        ops = {name: OPS[name] for name in ("glu", "route", "permute")}
         alone, together = selftest.run("cpu", ops), selftest.run("cpu", ops, jobs=2)
         assert [row.operator for row in together.rows] == list(ops)
         assert together.passed
@@ -141,11 +141,11 @@ class TestSelftest:
             assert (a.operator, a.backend, a.passed, a.worst_ratio) == (b.operator, b.backend, b.passed, b.worst_ratio)
 
     def test_a_wrong_backend_fails_and_exits_1(self, planted, monkeypatch):
-        planted(swiglu, lambda x, interleaved: swiglu.reference(x * 1.01, interleaved=interleaved))
-        report = selftest.run("cpu", {"swiglu": swiglu})
+        planted(glu, lambda x, **options: glu.reference(x * 1.01, **options))
+        report = selftest.run("cpu", {"glu": glu})
         assert not report.passed
         assert {f.backend for f in report.failures} == {"triton"}
-        assert "swiglu/triton, 17x128" in selftest.render(report)
+        assert "glu/triton, 17x128" in selftest.render(report)
         monkeypatch.setattr("whorl.selftest.run", lambda device, jobs: report)
         assert CliRunner().invoke(app, ["selftest"]).exit_code == 1
 
@@ -180,11 +180,11 @@ class TestSelftest:
         assert "wrote to arguments that it must not change: x" in problems
 
     def test_cases_a_backend_does_not_take_are_counted_with_the_reason(self, planted, monkeypatch):
-        planted(swiglu, lambda x, interleaved: swiglu.reference(x, interleaved=interleaved))
-        refuses = Impl("triton", swiglu.reference, lambda x, **_: "only fp32" if x.dtype != torch.float32 else None)
-        monkeypatch.setitem(swiglu.impls, "triton", refuses)
-        row = next(r for r in selftest.run("cpu", {"swiglu": swiglu}).rows if r.backend == "triton")
-        assert dict(row.skipped) == {"only fp32": 4 * len(swiglu.cases)}  # two dtypes, value and gradient
+        planted(glu, lambda x, **options: glu.reference(x, **options))
+        refuses = Impl("triton", glu.reference, lambda x, **_: "only fp32" if x.dtype != torch.float32 else None)
+        monkeypatch.setitem(glu.impls, "triton", refuses)
+        row = next(r for r in selftest.run("cpu", {"glu": glu}).rows if r.backend == "triton")
+        assert dict(row.skipped) == {"only fp32": 4 * len(glu.cases)}  # two dtypes, value and gradient
 
 
 class TestBench:
@@ -206,19 +206,19 @@ class TestBench:
         assert not any("note" in p for row in document["rows"] for p in row["peers"]), "a peer answers something else"
 
     def test_a_wrong_answer_has_no_speed_and_exits_1(self, planted):
-        planted(swiglu, lambda x, interleaved: swiglu.reference(x, interleaved=interleaved) * 1.01)
-        result = CliRunner().invoke(app, ["bench", "ops", "swiglu", "--device", "cpu"])
+        planted(glu, lambda x, **options: glu.reference(x, **options) * 1.01)
+        result = CliRunner().invoke(app, ["bench", "ops", "glu", "--device", "cpu"])
         assert result.exit_code == 1
         assert "FAILED" in result.output
         assert not re.search(r"\d us\b", result.output)
-        document = json.loads(CliRunner().invoke(app, ["bench", "ops", "swiglu", "--device", "cpu", "--json"]).output)
+        document = json.loads(CliRunner().invoke(app, ["bench", "ops", "glu", "--device", "cpu", "--json"]).output)
         assert not any({"us", "tb_s", "peers"} & set(row) for row in document["rows"])
 
     def test_names_choose_operators_and_text_shows_peers(self):
         result = CliRunner().invoke(app, ["bench", "ops", "qk_norm_rope", "--device", "cpu"])
         assert result.exit_code == 0, result.output
         assert "unfused: rms_norm twice, then rope" in result.output
-        assert "swiglu" not in result.output
+        assert "glu" not in result.output
 
     def test_a_group_is_its_operators_each_once(self):
         settings = bench.OpsSettings.resolve(["indexer", "top_k", "rope"], OpsOptions(device="cpu"))
@@ -284,7 +284,7 @@ class TestBench:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", [rope, mrope, rms_norm_backward, qk_norm_rope, rope_, swiglu], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [rope, mrope, rms_norm_backward, qk_norm_rope, rope_, glu], ids=lambda op: op.name)
 def test_compiled_peers_answer_the_same(op, monkeypatch):
     monkeypatch.setattr(bench, "QUICK_TOKENS", 4)
     row = bench._row(
@@ -303,7 +303,7 @@ from whorl.ops import OPS
 from whorl.cases import shrink
 
 device.unavailable = lambda *_, **__: None
-for name in ("rope", "mrope", "rope_backward", "mrope_backward", "swiglu"):
+for name in ("rope", "mrope", "rope_backward", "mrope_backward", "glu"):
     op = OPS[name]
     values = op.make(**shrink(op.bench_cases[0], 3), dtype=torch.float32, device="cpu")
     found = [p for p in peers.peers_of(op, values, compiled=False) if p.label.startswith("Liger")]

@@ -74,7 +74,7 @@ def test_calls_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "CALLS", 2)
     report = document(calls.app, "--device", "cpu", "--repeats", "2")
     assert {"command", "device", "versions", "commit", "dtype", "repeats", "rows"} <= set(report)
-    with_gradient = {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear", "route", "log_softmax"}
+    with_gradient = {"rms_norm", "add_rms_norm", "rope", "glu", "linear", "route", "log_softmax"}
     rows = {(row["op"], row["mode"]): row for row in report["rows"]}
     assert set(rows) == {(name, mode) for name in with_gradient for mode in calls.MODES} | {("rope_", "inference")}
     for (_, mode), row in rows.items():
@@ -86,11 +86,11 @@ def test_calls_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls_with_a_wrong_answer_have_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = OPS["swiglu"].reference
+    reference = OPS["glu"].reference
     wrong = Impl("triton", lambda **values: 2 * reference(**values), lambda **_: None)
-    monkeypatch.setitem(OPS["swiglu"].impls, "triton", wrong)
-    case = next(case for case in calls._cases() if case.op.name == "swiglu")
-    with OPS["swiglu"].using("triton"):
+    monkeypatch.setitem(OPS["glu"].impls, "triton", wrong)
+    case = next(case for case in calls._cases() if case.op.name == "glu")
+    with OPS["glu"].using("triton"):
         row = calls._row(case, "inference", torch.float32, "cpu", 1)
     assert not row["is_right"]
     assert row["whorl_us"] is None

@@ -223,8 +223,7 @@ def test_values_are_looked_at_in_every_call() -> None:
 
 def test_a_check_that_looks_at_no_values_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    check = ops.rms_norm.check
-    monkeypatch.setattr(ops.rms_norm, "check", lambda **arguments: (seen.append("checked"), check(**arguments))[1])
+    monkeypatch.setattr(ops.rms_norm, "check", lambda **arguments: seen.append("checked"))
     ops.rms_norm._plans.clear()
     x, weight = torch.randn(5, 24), torch.randn(24)
     for _ in range(3):

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from whorl import ops
 
 RANKS = 2
-WEIGHTS = {"rms_norm": (8,), "add_rms_norm": (8,), "swiglu": None, "log_softmax": None}
-ROWS = {"rms_norm": 1, "add_rms_norm": 2, "swiglu": 1, "log_softmax": 1}
+WEIGHTS = {"rms_norm": (8,), "add_rms_norm": (8,), "glu": None, "log_softmax": None}
+ROWS = {"rms_norm": 1, "add_rms_norm": 2, "glu": 1, "log_softmax": 1}
 
 
 def _arguments(name: str) -> list[Tensor]:

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from bench.first_steps import compiled_kernels
-from whorl.ops import _launch_triton, swiglu_triton
+from whorl.ops import _launch_triton, glu_triton
 from whorl.ops._launch_triton import Launched, launched, prepare
 from whorl.ops._rows import contiguous_strides, row_strides, row_view
 
@@ -370,5 +370,5 @@ def test_the_interpreter_has_nothing_to_remember() -> None:
     def interpreted() -> None: ...
 
     assert launched(interpreted) is interpreted
-    is_interpreted = not isinstance(swiglu_triton._swiglu_kernel, Launched)
+    is_interpreted = not isinstance(glu_triton._glu_kernel, Launched)
     assert is_interpreted == knobs.runtime.interpret

@@ -402,12 +402,12 @@ def test_unchecked_looks_at_nothing_on_the_cpu_in_inference_mode() -> None:
     x, weight = torch.randn(2, 4), torch.randn(3, 4)
     with torch.inference_mode():
         assert torch.equal(ops.linear.unchecked(x, weight), ops.linear(x, weight))
-        assert ops.swiglu.unchecked(x[0]).shape == (2,)
+        assert ops.glu.unchecked(x[0]).shape == (2,)
         with ops.linear.using("nonsense"), pytest.raises(RuntimeError, match="no such backend"):
             ops.linear.unchecked(x, weight)
     with pytest.raises(ValueError, match="weight"):
         ops.linear.unchecked(x, weight.double())
-    assert ops.swiglu.unchecked(x.requires_grad_()).requires_grad
+    assert ops.glu.unchecked(x.requires_grad_()).requires_grad
 
 
 def test_an_operator_describes_itself() -> None:

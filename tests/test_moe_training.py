@@ -12,7 +12,7 @@ from planted import Fault, first_red, one_of_each_quick, plant
 from test_ops import DEVICE, assert_close, num_rows
 from torch import Tensor
 
-from whorl.ops import OPS, grouped_matmul, permute, route, swiglu, unpermute
+from whorl.ops import OPS, glu, grouped_matmul, permute, route, unpermute
 
 BACKENDS = ["torch", "triton"]
 
@@ -21,7 +21,7 @@ def moe(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, k: int, backen
     """The routed experts of a block, by our operators: as short as a user would write it."""
     weights, ids = route(logits, k, backend=backend, **how)
     rows, places, counts = permute(x, ids, gate_up.shape[0], backend=backend)
-    hidden = swiglu(grouped_matmul(rows, gate_up, counts, backend=backend), backend=backend)
+    hidden = glu(grouped_matmul(rows, gate_up, counts, backend=backend), backend=backend)
     return unpermute(grouped_matmul(hidden, down, counts, backend=backend), places, weights, backend=backend)
 
 

@@ -385,7 +385,7 @@ LARGE: dict[str, Values] = {
     "qk_norm_rope": _MANY,
     "rms_norm": {"shape": (2**19 + 40, 4096)},
     "add_rms_norm": {"shape": (2**19 + 40, 4096)},
-    "swiglu": {"shape": (2**19 + 40, 4096)},
+    "glu": {"shape": (2**19 + 40, 4096)},
     "hadamard": {"shape": (2**24 + 40, 128)},
     "sparse_attention": {"tokens": (2**15 + 40,), "keys": 64, "topk": 16, "heads": 128, "dim": 576, "value_dim": 512},
     "linear": {"tokens": (2**19 + 40,), "size": (64, 4096)},

@@ -22,8 +22,7 @@ CASES: dict[str, Values] = {
     "qk_norm_rope": _SIZES,
     "rms_norm": {"shape": (5, 16)},
     "add_rms_norm": {"shape": (5, 16)},
-    "swiglu": {"shape": (5, 16)},
-    "geglu": {"shape": (5, 16)},
+    "glu": {"shape": (5, 16)},
 }
 
 
@@ -119,21 +118,22 @@ PACKED: dict[str, tuple[Change, str]] = {
     ),
 }
 NORM: dict[str, tuple[Change, str]] = {
-    "integer x": (put(x=torch.Tensor.int), r"x is torch\.int32, expected a floating point dtype"),
-    "weight of another size": (put(weight=narrow(8)), r"weight is \[8\], expected the last dim of x, \[16\]"),
-    "weight of two dims": (put(weight=lambda w: w[None]), r"weight is \[1, 16\], expected the last dim of x, \[16\]"),
-    "weight of another dtype": (put(weight=torch.Tensor.half), r"weight is torch\.float16, expected .* torch\.float32"),
-    "scalar x": (put(x=torch.tensor(1.0)), r"expected the last dim of x"),
+    "integer x": (put(x=torch.Tensor.int), r"x is \[5, 16\] torch\.int32, expected \[5, 16\] floating point"),
+    "weight of another size": (put(weight=narrow(8)), r"weight is \[8\] .*, expected \[16\] torch\.float32"),
+    "weight of two dims": (put(weight=lambda w: w[None]), r"weight is \[1, 16\] .*, expected \[16\] torch\.float32"),
+    "weight of another dtype": (put(weight=torch.Tensor.half), r"weight is \[16\] torch\.float16, expected .*float32"),
+    "scalar x": (put(x=torch.tensor(1.0)), r"x is \[\] torch\.float32, expected \[\.\.\., C\]"),
     "eps": (put(eps=-1.0), r"eps is -1\.0, expected a positive number"),
 }
 ADD: dict[str, tuple[Change, str]] = {
     "residual of another shape": (put(residual=lambda r: r[:4]), r"residual is \[4, 16\] .*, expected .*\[5, 16\]"),
     "residual of another dtype": (put(residual=torch.Tensor.half), r"residual is \[5, 16\] torch\.float16, expected"),
 }
-SWIGLU: dict[str, tuple[Change, str]] = {
-    "odd width": (put(x=narrow(15)), r"x is \[5, 15\], expected an even last dim \(gate and up\)"),
-    "integer x": (put(x=torch.Tensor.int), r"x is torch\.int32, expected a floating point dtype"),
-    "scalar x": (put(x=torch.tensor(1.0)), r"x is \[\], expected an even last dim"),
+GLU: dict[str, tuple[Change, str]] = {
+    "odd width": (put(x=narrow(15)), r"x is \[5, 15\] torch\.float32, expected \[5, 2\*F\] floating point"),
+    "integer x": (put(x=torch.Tensor.int), r"x is \[5, 16\] torch\.int32, expected \[5, 16\] floating point"),
+    "scalar x": (put(x=torch.tensor(1.0)), r"x is \[\] torch\.float32, expected \[\.\.\., 2\*F\]"),
+    "wrong activation": (put(activation="relu"), r"activation is 'relu', expected one of silu, gelu_tanh"),
 }
 WRONG = {
     "rope": ROTARY | ROPE,
@@ -143,8 +143,7 @@ WRONG = {
     "qk_norm_rope": PACKED,
     "rms_norm": NORM,
     "add_rms_norm": NORM | ADD,
-    "swiglu": SWIGLU,
-    "geglu": SWIGLU,
+    "glu": GLU,
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.ops import geglu, merge_mrope, mrope, qk_norm_rope, rms_norm, rope, swiglu, tokens_first
+from whorl.ops import glu, merge_mrope, mrope, qk_norm_rope, rms_norm, rope, tokens_first
 
 B, S, HQ, HK, P = 2, 7, 4, 2, 64
 
@@ -156,7 +156,7 @@ def test_swiglu() -> None:
     module = modeling("qwen3").Qwen3MLP(config)
     x = torch.randn(5, 32)
     both = torch.cat((module.gate_proj(x), module.up_proj(x)), -1)
-    assert_same([module.down_proj(swiglu(both))], [module(x)])
+    assert_same([module.down_proj(glu(both))], [module(x)])
 
 
 def test_geglu() -> None:
@@ -164,7 +164,7 @@ def test_geglu() -> None:
     module = modeling("gemma3").Gemma3MLP(config)
     x = torch.randn(5, 32)
     both = torch.cat((module.gate_proj(x), module.up_proj(x)), -1)
-    assert_same([module.down_proj(geglu(both))], [module(x)])
+    assert_same([module.down_proj(glu(both, activation="gelu_tanh"))], [module(x)])
 
 
 def test_swiglu_interleaved() -> None:
@@ -173,7 +173,7 @@ def test_swiglu_interleaved() -> None:
     plain = SimpleNamespace(alpha=1.0, limit=float("inf"))
     shifted = both - torch.tensor([0.0, 1.0]).repeat(32)
     expected = modeling("gpt_oss").GptOssExperts._apply_gate(plain, shifted)
-    assert_same([swiglu(both, interleaved=True)], [expected])
+    assert_same([glu(both, interleaved=True)], [expected])
 
 
 def test_qk_norm_rope() -> None:

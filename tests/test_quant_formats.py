@@ -174,7 +174,7 @@ def test_int8_experts(tmp_path: Path) -> None:
     expected = torch.zeros_like(x)
     for token, slot in [(t, s) for t in range(6) for s in range(2)]:
         hidden = x[token : token + 1]
-        for matrix, then in ((experts.gate_up_proj, ops.swiglu), (experts.down_proj, lambda y: y)):
+        for matrix, then in ((experts.gate_up_proj, ops.glu), (experts.down_proj, lambda y: y)):
             codes, scale = ops.dynamic_quant(hidden)
             entry = ids[token, slot]
             sums = codes.double() @ matrix.weight[entry].double().t()

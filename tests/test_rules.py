@@ -235,7 +235,6 @@ def test_public_names() -> None:
         "sample",
         "selection_mask",
         "sparse_attention",
-        "swiglu",
         "token_logprobs",
         "tokens_first",
         "unpermute",
@@ -250,12 +249,12 @@ def test_public_names() -> None:
 
 
 def test_operators() -> None:
-    forward = {"rope", "mrope", "rope_", "mrope_", "qk_norm_rope", "rms_norm", "add_rms_norm", "swiglu", "geglu"}
+    forward = {"rope", "mrope", "rope_", "mrope_", "qk_norm_rope", "rms_norm", "add_rms_norm", "glu"}
     forward |= {"sparse_attention", "masked_attention", "causal_attention", "hadamard"}
     forward |= {"route", "permute", "unpermute", "grouped_matmul", "linear", "experts", "log_softmax", "token_logprobs"}
-    backward = {"rope_backward", "mrope_backward", "qk_norm_rope_backward", "rms_norm_backward", "swiglu_backward"}
+    backward = {"rope_backward", "mrope_backward", "qk_norm_rope_backward", "rms_norm_backward", "glu_backward"}
     backward |= {"sparse_attention_backward", "masked_attention_backward", "hadamard_backward"}
-    backward |= {"causal_attention_backward", "geglu_backward"}
+    backward |= {"causal_attention_backward"}
     backward |= {"route_backward", "permute_backward", "unpermute_backward", "grouped_matmul_backward"}
     backward |= {"log_softmax_backward", "token_logprobs_backward"}
     inference = {"write_kv", "paged_attention", "sample", "dynamic_quant", "dequantize"}
@@ -290,7 +289,7 @@ def test_an_operator_is_whole(name: str) -> None:
     assert any(c.get("sliced") for c in op.cases), "no case with strides"
     assert any(c.get("scale", 1) < 1 for c in op.cases), "no case with small values"
     says_shapes = re.search(r"\[[^\]]*\w[^\]]*\]", doc) or any(f"`{other}`" in doc for other in OPS if other != name)
-    assert says_shapes, "the docstring is the contract: it says shapes, or whose they are"
+    assert op.spec.tensors or says_shapes, "the contract says shapes, or whose they are"
     for backend in ("triton", "torch_npu"):
         has, says = backend in op.impls, backend in op.without
         assert has != says, f"{backend}: an implementation, or in `without` the reason that there is none"
@@ -299,7 +298,7 @@ def test_an_operator_is_whole(name: str) -> None:
 BACKWARD: dict[str, tuple[str, ...]] = {
     "add_rms_norm": ("rms_norm_backward",),
     "linear": (),  # torch's own products
-    "experts": ("permute_backward", "grouped_matmul_backward", "swiglu_backward", "unpermute_backward"),
+    "experts": ("permute_backward", "grouped_matmul_backward", "glu_backward", "unpermute_backward"),
 }
 
 

@@ -117,7 +117,7 @@ def register_backend(
 
         register_backend("ember", device="xpu", package="ember_kernels")
         rms_norm.impl("ember", "ember_kernels.norms:rms_norm")  # imported when it is first chosen
-        swiglu.impl("ember")(ember_swiglu)  # a function
+        glu.impl("ember")(ember_glu)  # a function
     """
     if not name.isidentifier() or not device.isidentifier():
         raise ValueError(f"backend {name!r} on device {device!r}: both must be identifiers, such as 'triton' and 'xpu'")

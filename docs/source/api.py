@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from whorl.ops import Op
+
 ROOT = Path(__file__).parents[2]
 _HEAD = """# API
 
@@ -60,8 +62,9 @@ def _entry(module: str, name: str) -> str:
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(source)))).body[0]
     assert isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     link, text = _link(source), _text(tree)
+    signature = _operator_signature(public) if isinstance(public, Op) else _signature(tree)
     gap = "\n\n" if text.rpartition("\n")[2].startswith("    ") else " "  # no link inside an example
-    lines = [f"### `{name}`", "", f"```python\n{_signature(tree)}\n```", "", f"{text}{gap}([source]({link}))"]
+    lines = [f"### `{name}`", "", f"```python\n{signature}\n```", "", f"{text}{gap}([source]({link}))"]
     if isinstance(tree, ast.ClassDef):
         lines += ["", *_methods(tree)]
     return "\n".join(lines).rstrip() + "\n"
@@ -85,6 +88,21 @@ def _signature(tree: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> s
     returns = f" -> {ast.unparse(tree.returns)}" if tree.returns is not None else ""
     arguments = _arguments(tree)
     return _wrapped(tree.name, arguments[1:] if arguments[:1] == ["self"] else arguments, returns)
+
+
+def _operator_signature(op: Op) -> str:
+    """The signature of an operator with what it states of tensors and numbers as comments."""
+    arguments, statements = [], op.spec.statements
+    for parameter in op.spec.signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*," not in arguments:
+            arguments.append("*,")
+        argument = parameter.replace(kind=parameter.POSITIONAL_OR_KEYWORD)
+        comment = f"  # {statements[parameter.name]}" if parameter.name in statements else ""
+        arguments.append(f"{argument},{comment}")
+    returns = inspect.formatannotation(op.spec.signature.return_annotation)
+    comment = f"  # {statements['returns']}" if "returns" in statements else ""
+    text = "\n".join([f"{op.name}(", *(f"    {argument}" for argument in arguments), f") -> {returns}{comment}"])
+    return text.replace("torch.Tensor", "Tensor").replace("typing.", "")
 
 
 def _fields(tree: ast.ClassDef) -> Iterator[str]:

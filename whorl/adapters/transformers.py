@@ -148,7 +148,7 @@ def install(
 
     rope: rotate q and k of every layer with `ops.rope`, or `ops.mrope` in vision models, by cos and sin in fp32.
     norm: compute every RMSNorm with `ops.rms_norm`.
-    swiglu: compute gate and up with `ops.swiglu`; in experts, too, where transformers groups or batches them.
+    swiglu: compute gate and up with `ops.glu`; in experts, too, where transformers groups or batches them.
     qk_norm_rope: compute the norms of q and k and the rotation as one `ops.qk_norm_rope`, in place of `rope`.
     Returns the installation; its `uninstall()` restores everything. Raises ValueError for a model without known modules
     and for an option that the model has no modules for, RuntimeError for an old transformers or a method that another
@@ -462,14 +462,14 @@ def _install_swiglu(installation: TransformersInstallation, modules: _Modules) -
             why = f"its gate is {type(_activation(entry)).__name__}, not SiLU"
             installation.kept.append(Kept(entry.path, why))
         elif entry not in modules.known.get("MLP", ()):
-            installation.set_method(entry, "_apply_gate", _apply_gate, "gate and up through whorl.ops.swiglu")
+            installation.set_method(entry, "_apply_gate", _apply_gate, "gate and up through whorl.ops.glu")
             if entry.module.config._experts_implementation == "eager":
                 why = "the eager loop over experts; set_experts_implementation('grouped_mm') uses ours"
                 installation.kept.append(Kept(f"{entry.path}.forward", why))
         elif hasattr(entry.module, "gate_up_proj"):
-            installation.set_method(entry, "forward", _joined_mlp_forward, "gate and up through whorl.ops.swiglu")
+            installation.set_method(entry, "forward", _joined_mlp_forward, "gate and up through whorl.ops.glu")
         else:
-            why = "gate and up, joined, through whorl.ops.swiglu"
+            why = "gate and up, joined, through whorl.ops.glu"
             installation.set_method(entry, "forward", _mlp_forward, why)
 
 
@@ -485,12 +485,12 @@ def _is_silu(activation: object) -> bool:
 
 
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
-    return self.down_proj(ops.swiglu(torch.cat((self.gate_proj(x), self.up_proj(x)), -1)))
+    return self.down_proj(ops.glu(torch.cat((self.gate_proj(x), self.up_proj(x)), -1)))
 
 
 def _joined_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    return self.down_proj(ops.swiglu(self.gate_up_proj(hidden_states)))
+    return self.down_proj(ops.glu(self.gate_up_proj(hidden_states)))
 
 
 def _apply_gate(self: Any, gate_up_out: Tensor) -> Tensor:
-    return ops.swiglu(gate_up_out)
+    return ops.glu(gate_up_out)

@@ -59,7 +59,7 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     )
     if input.shape[dim] % 2:
         raise ValueError(f"{name}: input is {list(input.shape)}, expected an even size along dim {dim}")
-    return ops.swiglu(input.movedim(dim, -1)).movedim(-1, dim).contiguous()
+    return ops.glu(input.movedim(dim, -1)).movedim(-1, dim).contiguous()
 
 
 def _limit_arguments(x: Tensor, gamma: Tensor) -> dict[str, Any]:

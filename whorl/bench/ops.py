@@ -60,10 +60,8 @@ GROUPS = {
         "unpermute_backward",
         "grouped_matmul",
         "grouped_matmul_backward",
-        "swiglu",
-        "swiglu_backward",
-        "geglu",
-        "geglu_backward",
+        "glu",
+        "glu_backward",
     ),
 }
 

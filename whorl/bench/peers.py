@@ -111,45 +111,34 @@ def _alone(label: str, bind: Callable[[Values], Bound]) -> Peer:
     return Peer(label=f"{label}, backward alone", bind=bind, through_autograd=True)
 
 
-# ---- swiglu
+# ---- glu
 
 
-def hf_swiglu(x: Tensor) -> Tensor:
-    """Return SwiGLU as Hugging Face models compute it."""
+def hf_glu(x: Tensor, activation: str = "silu") -> Tensor:
+    """Return a gated activation as Hugging Face models compute it."""
     gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
-def _gate_functions(values: Values, compiled: bool) -> dict[str, Callable[..., Any]]:
-    if values.get("interleaved"):
+def _glu_functions(values: Values, compiled: bool) -> dict[str, Callable[..., Any]]:
+    if values["interleaved"]:
         return {}
-    silu = {"silu, then multiply": hf_swiglu}
-    liger = ("swiglu", "LigerFusedGateUpSiLUMulFunction")
-    return functions_of(values, compiled, eager=silu, compile_too=silu, liger=liger)
+    name = values["activation"]
+    eager = {f"{name}, then multiply": functools.partial(hf_glu, activation=name)}
+    liger = ("swiglu", "LigerFusedGateUpSiLUMulFunction") if name == "silu" else None  # it has no such GeGLU
+    return functions_of(values, compiled, eager=eager, compile_too=eager, liger=liger)
 
 
-def _swiglu(values: Values, compiled: bool) -> list[Peer]:
-    return [_simple(label, function, "x") for label, function in _gate_functions(values, compiled).items()]
+def _glu(values: Values, compiled: bool) -> list[Peer]:
+    return [_simple(label, function, "x") for label, function in _glu_functions(values, compiled).items()]
 
 
-def _swiglu_backward(values: Values, compiled: bool) -> list[Peer]:
+def _glu_backward(values: Values, compiled: bool) -> list[Peer]:
     def bind(function: Callable[..., Any], values: Values) -> Bound:
         return Bound(run=backward_alone(function, [values["x"]], [values["dy"]]), outputs=tensors_of)
 
-    functions = _gate_functions(values, compiled)
+    functions = _glu_functions(values, compiled)
     return [_alone(label, functools.partial(bind, function)) for label, function in functions.items()]
-
-
-def hf_geglu(x: Tensor) -> Tensor:
-    """Return GeGLU as Hugging Face models compute it."""
-    gate, up = x.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def _geglu(values: Values, compiled: bool) -> list[Peer]:
-    gelu = {"gelu, then multiply": hf_geglu}
-    functions = functions_of(values, compiled, eager=gelu, compile_too=gelu)
-    return [_simple(label, function, "x") for label, function in functions.items()]
 
 
 # ---- qk_norm_rope
@@ -259,9 +248,8 @@ _PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
     "rms_norm": _norm,
     "add_rms_norm": _norm,
     "rms_norm_backward": _norm_backward,
-    "swiglu": _swiglu,
-    "swiglu_backward": _swiglu_backward,
-    "geglu": _geglu,
+    "glu": _glu,
+    "glu_backward": _glu_backward,
     "grouped_matmul": _grouped_matmul("grouped_matmul"),
     "grouped_matmul_backward": _grouped_matmul("grouped_matmul_backward"),
     "qk_norm_rope": _qk_norm_rope,

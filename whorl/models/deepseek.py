@@ -198,7 +198,7 @@ class MLP(Normed):
         self.down_proj = Linear(inner, width, shard="row", ranks=ranks)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.swiglu.unchecked(self.gate_up_proj(x)))
+        return self.down_proj(ops.glu.unchecked(self.gate_up_proj(x)))
 
 
 class MoE(Normed):

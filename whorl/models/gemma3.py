@@ -103,7 +103,7 @@ class MLP(llama.MLP):
     """Feed-forward network with a GELU gate."""
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        return ops.geglu.unchecked(gate_up)  # type: ignore[no-any-return]
+        return ops.glu.unchecked(gate_up, activation="gelu_tanh")  # type: ignore[no-any-return]
 
 
 class Layer(llama.Layer):

@@ -113,7 +113,7 @@ class MLP(Normed):
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """Return the activation of gate and up."""
-        return ops.swiglu.unchecked(gate_up)  # type: ignore[no-any-return]
+        return ops.glu.unchecked(gate_up)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gated(self.gate_up_proj(x)))

@@ -57,7 +57,7 @@ class Experts(Weighted):
         if gate_up.adapter is None and down.adapter is None:
             return gate_up.format.experts(gate_up, down, x, weights, ids)
         rows, *routing = ops.permute(x, ids, self.num_experts)
-        hidden = ops.swiglu(_adapted(gate_up, rows, Routing(*routing)))
+        hidden = ops.glu(_adapted(gate_up, rows, Routing(*routing)))
         return ops.unpermute(_adapted(down, hidden, Routing(*routing)), routing[0], weights)  # type: ignore[no-any-return]
 
     def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:

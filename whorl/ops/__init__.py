@@ -25,7 +25,7 @@ from .attention import paged_attention as paged_attention
 from .attention import qk_norm_rope as qk_norm_rope
 from .attention import qk_norm_rope_write as qk_norm_rope_write
 from .attention import write_kv as write_kv
-from .geglu import geglu as geglu
+from .glu import glu as glu
 from .indexer import causal_bounds as causal_bounds
 from .indexer import dense_indexer_kl_loss as dense_indexer_kl_loss
 from .indexer import hadamard as hadamard
@@ -68,7 +68,6 @@ from .sparse_attention import choose_attention as choose_attention
 from .sparse_attention import masked_attention as masked_attention
 from .sparse_attention import selection_mask as selection_mask
 from .sparse_attention import sparse_attention as sparse_attention
-from .swiglu import swiglu as swiglu
 
 # The public names are those imported above, without the modules that they come from.
 __all__ = sorted(name for name, value in vars().items() if name[0] != "_" and not isinstance(value, _ModuleType))

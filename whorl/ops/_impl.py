@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 Function = Callable[..., Any]
 Reason = Callable[..., str | None]  # returns None, or the reason not to choose the backend for these arguments
 
@@ -54,10 +57,10 @@ def check_where(operator: str, backend: str, where: object) -> None:
 
 
 class Impl:
-    """One backend's function, and two functions of the arguments that return None or a reason not to choose it.
+    """One backend's function, and the reasons not to choose it for some arguments.
 
     `accepts` gives the reason that the backend cannot take the arguments, `slower` the reason that another backend is
-    known to be faster for them.
+    known to be faster for them. takes_fp64: whether it computes with tensors in fp64.
     """
 
     def __init__(
@@ -66,9 +69,17 @@ class Impl:
         function: Function | LazyFunction,
         accepts: Reason = no_reason,
         slower: Reason = no_reason,
+        *,
+        takes_fp64: bool = True,
     ) -> None:
-        self.backend, self.accepts, self.slower = backend, accepts, slower
-        self.source = function
+        self.backend, self.slower, self.takes_fp64 = backend, slower, takes_fp64
+        self.source, self._accepts = function, accepts
+
+    def accepts(self, **arguments: Any) -> str | None:
+        """Return None, or the reason that the backend cannot take these arguments."""
+        if not self.takes_fp64 and any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in arguments.values()):
+            return "computes in fp32, got torch.float64"
+        return self._accepts(**arguments)
 
     @functools.cached_property
     def function(self) -> Function:

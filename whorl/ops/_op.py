@@ -6,7 +6,6 @@ other backend takes the arguments, and what tests compare the backends with. `rm
 """
 
 import contextlib
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from ._gradient import Formula, Gradient, Values
 from ._impl import Choice, Impl, LazyFunction, Reason, check_signature, check_where, no_reason
 from ._plan import NOT_DESCRIBED, Impls, Key, Plan, Plans, describer
 from ._schema import literals, torch_schema
+from ._spec import spec_of
 from ._tracing import PLAIN, VALUE_READS, has_autocast, has_dtensor, is_transformed, is_watched, needs_node, no_autocast
 
 _LIBRARY = Library("whorl", "FRAGMENT")
@@ -59,7 +59,9 @@ class Op:
     ) -> None:
         self.name = reference.__name__
         self.reference = reference
-        self.__doc__ = reference.__doc__
+        self.spec = spec_of(reference)
+        stated = "".join(f"\n    {name}: {text}" for name, text in self.spec.statements.items())
+        self.__doc__ = f"{reference.__doc__}\n{stated}" if stated else reference.__doc__
         self.check = check
         self.mutates = tuple(mutates)
         self.forward_only = forward_only or bool(mutates)
@@ -74,20 +76,20 @@ class Op:
         self._make_case: Callable[..., Values] = _no_cases
         self.bytes = bytes or all_bytes
         self.flops = flops
-        self._fake = fake or reference
+        self._fake = fake or (self._empty if self.spec.is_complete else reference)
         self._forced = Forced(self.name)
         self._is_plain_on_host = True  # the CPU has no implementation but the reference
         self._is_sharding_registered = False
-        parameters = inspect.signature(reference).parameters.values()
+        parameters = self.spec.signature.parameters.values()
         self._names = [p.name for p in parameters]
         self._order = {name: i for i, name in enumerate(self._names)}
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self._num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
         self._choices = {p.name: o for p in parameters if (o := literals(p.annotation))}
-        self._describe = describer(reference)
+        self._describe = describer(self.name, self.spec.signature)
         self._gradient = Gradient(reference, self._names, tuple(self.absent), self._is_absent)
         self._apply = self._gradient.function(self.name, self._execute)
-        self.schema = torch_schema(reference, self.mutates)
+        self.schema = torch_schema(self.spec.signature, self.mutates)
         self._define()
         OPS[self.name] = self
 
@@ -113,14 +115,21 @@ class Op:
     # ---- declaration
 
     def impl(
-        self, backend: str, where: str = "", *, accepts: Reason = no_reason, slower: Reason = no_reason
+        self,
+        backend: str,
+        where: str = "",
+        *,
+        accepts: Reason = no_reason,
+        slower: Reason = no_reason,
+        takes_fp64: bool | None = None,
     ) -> Callable[..., Any]:
         """Add a backend's implementation: the function that `where` names or, without `where`, the decorated one.
 
         where: "module:function", imported when the backend is first chosen; a module name without a dot is a module
         in the reference's package. accepts(**arguments) returns None, or the reason that the backend cannot take these
         arguments. slower(**arguments) returns None, or the reason that a backend tried later was measured to be
-        faster; this backend then runs only where it is forced or no other backend takes the arguments.
+        faster; this backend then runs only where it is forced or no other backend takes the arguments. takes_fp64:
+        whether it computes with fp64 tensors; Triton kernels do not unless they say so.
         Raises ValueError for an unknown backend or a second implementation, TypeError for another signature or `where`.
         """
         if backend not in BACKENDS:
@@ -130,15 +139,17 @@ class Op:
             )
 
         check_where(self.name, backend, where)
+        takes_fp64 = backend != "triton" if takes_fp64 is None else takes_fp64
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             check_signature(f"{self.name}/{backend}", function, self._names)
-            self._add(Impl(backend, function, accepts, slower))
+            self._add(Impl(backend, function, accepts, slower, takes_fp64=takes_fp64))
             return function
 
         if where:
             package = self.reference.__module__.rpartition(".")[0]
-            self._add(Impl(backend, LazyFunction(self.name, self._names, backend, where, package), accepts, slower))
+            function = LazyFunction(self.name, self._names, backend, where, package)
+            self._add(Impl(backend, function, accepts, slower, takes_fp64=takes_fp64))
         return add
 
     def _add(self, impl: Impl) -> None:
@@ -273,9 +284,17 @@ class Op:
             if values[name] not in options:
                 raise ValueError(f"{self.name}: {name} is {values[name]!r}, expected one of {', '.join(options)}")
         device = self._device(values, tensors)
+        self.spec.check(values)
         if self.check is not None:
             self.check(**values)
         return device
+
+    def _check_again(self, **values: Any) -> None:
+        """Check the values of tensors, in a call of a kind that was checked before."""
+        if self.spec.reads_values:
+            self.spec.check_values(values)
+        if self.check is not None:
+            self.check(**values)
 
     def _call_watched(self, args: tuple[Any, ...], kwargs: Values, backend: str) -> Any:
         """Take the slow path: a tracer, mode or transform is active, a tensor is a subclass, or arguments are wrong."""
@@ -369,7 +388,7 @@ class Op:
             requested=backend,
             device=device,
             function=function,
-            check=self.check if reads_values else None,
+            check=self._check_again if reads_values else None,
             state=self._gradient.saved_state(values) if has_grad else None,
         )
 
@@ -407,6 +426,13 @@ class Op:
             return None
         with no_autocast(self._device(values)):
             return self._fill_absent(self._fake(**values), values)
+
+    def _empty(self, **values: Any) -> Any:
+        """Return empty outputs as the signature states them."""
+        outputs = self.spec.fake(values)
+        if len(outputs) == 1:
+            return outputs[0]
+        return tuple(None if self._is_absent(i, values) else out for i, out in enumerate(outputs))
 
     def _fill_absent(self, out: Any, values: Values) -> Any:
         """Replace outputs that are None by empty tensors, because a torch op can return only tensors."""
@@ -448,20 +474,21 @@ class Op:
 def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
     """Return a decorator that makes an operator of a reference, whose signature and docstring are the contract.
 
-    check(**arguments)      raises ValueError for arguments that no backend may see; reads values only if `is_readable`
+    check(**arguments)      raises ValueError for what the signature cannot state; reads values only if `is_readable`
     mutates=("cache",)      arguments written in place; such an operator returns None and has no gradient
     forward_only=True       the operator is for inference and has no gradient
     absent={1: "k"}         output 1 is None exactly when argument k is None or False
     without={"triton": ..}  why one of whorl's backends has no implementation
     totals=(0,)             output 0 is one sum over everything, to which the usual error ratio of tests does not apply
-    fake(**arguments)       returns outputs of the right shapes and dtypes, where the reference reads tensor values
+    fake(**arguments)       returns empty outputs, where the signature does not state them in full
     sharding(arguments)     returns the DTensor placements that need no communication (`Sharding`)
     bytes(arguments, outputs), flops(arguments)   what a benchmark's rates count; default: bytes of all tensors
-    Parameters annotated `Literal[...]` are checked against their options.
+    Shapes, dtypes and ranges are stated in the signature, as `_spec.py` says; parameters annotated `Literal[...]` are
+    checked against their options.
 
-        @operator(check=_check)
-        def double(x: Tensor) -> Tensor:
-            "y = 2 x. x: [...]; y: like x."
+        @operator()
+        def double(x: Annotated[Tensor, "[...] float"]) -> Annotated[Tensor, "[...] x"]:
+            "y = 2 x."
             return 2 * x
     """
     return lambda reference: Op(reference, **statements)

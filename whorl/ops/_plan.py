@@ -65,12 +65,12 @@ class Impls(dict[str, Impl]):
         self._plans.clear()
 
 
-def describer(reference: Callable[..., Any]) -> Describe:
-    """Return the `Describe` function for the reference's signature.
+def describer(name: str, signature: inspect.Signature) -> Describe:
+    """Return the `Describe` function for an operator's signature.
 
     Its source is generated, so that Python itself binds the arguments: a loop over them would take microseconds.
     """
-    parameters = list(inspect.signature(reference).parameters.values())
+    parameters = list(signature.parameters.values())
     tensors = [p for p in parameters if _allows(p.annotation, Tensor)]
     plain = [f"({p.name} is None or {p.name}.__class__ in _plain)" for p in tensors]
     values = ", ".join(f"{p.name!r}: {p.name}" for p in parameters)
@@ -81,7 +81,7 @@ def describer(reference: Callable[..., Any]) -> Describe:
         f"    return (_requested, {', '.join(map(_key_part, parameters))}), {{{values}}}\n"
     )
     names: Values = {f"_default_{p.name}": p.default for p in parameters} | {"_plain": PLAIN}
-    exec(compile(text, f"<the arguments of {reference.__name__}>", "exec"), names)
+    exec(compile(text, f"<the arguments of {name}>", "exec"), names)
     describe: Describe = names["describe"]
     return describe
 

@@ -3,18 +3,17 @@
 import inspect
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch.library import infer_schema
 
 
-def torch_schema(function: Callable[..., Any], mutates: Sequence[str]) -> str:
-    """Return the torch schema of a reference, with the keyword `backend` added.
+def torch_schema(signature: inspect.Signature, mutates: Sequence[str]) -> str:
+    """Return the torch schema of a signature, with the keyword `backend` added.
 
     infer_schema refuses `Literal` parameters and optional outputs: they become `str` and plain tensors.
     """
-    signature = inspect.signature(function)
     parameters = [p.replace(annotation=_plain(p.annotation)) for p in signature.parameters.values()]
     backend = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str)
 

@@ -8,7 +8,7 @@ in a library's own order, only where a trial has shown that their bits are equal
 import functools
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from whorl.device import HOST
 from whorl.host_memory import free_memory
 
 from . import linear_torch_npu
-from ._check import check_bias
 from ._draw import Draw, Sizes
 from ._gradient import Arguments
 from ._op import Values, narrow, operator, widen
@@ -28,16 +27,6 @@ log = logging.getLogger(__name__)
 TILE = 16  # rows of the product that defines a row's bits; the last product is padded to it
 RESERVE = 1 << 31  # bytes of memory that packed copies of weights leave free
 LARGER = (512, 128, 32)  # rows of larger products, used where a trial shows that their bits are equal
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if not x.is_floating_point():
-        raise ValueError(f"linear: x is {x.dtype}, expected a floating point dtype")
-    if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x.shape[1]:
-        raise ValueError(f"linear: x is {list(x.shape)}, weight {list(weight.shape)}, expected [T, K] and [N, K]")
-    if weight.dtype != x.dtype:
-        raise ValueError(f"linear: weight is {weight.dtype}, expected x's {x.dtype}")
-    check_bias("linear", bias, weight.shape[0], x.dtype)
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
@@ -161,10 +150,6 @@ def _sizes(shape: torch.Size, dtype: torch.dtype, device: str, num_threads: int)
     return (*(n for n, trial in trials.items() if _STORE.outcome(f"{n} rows {name}", device, trial)), TILE)
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     tensors = (values["x"], values["weight"], *outputs)
     return sum(t.numel() * t.element_size() for t in tensors)
@@ -174,12 +159,15 @@ def _flops(values: Values) -> int:
     return 2 * values["x"].shape[0] * values["weight"].numel()
 
 
-@operator(check=_check, fake=_fake, bytes=_bytes, flops=_flops)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@operator(bytes=_bytes, flops=_flops)
+def linear(
+    x: Annotated[Tensor, "[T, K] float"],
+    weight: Annotated[Tensor, "[N, K] x"],
+    bias: Annotated[Tensor | None, "[N] x or fp32"] = None,
+) -> Annotated[Tensor, "[T, N] x"]:
     """y = x @ weight.T + bias.
 
-    x: [T, K] bf16, fp16 or fp32; weight: [N, K] in x's dtype; bias: [N] in x's dtype or fp32; returns y: [T, N] in x's
-    dtype, contiguous. Sums and bias are in fp32, rounded once. The bits of a token's result depend on the token and
+    Returns y contiguous. Sums and bias are in fp32, rounded once. The bits of a token's result depend on the token and
     the weight alone, not on how many tokens there are nor on its place among them; docs/arithmetic.md says how, and
     where this does not hold. Differentiable; gradients are torch's own matrix products, with their bits. Raises
     ValueError when shapes or dtypes do not fit.
@@ -204,11 +192,7 @@ def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) ->
     return input_grads
 
 
-def _triton_reason(x: Tensor, **_: object) -> str | None:
-    return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
-
-
-linear.impl("triton", "linear_triton:forward", accepts=_triton_reason)
+linear.impl("triton", "linear_triton:forward")
 linear.impl("torch_npu", "linear_torch_npu:forward", accepts=linear_torch_npu.reason)
 
 

@@ -1,6 +1,6 @@
 """RMSNorm over the last dim, with or without the residual addition before it."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -8,41 +8,14 @@ from torch import Tensor
 from whorl.contracts import rms_norm_limit
 
 from . import _torch_npu
-from ._check import check_like, or_fp32
 from ._draw import Draw, Sizes
 from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
 
-
-def _check(name: str, x: Tensor, weight: Tensor, eps: float) -> None:
-    if not x.is_floating_point():
-        raise ValueError(f"{name}: x is {x.dtype}, expected a floating point dtype")
-    if x.dim() == 0 or weight.shape != x.shape[-1:]:
-        raise ValueError(f"{name}: weight is {list(weight.shape)}, expected the last dim of x, {list(x.shape[-1:])}")
-    if weight.dtype not in (x.dtype, torch.float32):
-        raise ValueError(f"{name}: weight is {weight.dtype}, expected x's {or_fp32(x.dtype)}")
-    if not eps > 0:
-        raise ValueError(f"{name}: eps is {eps}, expected a positive number")
-
-
-def _check_rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> None:
-    _check("rms_norm", x, weight, eps)
-
-
-def _check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> None:
-    _check("add_rms_norm", x, weight, eps)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"add_rms_norm: residual is {list(residual.shape)} {residual.dtype}, expected x's {list(x.shape)} {x.dtype}"
-        )
-
-
-def _check_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, residual_grad: Tensor | None, eps: float, plus_one: bool
-) -> None:
-    _check("rms_norm_backward", x, weight, eps)
-    for argument, grad in (("dy", dy), ("residual_grad", residual_grad)):
-        check_like("rms_norm_backward", argument, grad, x.shape, x.dtype)
+_X = Annotated[Tensor, "[..., C] float"]
+_LIKE_X = Annotated[Tensor, "[..., C] x"]
+_WEIGHT = Annotated[Tensor, "[C] x or fp32"]
+_EPS = Annotated[float, "> 0"]
 
 
 def _row_wise(tensors: tuple[str, ...], num_outputs: int, reduced: int | None = None) -> object:
@@ -81,27 +54,26 @@ def norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     return torch.nn.functional.rms_norm(wide, weight.shape, scale + 1 if plus_one else scale, eps)
 
 
-@operator(check=_check_rms_norm, sharding=_row_wise(("x",), 1))
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, plus_one: bool = False) -> Tensor:
+@operator(sharding=_row_wise(("x",), 1))
+def rms_norm(x: _X, weight: _WEIGHT, eps: _EPS = 1e-6, *, plus_one: bool = False) -> _LIKE_X:
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last dim.
 
-    x: [..., C] bf16, fp16 or fp32; weight: [C] in x's dtype or fp32; returns y like x, contiguous. `plus_one`
-    multiplies by 1 + weight, added in fp32 (Gemma). Everything is computed in fp32 and rounded once at the end; Hugging
-    Face rounds once more, before the weight. A row of zeros gives zeros. Differentiable in x and weight. Raises
-    ValueError when weight does not fit x or eps is not positive.
+    Returns y contiguous. `plus_one` multiplies by 1 + weight, added in fp32 (Gemma). Everything is computed in fp32 and
+    rounded once at the end; Hugging Face rounds once more, before the weight. A row of zeros gives zeros.
+    Differentiable in x and weight.
 
         y = ops.rms_norm(x, layer.weight, 1e-6)
     """
     return narrow(norm(x, weight, eps, plus_one), x.dtype).contiguous()
 
 
-@operator(check=_check_add_rms_norm, sharding=_row_wise(("x", "residual"), 2))
+@operator(sharding=_row_wise(("x", "residual"), 2))
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, plus_one: bool = False
-) -> tuple[Tensor, Tensor]:
+    x: _X, residual: _LIKE_X, weight: _WEIGHT, eps: _EPS = 1e-6, *, plus_one: bool = False
+) -> tuple[_LIKE_X, _LIKE_X]:
     """Add, then normalise: returns y = rms_norm(h) and the new residual h = x + residual.
 
-    Shapes and dtypes are those of `rms_norm`; residual is like x. h is added in fp32 and rounded to x's dtype; the norm
+    h is added in fp32 and rounded to x's dtype; the norm
     is of the rounded h, so the bits of the pair are equal to those of an addition followed by `rms_norm`. Inputs are
     not written. Differentiable in all three tensors.
 
@@ -111,22 +83,21 @@ def add_rms_norm(
     return narrow(norm(total, weight, eps, plus_one), x.dtype), total
 
 
-@operator(check=_check_backward, sharding=_row_wise(("dy", "x", "residual_grad"), 2, reduced=1))
+@operator(sharding=_row_wise(("dy", "x", "residual_grad"), 2, reduced=1))
 def rms_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    residual_grad: Tensor | None = None,
+    dy: _LIKE_X,
+    x: _X,
+    weight: _WEIGHT,
+    residual_grad: Annotated[Tensor | None, "[..., C] x"] = None,
     *,
-    eps: float = 1e-6,
+    eps: _EPS = 1e-6,
     plus_one: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[_LIKE_X, Annotated[Tensor, "[C] weight"]]:
     """Gradients of `rms_norm` with respect to x and weight, computed in fp32, each rounded once.
 
-    dy, residual_grad: like x; the other arguments are those of `rms_norm`. Returns dx like x, contiguous, and dweight
-    like weight. `residual_grad` is added to dx before rounding (on torch_npu after it): with the new residual h as x,
-    and the gradient of h as residual_grad, this is the backward of `add_rms_norm`. 1 / rms is recomputed from x, which
-    is read anyway.
+    Returns dx, contiguous, and dweight. `residual_grad` is added to dx before rounding (on torch_npu after it): with
+    the new residual h as x, and the gradient of h as residual_grad, this is the backward of `add_rms_norm`. 1 / rms is
+    recomputed from x, which is read anyway.
     """
     unit, inverse, scale = _normalise(x, weight, eps, plus_one)
     wide = widen(dy)
@@ -165,8 +136,6 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
 
 
 def _triton_reason(x: Tensor, **_: object) -> str | None:
-    if x.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
     return None if x.shape[-1] <= 65536 else f"a row of {x.shape[-1]} does not fit one program (65536)"
 
 

@@ -443,8 +443,7 @@ def _register_whorl_operators() -> None:
     for op, rows in (
         (ops.rms_norm, ("x",)),
         (ops.add_rms_norm, ("x", "residual")),
-        (ops.swiglu, ("x",)),
-        (ops.geglu, ("x",)),
+        (ops.glu, ("x",)),
         (dynamic_quant, ("x",)),
         (dequantize, ("q", "scale")),
     ):

@@ -7,8 +7,8 @@ from .._check import INTEGERS, check_range
 from .._draw import Draw, Sizes
 from .._gradient import Arguments
 from .._op import Values, operator, widen
+from ..glu import glu
 from ..linear import multiply
-from ..swiglu import swiglu
 from . import experts_torch_npu
 from .grouped_matmul import grouped_matmul
 from .permute import permute, unpermute
@@ -130,7 +130,7 @@ def _differentiable_experts(
 ) -> Tensor:
     """Compute `experts` with operators that have gradients and round where it does."""
     rows, places, counts = permute(x, ids, gate_up.shape[0], backend=backend)
-    hidden = swiglu(grouped_matmul(rows, gate_up, counts, backend=backend), backend=backend)
+    hidden = glu(grouped_matmul(rows, gate_up, counts, backend=backend), backend=backend)
     parts = grouped_matmul(hidden, down, counts, backend=backend)
     return unpermute(parts, places, weights, backend=backend)  # type: ignore[no-any-return]
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""SwiGLU kernels: a program takes a block of one row and reads gate and up once.
+"""Kernels of gated activations: a program takes a block of one row and reads gate and up once.
 
 The blocks of a row have adjacent program ids, so that programs that run at once read adjacent memory.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from ._launch_triton import launched, prepare
 from ._overlap_triton import begin, follow, overlap_level, overlap_options
 from ._rows import ceil_div, empty_like
+from .glu import CUBE, SLOPE
 
 BLOCK = 1024
 
@@ -41,33 +42,44 @@ def _load_gate_up(x_ptr, columns, F, INTERLEAVED: tl.constexpr, BLOCK: tl.conste
     return gate, up
 
 
+@triton.jit
+def _share(gate, GELU: tl.constexpr, CUBE: tl.constexpr, SLOPE: tl.constexpr):
+    """Return activation(gate) / gate."""
+    return tl.sigmoid(SLOPE * (gate + CUBE * gate * gate * gate)) if GELU else tl.sigmoid(gate)
+
+
 @launched
 @triton.jit
-def _swiglu_kernel(
-    x_ptr, y_ptr, x_stride, F, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+def _glu_kernel(
+    x_ptr, y_ptr, x_stride, F, GELU: tl.constexpr, INTERLEAVED: tl.constexpr, CUBE: tl.constexpr, SLOPE: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     begin(OVERLAP)
     follow(OVERLAP)
     row, block = row_and_block(F, BLOCK)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     gate, up = _load_gate_up(x_ptr + row * x_stride, columns, F, INTERLEAVED, BLOCK)
-    y = gate * tl.sigmoid(gate) * up
+    y = gate * _share(gate, GELU, CUBE, SLOPE) * up
     tl.store(y_ptr + row * F + columns, y.to(y_ptr.dtype.element_ty), mask=columns < F)
 
 
 @launched
 @triton.jit
-def _swiglu_backward_kernel(
-    dy_ptr, x_ptr, dx_ptr, dy_stride, x_stride, F, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr
-):
+def _glu_backward_kernel(
+    dy_ptr, x_ptr, dx_ptr, dy_stride, x_stride, F, GELU: tl.constexpr, INTERLEAVED: tl.constexpr, CUBE: tl.constexpr,
+    SLOPE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row, block = row_and_block(F, BLOCK)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     mask = columns < F
     gate, up = _load_gate_up(x_ptr + row * x_stride, columns, F, INTERLEAVED, BLOCK)
     dy = tl.load(dy_ptr + row * dy_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    dgate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
-    dup = dy * gate * sigmoid
+    share = _share(gate, GELU, CUBE, SLOPE)
+    rise = gate * (1 - share)
+    if GELU:
+        rise = rise * SLOPE * (1 + 3 * CUBE * gate * gate)
+    dgate = dy * up * share * (1 + rise)
+    dup = dy * gate * share
     dx_ptr += row * 2 * F
     dtype = dx_ptr.dtype.element_ty
     if INTERLEAVED:
@@ -79,30 +91,35 @@ def _swiglu_backward_kernel(
         tl.store(dx_ptr + F + columns, dup.to(dtype), mask=mask)
 
 
-def forward(x: Tensor, interleaved: bool) -> Tensor:
+def forward(x: Tensor, activation: str, interleaved: bool) -> Tensor:
     y = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
     if y.numel():
         options = overlap_options(overlap_level(x))
         x = flat_rows(x)
-        _launch(_swiglu_kernel, x.shape, x.stride(0), interleaved=interleaved, **options)(x, y)
+        _launch(_glu_kernel, x.shape, x.stride(0), activation=activation, interleaved=interleaved, **options)(x, y)
     return y
 
 
-def backward(dy: Tensor, x: Tensor, interleaved: bool) -> Tensor:
+def backward(dy: Tensor, x: Tensor, activation: str, interleaved: bool) -> Tensor:
     dx = empty_like(x)
     if dx.numel():
         x, dy = flat_rows(x), flat_rows(dy)
-        launch = _launch(_swiglu_backward_kernel, x.shape, dy.stride(0), x.stride(0), interleaved=interleaved)
+        launch = _launch(
+            _glu_backward_kernel, x.shape, dy.stride(0), x.stride(0), activation=activation, interleaved=interleaved
+        )
         launch(dy, x, dx)
     return dx
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(kernel: Any, shape: torch.Size, *strides: int, interleaved: bool, **options: Any) -> Callable[..., None]:
+def _launch(
+    kernel: Any, shape: torch.Size, *strides: int, activation: str, interleaved: bool, **options: Any
+) -> Callable[..., None]:
     """Return the launch for x of this shape, [T, 2F], and for tensors with these strides. options: of the kernel."""
     rows, width = shape[0], shape[1] // 2
     grid = (rows * ceil_div(width, BLOCK),)
-    return prepare(kernel, grid, *strides, width, INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4, **options)
+    constants = {"GELU": activation == "gelu_tanh", "INTERLEAVED": interleaved, "CUBE": CUBE, "SLOPE": SLOPE}
+    return prepare(kernel, grid, *strides, width, **constants, BLOCK=BLOCK, num_warps=4, **options)
 
 
 def flat_rows(x: Tensor) -> Tensor:

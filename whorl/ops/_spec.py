@@ -1,0 +1,389 @@
+"""An operator's contract as data: what the signature of its reference states of shapes, dtypes and ranges.
+
+    def linear(
+        x: Annotated[Tensor, "[T, K] float"],
+        weight: Annotated[Tensor, "[N, K] x"],
+        bias: Annotated[Tensor | None, "[N] x or fp32"] = None,
+    ) -> Annotated[Tensor, "[T, N] x"]:
+
+The checks of every call and the fake (meta) implementation follow from it. A tensor's statement is
+
+    [dims] dtypes, from LOW to HIGH, contiguous, constant
+
+of which all after the dtypes may be left out.
+
+dims: sizes. A letter is one size throughout the signature, and so is an integer argument by its name; `2*F` is an even
+size, `G*HK` a multiple of HK; a leading `...` is any number of sizes, the same ones everywhere.
+dtypes: one or several, with "or". `float` is any floating point dtype of 16 bits or more, `int` is int32 or int64,
+`any` is any, and the name of another tensor is that tensor's dtype. fp32 is fp64 where a `float` tensor is: tests
+compare with fp64.
+from LOW to HIGH: the lowest and highest value. They are checked only where that does not wait for a device.
+constant: it may not require a gradient.
+
+The statement of a number is `> 0`, `>= 0` or, with any expressions of sizes, `1 to E`.
+"""
+
+import ast
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from ._tracing import is_readable
+
+Values = dict[str, Any]
+Sizes = dict[str, Any]  # sizes by letter; those of "..." are a tuple
+
+LEADING = "..."
+NAMED = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+_TENSOR = re.compile(
+    r"\[(?P<dims>[^]]*)\] (?P<kinds>\w+(?: or \w+)*)(?:, from (?P<low>[^,]+) to (?P<high>[^,]+))?"
+    r"(?P<contiguous>, contiguous)?(?P<constant>, constant)?"
+)
+_RANGE = re.compile(r"(?P<low>.+) to (?P<high>.+)")
+
+
+# ---- sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A sum of products of letters. terms: each product's number and letters."""
+
+    text: str
+    terms: tuple[tuple[int, tuple[str, ...]], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Expression":
+        return cls(text.strip(), tuple(_terms(ast.parse(text.strip(), mode="eval").body)))
+
+    def unknowns(self, sizes: Sizes) -> list[str]:
+        """Return its letters that have no size yet."""
+        return list({letter: None for _, letters in self.terms for letter in letters if letter not in sizes})
+
+    def value(self, sizes: Sizes) -> Any:
+        """Return its value; all its letters must be known."""
+        return sum(_product(number, letters, sizes) for number, letters in self.terms)
+
+    def solve(self, size: Any, sizes: Sizes) -> bool:
+        """Set its one unknown letter so that the value is `size`; return whether a whole number does that."""
+        (unknown,) = self.unknowns(sizes)
+        factor, rest = 0, size
+        for number, letters in self.terms:
+            if unknown in letters:
+                factor = factor + _product(number, [letter for letter in letters if letter != unknown], sizes)
+            else:
+                rest = rest - _product(number, letters, sizes)
+        if factor < 1 or rest < 0 or rest % factor:
+            return False
+        sizes[unknown] = rest // factor
+        return True
+
+    def render(self, sizes: Sizes) -> str:
+        """Return its value, or its text with the sizes that are known."""
+        if not self.unknowns(sizes):
+            return str(self.value(sizes))
+        return re.sub(r"[A-Za-z_]\w*", lambda letter: str(sizes.get(letter[0], letter[0])), self.text)
+
+
+def _product(number: int, letters: Sequence[str], sizes: Sizes) -> Any:
+    for letter in letters:
+        number = number * sizes[letter]
+    return number
+
+
+def _terms(node: ast.expr) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the terms of a parsed sum, difference or product."""
+    match node:
+        case ast.Constant(value=int(number)):
+            yield number, ()
+        case ast.Name(id=letter):
+            yield 1, (letter,)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            yield from ((-number, letters) for number, letters in _terms(operand))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            yield from (*_terms(left), *_terms(right))
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            yield from (*_terms(left), *_terms(ast.UnaryOp(ast.USub(), right)))
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            yield from ((n * m, (*a, *b)) for n, a in _terms(left) for m, b in _terms(right))
+        case _:
+            raise SyntaxError(f"{ast.unparse(node)!r} is no sum or product of letters and numbers")
+
+
+# ---- statements
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The lowest and the highest value that an argument may have; None: any."""
+
+    low: Expression | None
+    high: Expression | None
+    is_open: bool = False  # the lowest value itself is excluded
+
+    @classmethod
+    def parse(cls, text: str) -> "Bounds":
+        if text in ("> 0", ">= 0"):
+            return cls(Expression.parse("0"), None, is_open=text == "> 0")
+        found = _RANGE.fullmatch(text)
+        if found is None:
+            raise SyntaxError(f"{text!r}, expected '> 0', '>= 0' or 'LOW to HIGH'")
+        return cls(Expression.parse(found["low"]), Expression.parse(found["high"]))
+
+    def contain(self, low: Any, high: Any, sizes: Sizes) -> bool:
+        """Return whether values from `low` to `high` are allowed. No number is a NaN."""
+        if self.low is not None and not (low > self.low.value(sizes) if self.is_open else low >= self.low.value(sizes)):
+            return False
+        return self.high is None or high <= self.high.value(sizes)
+
+    def render(self, sizes: Sizes) -> str:
+        assert self.low is not None
+        if self.high is None:
+            return "a positive number" if self.is_open else "0 or more"
+        return f"{self.low.render(sizes)} to {self.high.render(sizes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What the signature states of one tensor."""
+
+    name: str
+    has_leading: bool  # the dims begin with "..."
+    dims: tuple[Expression, ...]
+    kinds: tuple[str, ...]
+    bounds: Bounds | None
+    is_contiguous: bool
+    is_constant: bool
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> "TensorSpec":
+        found = _TENSOR.fullmatch(text)
+        if found is None:
+            raise SyntaxError(f"{name} is stated as {text!r}, expected '[dims] dtypes, ...' as in _spec.py")
+        dims = [dim.strip() for dim in found["dims"].split(",") if dim.strip()]
+        has_leading = dims[:1] == [LEADING]
+        return cls(
+            name=name,
+            has_leading=has_leading,
+            dims=tuple(Expression.parse(dim) for dim in dims[has_leading:]),
+            kinds=tuple(found["kinds"].split(" or ")),
+            bounds=Bounds(Expression.parse(found["low"]), Expression.parse(found["high"])) if found["low"] else None,
+            is_contiguous=found["contiguous"] is not None,
+            is_constant=found["constant"] is not None,
+        )
+
+    def fits(self, shape: Sequence[Any], sizes: Sizes, later: list[tuple["TensorSpec", Expression, Any]]) -> bool:
+        """Compare a shape with the dims, and set the letters that it gives.
+
+        later: gets the dims that have more than one unknown letter.
+        """
+        num_leading = len(shape) - len(self.dims)
+        if num_leading < 0 or (num_leading and not self.has_leading):
+            return False
+        leading = tuple(shape[:num_leading])
+        if self.has_leading and sizes.setdefault(LEADING, leading) != leading:
+            return False
+        for dim, size in zip(self.dims, shape[num_leading:], strict=True):
+            unknowns = dim.unknowns(sizes)
+            if len(unknowns) > 1:
+                later.append((self, dim, size))
+            elif not (dim.solve(size, sizes) if unknowns else dim.value(sizes) == size):
+                return False
+        return True
+
+    def shape(self, sizes: Sizes) -> tuple[Any, ...]:
+        """Return its shape; all its letters must be known."""
+        return (*(sizes[LEADING] if self.has_leading else ()), *(dim.value(sizes) for dim in self.dims))
+
+    def render(self, sizes: Sizes, dtypes: dict[str, torch.dtype]) -> str:
+        """Return the statement with the sizes and dtypes that are known."""
+        leading = [LEADING] if self.has_leading else []
+        if self.has_leading and LEADING in sizes:
+            leading = [str(size) for size in sizes[LEADING]]
+        dims = ", ".join([*leading, *(dim.render(sizes) for dim in self.dims)])
+        names: dict[str, None] = {}
+        for kind in self.kinds:
+            names |= dict.fromkeys(_dtype_names(kind, dtypes))
+        return f"[{dims}] {' or '.join(names)}".rstrip()
+
+
+def _dtype_names(kind: str, dtypes: dict[str, torch.dtype]) -> list[str]:
+    if kind == "any":
+        return []
+    if kind == "float":
+        return ["floating point"]
+    if kind == "int":
+        return [str(dtype) for dtype in INTEGERS]
+    return [str(NAMED.get(kind) or dtypes[kind])]
+
+
+def _is_kind(dtype: torch.dtype, kind: str, dtypes: dict[str, torch.dtype], wide: torch.dtype) -> bool:
+    if kind == "any":
+        return True
+    if kind == "float":
+        return dtype in FLOATS
+    if kind == "int":
+        return dtype in INTEGERS
+    if kind == "fp32":
+        return dtype in (torch.float32, wide)
+    return dtype == (NAMED.get(kind) or dtypes.get(kind))
+
+
+@dataclass(slots=True)
+class Spec:
+    """What the signature of a reference states of its arguments and outputs."""
+
+    operator: str
+    signature: inspect.Signature  # without statements
+    tensors: list[TensorSpec] = field(default_factory=list)
+    numbers: list[tuple[str, Bounds]] = field(default_factory=list)
+    letters: list[str] = field(default_factory=list)  # integer arguments, which dims may name
+    outputs: list[TensorSpec] = field(default_factory=list)
+    statements: dict[str, str] = field(default_factory=dict)  # as they are written, by argument and "returns"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it states every output, so that the fake follows from it."""
+        return bool(self.outputs)
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether some check reads tensor values."""
+        return any(spec.bounds is not None for spec in self.tensors)
+
+    def check(self, values: Values) -> None:
+        """Raise ValueError for arguments that the signature excludes."""
+        sizes, dtypes = self._known(values)
+        wide = self._wide(dtypes)
+        later: list[tuple[TensorSpec, Expression, Any]] = []
+        for spec in self.tensors:
+            x = values[spec.name]
+            if x is None:
+                continue
+            has_dtype = any(_is_kind(x.dtype, kind, dtypes, wide) for kind in spec.kinds)
+            if not spec.fits(x.shape, sizes, later) or not has_dtype:
+                self._refuse(spec, x, sizes, dtypes)
+            if spec.is_contiguous and not x.is_contiguous():
+                raise ValueError(
+                    f"{self.operator}: {spec.name} has strides {list(x.stride())}, expected a contiguous tensor"
+                )
+            if spec.is_constant and x.requires_grad:
+                raise ValueError(f"{self.operator}: {spec.name} requires a gradient, expected a constant")
+        for spec, dim, size in later:
+            if not (dim.solve(size, sizes) if len(dim.unknowns(sizes)) == 1 else dim.value(sizes) == size):
+                self._refuse(spec, values[spec.name], sizes, dtypes)
+        for name, bounds in self.numbers:
+            value = values[name]
+            if value is not None and not bounds.contain(value, value, sizes):
+                raise ValueError(f"{self.operator}: {name} is {value}, expected {bounds.render(sizes)}")
+        self._check_values(values, sizes)
+
+    def fake(self, values: Values) -> tuple[Tensor, ...]:
+        """Return empty outputs of the shapes and dtypes that the signature states."""
+        sizes, dtypes = self._known(values)
+        later: list[tuple[TensorSpec, Expression, Any]] = []
+        for spec in self.tensors:
+            if values[spec.name] is not None:
+                spec.fits(values[spec.name].shape, sizes, later)
+        for _, dim, size in later:
+            dim.solve(size, sizes)
+        like, wide = next(v for v in values.values() if isinstance(v, Tensor)), self._wide(dtypes)
+        empty = []
+        for spec in self.outputs:
+            (kind,) = spec.kinds
+            dtype = wide if kind == "fp32" else NAMED.get(kind) or dtypes[kind]
+            empty.append(like.new_empty(spec.shape(sizes), dtype=dtype))
+        return tuple(empty)
+
+    def check_values(self, values: Values) -> None:
+        """Raise ValueError for tensor values outside their bounds, in calls whose shapes were checked before."""
+        sizes, _ = self._known(values)
+        for spec in self.tensors:
+            if values[spec.name] is not None:
+                spec.fits(values[spec.name].shape, sizes, [])
+        self._check_values(values, sizes)
+
+    def _check_values(self, values: Values, sizes: Sizes) -> None:
+        for spec in self.tensors:
+            x = values[spec.name]
+            if spec.bounds is None or x is None or not x.numel() or not is_readable(x):
+                continue
+            low, high = (end.item() for end in x.aminmax())
+            if not spec.bounds.contain(low, high, sizes):
+                raise ValueError(
+                    f"{self.operator}: {spec.name} has values from {low} to {high}, expected "
+                    f"{spec.bounds.render(sizes)}"
+                )
+
+    def _known(self, values: Values) -> tuple[Sizes, dict[str, torch.dtype]]:
+        """Return the sizes that are arguments, and the dtypes of the tensors."""
+        sizes = {name: values[name] for name in self.letters if values[name] is not None}
+        return sizes, {name: value.dtype for name, value in values.items() if isinstance(value, Tensor)}
+
+    def _wide(self, dtypes: dict[str, torch.dtype]) -> torch.dtype:
+        """Return fp64 where a `float` tensor is, else fp32."""
+        is_wide = any("float" in spec.kinds and dtypes.get(spec.name) == torch.float64 for spec in self.tensors)
+        return torch.float64 if is_wide else torch.float32
+
+    def _refuse(self, spec: TensorSpec, x: Tensor, sizes: Sizes, dtypes: dict[str, torch.dtype]) -> None:
+        raise ValueError(
+            f"{self.operator}: {spec.name} is {list(x.shape)} {x.dtype}, expected {spec.render(sizes, dtypes)}"
+        )
+
+
+def spec_of(reference: Callable[..., Any]) -> Spec:
+    """Return what the signature of a reference states."""
+    signature = inspect.signature(reference)
+    returns = signature.return_annotation
+    parts = typing.get_args(returns) if typing.get_origin(returns) is tuple else (returns,)
+    plain = [p.replace(annotation=_plain(p.annotation)) for p in signature.parameters.values()]
+    plain_returns = (
+        types.GenericAlias(tuple, tuple(map(_plain, parts))) if typing.get_origin(returns) is tuple else _plain(returns)
+    )
+    spec = Spec(reference.__name__, signature.replace(parameters=plain, return_annotation=plain_returns))
+    for parameter in signature.parameters.values():
+        text, annotation = _statement(parameter.annotation), _plain(parameter.annotation)
+        if text is not None:
+            spec.statements[parameter.name] = text
+        if text is not None and annotation in (Tensor, Tensor | None):
+            spec.tensors.append(TensorSpec.parse(parameter.name, text))
+        elif text is not None:
+            spec.numbers.append((parameter.name, Bounds.parse(text)))
+        if annotation in (int, int | None):
+            spec.letters.append(parameter.name)
+    names = {tensor.name for tensor in spec.tensors}
+    spec.tensors.sort(key=lambda tensor: not names.isdisjoint(tensor.kinds))  # what is like another tensor comes last
+    outputs = [_statement(part) for part in parts]
+    if None not in outputs:
+        spec.statements["returns"] = "; ".join(filter(None, outputs))
+        spec.outputs = [TensorSpec.parse(f"output {i}", text) for i, text in enumerate(outputs) if text is not None]
+    return spec
+
+
+def _plain(annotation: Any) -> Any:
+    """Return an annotation without its statement."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+
+
+def _statement(annotation: Any) -> str | None:
+    return typing.get_args(annotation)[1] if typing.get_origin(annotation) is Annotated else None
