@@ -90,6 +90,8 @@ def test_the_example_is_typed(tmp_path: Path) -> None:
     contribute(tmp_path, kernel=True)
     done = run(tmp_path, sys.executable, "-m", "mypy", *FILES)
     assert done.returncode == 0, done.stdout
-    (tmp_path / FILES[0]).write_text((tmp_path / FILES[0]).read_text().replace("(x: Annotated[Tensor, \"[...] float\"])", "(x)"))
+    (tmp_path / FILES[0]).write_text(
+        (tmp_path / FILES[0]).read_text().replace('(x: Annotated[Tensor, "[...] float"])', "(x)")
+    )
     done = run(tmp_path, sys.executable, "-m", "mypy", *FILES)
     assert "Function is missing a type annotation" in done.stdout

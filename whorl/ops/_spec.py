@@ -13,11 +13,12 @@ The checks of every call and the fake (meta) implementation follow from it. A te
 of which all after the dtypes may be left out.
 
 dims: sizes. A letter is one size throughout the signature, and so is an integer argument by its name; `2*F` is an even
-size, `G*HK` a multiple of HK; a leading `...` is any number of sizes, the same ones everywhere.
+size, `G*HK` a multiple of HK, `V>0` a size that is not 0; a leading `...` is any number of sizes, the same ones
+everywhere.
 dtypes: one or several, with "or". `float` is any floating point dtype of 16 bits or more, `int` is int32 or int64,
 `any` is any, and the name of another tensor is that tensor's dtype. fp32 is fp64 where a `float` tensor is: tests
 compare with fp64.
-from LOW to HIGH: the lowest and highest value. They are checked only where that does not wait for a device.
+from LOW to HIGH, or up to HIGH: the lowest and highest value, checked only where that does not wait for a device.
 constant: it may not require a gradient.
 
 The statement of a number is `> 0`, `>= 0` or, with any expressions of sizes, `1 to E`.
@@ -56,7 +57,7 @@ NAMED = {
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 _TENSOR = re.compile(
-    r"\[(?P<dims>[^]]*)\] (?P<kinds>\w+(?: or \w+)*)(?:, from (?P<low>[^,]+) to (?P<high>[^,]+))?"
+    r"\[(?P<dims>[^]]*)\] (?P<kinds>\w+(?: or \w+)*)(?:, (?:from (?P<low>[^,]+?)|up) to (?P<high>[^,]+))?"
     r"(?P<contiguous>, contiguous)?(?P<constant>, constant)?"
 )
 _RANGE = re.compile(r"(?P<low>.+) to (?P<high>.+)")
@@ -67,14 +68,16 @@ _RANGE = re.compile(r"(?P<low>.+) to (?P<high>.+)")
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A sum of products of letters. terms: each product's number and letters."""
+    """A sum of products of letters. terms: each product's number and letters. is_positive: it may not be 0."""
 
     text: str
     terms: tuple[tuple[int, tuple[str, ...]], ...]
+    is_positive: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Expression":
-        return cls(text.strip(), tuple(_terms(ast.parse(text.strip(), mode="eval").body)))
+        text, positive, _ = text.strip().partition(">0")
+        return cls(text, tuple(_terms(ast.parse(text, mode="eval").body)), is_positive=bool(positive))
 
     def unknowns(self, sizes: Sizes) -> list[str]:
         """Return its letters that have no size yet."""
@@ -83,6 +86,12 @@ class Expression:
     def value(self, sizes: Sizes) -> Any:
         """Return its value; all its letters must be known."""
         return sum(_product(number, letters, sizes) for number, letters in self.terms)
+
+    def fits(self, size: Any, sizes: Sizes) -> bool:
+        """Return whether it can be `size`, and set the one letter that it may have without a size."""
+        if self.is_positive and size < 1:
+            return False
+        return self.solve(size, sizes) if self.unknowns(sizes) else bool(self.value(sizes) == size)
 
     def solve(self, size: Any, sizes: Sizes) -> bool:
         """Set its one unknown letter so that the value is `size`; return whether a whole number does that."""
@@ -100,8 +109,10 @@ class Expression:
 
     def render(self, sizes: Sizes) -> str:
         """Return its value, or its text with the sizes that are known."""
-        if not self.unknowns(sizes):
+        if not self.unknowns(sizes) and not (self.is_positive and self.value(sizes) < 1):
             return str(self.value(sizes))
+        if self.is_positive:
+            return f"{self.text} > 0"
         return re.sub(r"[A-Za-z_]\w*", lambda letter: str(sizes.get(letter[0], letter[0])), self.text)
 
 
@@ -148,7 +159,11 @@ class Bounds:
         found = _RANGE.fullmatch(text)
         if found is None:
             raise SyntaxError(f"{text!r}, expected '> 0', '>= 0' or 'LOW to HIGH'")
-        return cls(Expression.parse(found["low"]), Expression.parse(found["high"]))
+        return cls.between(found["low"], found["high"])
+
+    @classmethod
+    def between(cls, low: str | None, high: str) -> "Bounds":
+        return cls(None if low is None else Expression.parse(low), Expression.parse(high))
 
     def contain(self, low: Any, high: Any, sizes: Sizes) -> bool:
         """Return whether values from `low` to `high` are allowed. No number is a NaN."""
@@ -157,9 +172,10 @@ class Bounds:
         return self.high is None or high <= self.high.value(sizes)
 
     def render(self, sizes: Sizes) -> str:
-        assert self.low is not None
         if self.high is None:
             return "a positive number" if self.is_open else "0 or more"
+        if self.low is None:
+            return f"{self.high.render(sizes)} at most"
         return f"{self.low.render(sizes)} to {self.high.render(sizes)}"
 
 
@@ -187,7 +203,7 @@ class TensorSpec:
             has_leading=has_leading,
             dims=tuple(Expression.parse(dim) for dim in dims[has_leading:]),
             kinds=tuple(found["kinds"].split(" or ")),
-            bounds=Bounds(Expression.parse(found["low"]), Expression.parse(found["high"])) if found["low"] else None,
+            bounds=Bounds.between(found["low"], found["high"]) if found["high"] else None,
             is_contiguous=found["contiguous"] is not None,
             is_constant=found["constant"] is not None,
         )
@@ -204,10 +220,9 @@ class TensorSpec:
         if self.has_leading and sizes.setdefault(LEADING, leading) != leading:
             return False
         for dim, size in zip(self.dims, shape[num_leading:], strict=True):
-            unknowns = dim.unknowns(sizes)
-            if len(unknowns) > 1:
+            if len(dim.unknowns(sizes)) > 1:
                 later.append((self, dim, size))
-            elif not (dim.solve(size, sizes) if unknowns else dim.value(sizes) == size):
+            elif not dim.fits(size, sizes):
                 return False
         return True
 
@@ -290,7 +305,7 @@ class Spec:
             if spec.is_constant and x.requires_grad:
                 raise ValueError(f"{self.operator}: {spec.name} requires a gradient, expected a constant")
         for spec, dim, size in later:
-            if not (dim.solve(size, sizes) if len(dim.unknowns(sizes)) == 1 else dim.value(sizes) == size):
+            if not dim.fits(size, sizes):
                 self._refuse(spec, values[spec.name], sizes, dtypes)
         for name, bounds in self.numbers:
             value = values[name]
