@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 Function = Callable[..., Any]
 Reason = Callable[..., str | None]  # returns None, or the reason not to choose the backend for these arguments
@@ -77,7 +76,7 @@ class Impl:
 
     def accepts(self, **arguments: Any) -> str | None:
         """Return None, or the reason that the backend cannot take these arguments."""
-        if not self.takes_fp64 and any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in arguments.values()):
+        if not self.takes_fp64 and any(getattr(a, "dtype", a) is torch.float64 for a in arguments.values()):
             return "computes in fp32, got torch.float64"
         return self._accepts(**arguments)
 

@@ -429,10 +429,8 @@ class Op:
 
     def _empty(self, **values: Any) -> Any:
         """Return empty outputs as the signature states them."""
-        outputs = self.spec.fake(values)
-        if len(outputs) == 1:
-            return outputs[0]
-        return tuple(None if self._is_absent(i, values) else out for i, out in enumerate(outputs))
+        outputs = self.spec.fake(values, [i for i in self.absent if self._is_absent(i, values)])
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def _fill_absent(self, out: Any, values: Values) -> Any:
         """Replace outputs that are None by empty tensors, because a torch op can return only tensors."""

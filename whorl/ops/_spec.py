@@ -8,7 +8,7 @@
 
 The checks of every call and the fake (meta) implementation follow from it. A tensor's statement is
 
-    [dims] dtypes, from LOW to HIGH, contiguous, constant
+    [dims] dtypes, from LOW to HIGH, contiguous, constant; what to do
 
 of which all after the dtypes may be left out.
 
@@ -16,10 +16,11 @@ dims: sizes. A letter is one size throughout the signature, and so is an integer
 size, `G*HK` a multiple of HK, `V>0` a size that is not 0; a leading `...` is any number of sizes, the same ones
 everywhere.
 dtypes: one or several, with "or". `float` is any floating point dtype of 16 bits or more, `int` is int32 or int64,
-`any` is any, and the name of another tensor is that tensor's dtype. fp32 is fp64 where a `float` tensor is: tests
-compare with fp64.
-from LOW to HIGH, or up to HIGH: the lowest and highest value, checked only where that does not wait for a device.
+`any` is any, and the name of another tensor is that tensor's dtype. fp32 is fp64 where the first `float` tensor is:
+tests compare with fp64.
+from LOW, up to HIGH or both: the lowest and highest value, checked only where that does not wait for a device.
 constant: it may not require a gradient.
+what to do: the end of the message where the sizes or dtypes do not fit.
 
 The statement of a number is `> 0`, `>= 0` or, with any expressions of sizes, `1 to E`.
 """
@@ -57,8 +58,9 @@ NAMED = {
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 _TENSOR = re.compile(
-    r"\[(?P<dims>[^]]*)\] (?P<kinds>\w+(?: or \w+)*)(?:, (?:from (?P<low>[^,]+?)|up) to (?P<high>[^,]+))?"
-    r"(?P<contiguous>, contiguous)?(?P<constant>, constant)?"
+    r"\[(?P<dims>[^]]*)\] (?P<kinds>\w+(?: or \w+)*)"
+    r"(?:, from (?P<low>[^,;]+?))?(?:,? (?:up )?to (?P<high>[^,;]+))?"
+    r"(?P<contiguous>, contiguous)?(?P<constant>, constant)?(?:; (?P<hint>.+))?"
 )
 _RANGE = re.compile(r"(?P<low>.+) to (?P<high>.+)")
 
@@ -162,8 +164,9 @@ class Bounds:
         return cls.between(found["low"], found["high"])
 
     @classmethod
-    def between(cls, low: str | None, high: str) -> "Bounds":
-        return cls(None if low is None else Expression.parse(low), Expression.parse(high))
+    def between(cls, low: str | None, high: str | None) -> "Bounds":
+        ends = [None if end is None else Expression.parse(end) for end in (low, high)]
+        return cls(*ends)
 
     def contain(self, low: Any, high: Any, sizes: Sizes) -> bool:
         """Return whether values from `low` to `high` are allowed. No number is a NaN."""
@@ -173,7 +176,8 @@ class Bounds:
 
     def render(self, sizes: Sizes) -> str:
         if self.high is None:
-            return "a positive number" if self.is_open else "0 or more"
+            assert self.low is not None
+            return "a positive number" if self.is_open else f"{self.low.render(sizes)} or more"
         if self.low is None:
             return f"{self.high.render(sizes)} at most"
         return f"{self.low.render(sizes)} to {self.high.render(sizes)}"
@@ -190,6 +194,7 @@ class TensorSpec:
     bounds: Bounds | None
     is_contiguous: bool
     is_constant: bool
+    hint: str  # what to do where it does not fit
 
     @classmethod
     def parse(cls, name: str, text: str) -> "TensorSpec":
@@ -203,9 +208,10 @@ class TensorSpec:
             has_leading=has_leading,
             dims=tuple(Expression.parse(dim) for dim in dims[has_leading:]),
             kinds=tuple(found["kinds"].split(" or ")),
-            bounds=Bounds.between(found["low"], found["high"]) if found["high"] else None,
+            bounds=Bounds.between(found["low"], found["high"]) if found["low"] or found["high"] else None,
             is_contiguous=found["contiguous"] is not None,
             is_constant=found["constant"] is not None,
+            hint=f"; {found['hint']}" if found["hint"] else "",
         )
 
     def fits(self, shape: Sequence[Any], sizes: Sizes, later: list[tuple["TensorSpec", Expression, Any]]) -> bool:
@@ -230,7 +236,7 @@ class TensorSpec:
         """Return its shape; all its letters must be known."""
         return (*(sizes[LEADING] if self.has_leading else ()), *(dim.value(sizes) for dim in self.dims))
 
-    def render(self, sizes: Sizes, dtypes: dict[str, torch.dtype]) -> str:
+    def render(self, sizes: Sizes, dtypes: dict[str, torch.dtype], wide: torch.dtype) -> str:
         """Return the statement with the sizes and dtypes that are known."""
         leading = [LEADING] if self.has_leading else []
         if self.has_leading and LEADING in sizes:
@@ -238,18 +244,18 @@ class TensorSpec:
         dims = ", ".join([*leading, *(dim.render(sizes) for dim in self.dims)])
         names: dict[str, None] = {}
         for kind in self.kinds:
-            names |= dict.fromkeys(_dtype_names(kind, dtypes))
+            names |= dict.fromkeys(_dtype_names(kind, dtypes, wide))
         return f"[{dims}] {' or '.join(names)}".rstrip()
 
 
-def _dtype_names(kind: str, dtypes: dict[str, torch.dtype]) -> list[str]:
+def _dtype_names(kind: str, dtypes: dict[str, torch.dtype], wide: torch.dtype) -> list[str]:
     if kind == "any":
         return []
     if kind == "float":
         return ["floating point"]
     if kind == "int":
         return [str(dtype) for dtype in INTEGERS]
-    return [str(NAMED.get(kind) or dtypes[kind])]
+    return [str(wide if kind == "fp32" else NAMED.get(kind) or dtypes[kind])]
 
 
 def _is_kind(dtype: torch.dtype, kind: str, dtypes: dict[str, torch.dtype], wide: torch.dtype) -> bool:
@@ -260,7 +266,7 @@ def _is_kind(dtype: torch.dtype, kind: str, dtypes: dict[str, torch.dtype], wide
     if kind == "int":
         return dtype in INTEGERS
     if kind == "fp32":
-        return dtype in (torch.float32, wide)
+        return dtype == wide
     return dtype == (NAMED.get(kind) or dtypes.get(kind))
 
 
@@ -303,7 +309,7 @@ class Spec:
                     f"{self.operator}: {spec.name} has strides {list(x.stride())}, expected a contiguous tensor"
                 )
             if spec.is_constant and x.requires_grad:
-                raise ValueError(f"{self.operator}: {spec.name} requires a gradient, expected a constant")
+                raise ValueError(f"{self.operator}: {spec.name} requires a gradient, expected a constant{spec.hint}")
         for spec, dim, size in later:
             if not dim.fits(size, sizes):
                 self._refuse(spec, values[spec.name], sizes, dtypes)
@@ -313,18 +319,21 @@ class Spec:
                 raise ValueError(f"{self.operator}: {name} is {value}, expected {bounds.render(sizes)}")
         self._check_values(values, sizes)
 
-    def fake(self, values: Values) -> tuple[Tensor, ...]:
-        """Return empty outputs of the shapes and dtypes that the signature states."""
+    def fake(self, values: Values, absent: Sequence[int] = ()) -> tuple[Tensor | None, ...]:
+        """Return empty outputs of the shapes and dtypes that the signature states; absent: those that are None."""
         sizes, dtypes = self._known(values)
         later: list[tuple[TensorSpec, Expression, Any]] = []
         for spec in self.tensors:
             if values[spec.name] is not None:
                 spec.fits(values[spec.name].shape, sizes, later)
         for _, dim, size in later:
-            dim.solve(size, sizes)
+            dim.fits(size, sizes)
         like, wide = next(v for v in values.values() if isinstance(v, Tensor)), self._wide(dtypes)
-        empty = []
-        for spec in self.outputs:
+        empty: list[Tensor | None] = []
+        for i, spec in enumerate(self.outputs):
+            if i in absent:
+                empty.append(None)
+                continue
             (kind,) = spec.kinds
             dtype = wide if kind == "fp32" else NAMED.get(kind) or dtypes[kind]
             empty.append(like.new_empty(spec.shape(sizes), dtype=dtype))
@@ -356,14 +365,15 @@ class Spec:
         return sizes, {name: value.dtype for name, value in values.items() if isinstance(value, Tensor)}
 
     def _wide(self, dtypes: dict[str, torch.dtype]) -> torch.dtype:
-        """Return fp64 where a `float` tensor is, else fp32."""
-        is_wide = any("float" in spec.kinds and dtypes.get(spec.name) == torch.float64 for spec in self.tensors)
-        return torch.float64 if is_wide else torch.float32
+        """Return fp64 where the first `float` tensor is, else fp32."""
+        first = next(
+            (dtypes[spec.name] for spec in self.tensors if "float" in spec.kinds and spec.name in dtypes), None
+        )
+        return torch.float64 if first == torch.float64 else torch.float32
 
     def _refuse(self, spec: TensorSpec, x: Tensor, sizes: Sizes, dtypes: dict[str, torch.dtype]) -> None:
-        raise ValueError(
-            f"{self.operator}: {spec.name} is {list(x.shape)} {x.dtype}, expected {spec.render(sizes, dtypes)}"
-        )
+        expected = spec.render(sizes, dtypes, self._wide(dtypes))
+        raise ValueError(f"{self.operator}: {spec.name} is {list(x.shape)} {x.dtype}, expected {expected}{spec.hint}")
 
 
 def spec_of(reference: Callable[..., Any]) -> Spec:
@@ -387,7 +397,8 @@ def spec_of(reference: Callable[..., Any]) -> Spec:
         if annotation in (int, int | None):
             spec.letters.append(parameter.name)
     names = {tensor.name for tensor in spec.tensors}
-    spec.tensors.sort(key=lambda tensor: not names.isdisjoint(tensor.kinds))  # what is like another tensor comes last
+    # Errors name what differs from the tensors that an operator is about: these come first, what is like others last.
+    spec.tensors.sort(key=lambda tensor: (not names.isdisjoint(tensor.kinds), "float" not in tensor.kinds))
     outputs = [_statement(part) for part in parts]
     if None not in outputs:
         spec.statements["returns"] = "; ".join(filter(None, outputs))

@@ -150,16 +150,11 @@ def _sizes(shape: torch.Size, dtype: torch.dtype, device: str, num_threads: int)
     return (*(n for n, trial in trials.items() if _STORE.outcome(f"{n} rows {name}", device, trial)), TILE)
 
 
-def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
-    tensors = (values["x"], values["weight"], *outputs)
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def _flops(values: Values) -> int:
     return 2 * values["x"].shape[0] * values["weight"].numel()
 
 
-@operator(bytes=_bytes, flops=_flops)
+@operator(flops=_flops)
 def linear(
     x: Annotated[Tensor, "[T, K] float"],
     weight: Annotated[Tensor, "[N, K] x"],
@@ -169,8 +164,7 @@ def linear(
 
     Returns y contiguous. Sums and bias are in fp32, rounded once. The bits of a token's result depend on the token and
     the weight alone, not on how many tokens there are nor on its place among them; docs/arithmetic.md says how, and
-    where this does not hold. Differentiable; gradients are torch's own matrix products, with their bits. Raises
-    ValueError when shapes or dtypes do not fit.
+    where this does not hold. Differentiable; gradients are torch's own matrix products, with their bits.
 
         y = ops.linear(x, layer.weight, layer.bias)
     """

@@ -1,12 +1,12 @@
 """Log-probabilities: of every token of the vocabulary for samplers, or of one per row for trainers, with equal bits."""
 
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from . import _torch_npu
-from ._check import INTEGERS, check_like, check_range
 from ._draw import Draw, Sizes
 from ._gradient import Arguments
 from ._op import Values, narrow, operator, widen
@@ -17,35 +17,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _check(logits: Tensor, name: str = "log_softmax") -> None:
-    if not logits.is_floating_point() or logits.dtype.itemsize < 2:
-        raise ValueError(f"{name}: logits is {logits.dtype}, expected bf16, fp16 or fp32")
-    if logits.dim() == 0 or not logits.shape[-1]:
-        raise ValueError(f"{name}: logits is {list(logits.shape)}, expected [..., V] with V > 0")
-
-
 def _check_backward(dy: Tensor, y: Tensor, dtype: torch.dtype) -> None:
-    name = "log_softmax_backward"
-    if y.dim() == 0 or not y.shape[-1] or y.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"{name}: y is {list(y.shape)} {y.dtype}, expected [..., V] fp32 with V > 0")
-    check_like(name, "dy", dy, y.shape, y.dtype)
     if not dtype.is_floating_point or _wide(dtype) != y.dtype:
-        raise ValueError(f"{name}: dtype is {dtype}, which has no log-probabilities in {y.dtype}")
-
-
-def _check_token(logits: Tensor, ids: Tensor, name: str = "token_logprobs") -> None:
-    _check(logits, name)
-    if ids.shape != logits.shape[:-1] or ids.dtype not in INTEGERS:
-        raise ValueError(
-            f"{name}: ids is {list(ids.shape)} {ids.dtype}, expected {list(logits.shape[:-1])} int32 or int64: one for "
-            "each row of logits"
-        )
-    check_range(name, "ids", ids, logits.shape[-1])
-
-
-def _check_token_backward(dy: Tensor, logits: Tensor, ids: Tensor) -> None:
-    _check_token(logits, ids, "token_logprobs_backward")
-    check_like("token_logprobs_backward", "dy", dy, ids.shape, _wide(logits.dtype))
+        raise ValueError(f"log_softmax_backward: dtype is {dtype}, which has no log-probabilities in {y.dtype}")
 
 
 def _row_wise(values: Values) -> list[object]:
@@ -56,16 +30,14 @@ def _row_wise(values: Values) -> list[object]:
     return [([p], dict.fromkeys(tensors, p)) for p in (Replicate(), *(Shard(i) for i in range(rows)))]
 
 
-@operator(check=_check, sharding=_row_wise)
-def log_softmax(logits: Tensor) -> Tensor:
+@operator(sharding=_row_wise)
+def log_softmax(logits: Annotated[Tensor, "[..., V>0] float"]) -> Annotated[Tensor, "[..., V] fp32"]:
     """y = logits - log(sum(exp(logits))), over the last dim.
 
-    logits: [..., V] bf16, fp16 or fp32; returns y: [..., V] fp32, contiguous. It is computed in fp32 as
-    (logits - top) - log(sum), where top is the row's highest logit and sum is that of exp(logits - top). The bits of a
-    row depend on that row alone, not on the number of rows nor on their strides. A logit of minus infinity is an absent
-    token: y is minus infinity, its gradient is 0, and the gradient that reaches it is ignored. In a row with plus
-    infinity or NaN the other entries are NaN. Differentiable; it saves y. Raises ValueError when V is 0 or logits are
-    not floating point.
+    Returns y contiguous. It is computed in fp32 as (logits - top) - log(sum), where top is the row's highest logit and
+    sum is that of exp(logits - top). The bits of a row depend on that row alone, not on the number of rows nor on their
+    strides. A logit of minus infinity is an absent token: y is minus infinity, its gradient is 0, and the gradient that
+    reaches it is ignored. In a row with plus infinity or NaN the other entries are NaN. Differentiable; it saves y.
 
         logprobs = ops.log_softmax(logits)
     """
@@ -81,10 +53,12 @@ def _with_absent(logits: Tensor, function: Callable[[Tensor, int], Tensor]) -> T
 
 
 @operator(check=_check_backward, sharding=_row_wise)
-def log_softmax_backward(dy: Tensor, y: Tensor, *, dtype: torch.dtype) -> Tensor:
+def log_softmax_backward(
+    dy: Annotated[Tensor, "[..., V] y"], y: Annotated[Tensor, "[..., V>0] fp32 or fp64"], *, dtype: torch.dtype
+) -> Tensor:
     """Gradient of `log_softmax` with respect to logits, from its result y: dy - exp(y) * sum(dy), in fp32.
 
-    dy, y: [..., V] fp32; returns dx: [..., V] in `dtype`, the dtype of the logits, rounded once.
+    Returns dx like y, in `dtype`, the dtype of the logits, rounded once.
     """
     is_absent = y == -torch.inf
     present = dy.masked_fill(is_absent, 0)
@@ -98,13 +72,14 @@ def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) ->
     return {"logits": log_softmax_backward(grads[0], outputs[0], dtype=dtype, backend=args["backend"])}
 
 
-@operator(check=_check_token, sharding=_row_wise)
-def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+@operator(sharding=_row_wise)
+def token_logprobs(
+    logits: Annotated[Tensor, "[..., V>0] float"], ids: Annotated[Tensor, "[...] int, from 0 to V - 1"]
+) -> Annotated[Tensor, "[...] fp32"]:
     """The entry of `log_softmax` at one token of each row: y[i] = log_softmax(logits)[i, ids[i]]; the bits are equal.
 
-    logits: [..., V] bf16, fp16 or fp32; ids: [...] int32 or int64; returns y: [...] fp32. Differentiable in logits. It
-    saves logits and ids only, and the kernels allocate no [..., V] tensor except the gradient, in the dtype of logits.
-    An id outside [0, V) raises ValueError on the CPU; elsewhere its row is NaN.
+    Differentiable in logits. It saves logits and ids only, and the kernels allocate no [..., V] tensor except the
+    gradient, in the dtype of logits. An id outside [0, V) raises ValueError on the CPU; elsewhere its row is NaN.
 
         loss = -ops.token_logprobs(logits, targets).mean()
     """
@@ -115,13 +90,16 @@ def _pick(logprobs: Tensor, ids: Tensor) -> Tensor:
     return logprobs.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
 
 
-@operator(check=_check_token_backward, sharding=_row_wise)
-def token_logprobs_backward(dy: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
+@operator(sharding=_row_wise)
+def token_logprobs_backward(
+    dy: Annotated[Tensor, "[...] fp32"],
+    logits: Annotated[Tensor, "[..., V>0] float"],
+    ids: Annotated[Tensor, "[...] int, from 0 to V - 1"],
+) -> Annotated[Tensor, "[..., V] logits"]:
     """Gradient of `token_logprobs` with respect to logits: (1 at the id - softmax) * dy, in fp32, rounded once.
 
-    dy: [...] fp32; logits and ids are those of the forward; returns dx like logits, contiguous. The bits are equal to
-    those of `log_softmax_backward` of a dy that is 0 except at the id. The row's sum is recomputed from logits, which
-    are read anyway.
+    Returns dx contiguous. The bits are equal to those of `log_softmax_backward` of a dy that is 0 except at the id. The
+    row's sum is recomputed from logits, which are read anyway.
     """
     y = log_softmax.reference(logits)
     spread = torch.zeros_like(y).scatter(-1, ids.long().unsqueeze(-1), dy.unsqueeze(-1))
@@ -133,14 +111,10 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     return {"logits": token_logprobs_backward(grads[0], args["logits"], args["ids"], backend=args["backend"])}
 
 
-def _triton_reason(logits: Tensor, **_: object) -> str | None:
-    return "computes in fp32, got torch.float64" if logits.dtype == torch.float64 else None
-
-
-log_softmax.impl("triton", "log_softmax_triton:forward", accepts=_triton_reason)
-log_softmax_backward.impl("triton", "log_softmax_triton:backward", accepts=lambda y, **_: _triton_reason(y))
-token_logprobs.impl("triton", "log_softmax_triton:token_forward", accepts=_triton_reason)
-token_logprobs_backward.impl("triton", "log_softmax_triton:token_backward", accepts=_triton_reason)
+log_softmax.impl("triton", "log_softmax_triton:forward")
+log_softmax_backward.impl("triton", "log_softmax_triton:backward")
+token_logprobs.impl("triton", "log_softmax_triton:token_forward")
+token_logprobs_backward.impl("triton", "log_softmax_triton:token_backward")
 
 
 # torch_npu has no operator of its own for this; it implements torch's log_softmax on an NPU. AscendC has one.

@@ -1,7 +1,7 @@
 """Per-token quantisation to 8 bits and its inverse, for quantised layers, caches and all-gathers of fewer bytes."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -17,21 +17,7 @@ from ._torch_npu import dtype_name
 LONGEST_ROW = 32768  # largest C of which the Triton kernel can hold a row in registers
 
 
-def _check(x: Tensor, format: str) -> None:
-    if not x.is_floating_point() or x.dtype.itemsize < 2:
-        raise ValueError(f"dynamic_quant: x is {x.dtype}, expected bf16, fp16 or fp32")
-    if x.dim() == 0 or not x.shape[-1]:
-        raise ValueError(f"dynamic_quant: x is {list(x.shape)}, expected [..., C] with C > 0")
-
-
 def _check_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-    codes = [kind for kind, _ in FORMATS.values()]
-    if q.dtype not in codes:
-        raise ValueError(f"dequantize: q is {q.dtype}, expected one of {', '.join(map(str, codes))}")
-    if q.dim() == 0 or scale.shape != q.shape[:-1] or scale.dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"dequantize: scale is {list(scale.shape)} {scale.dtype}, expected fp32 for each row of q {list(q.shape)}"
-        )
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise ValueError(f"dequantize: dtype is {dtype}, expected bf16, fp16 or fp32")
 
@@ -45,16 +31,17 @@ def _row_wise(values: Values) -> list[object]:
     return [([p] * outputs, dict.fromkeys(tensors, p)) for p in (Replicate(), *(Shard(i) for i in range(rows)))]
 
 
-@operator(check=_check, forward_only=True, sharding=_row_wise)
-def dynamic_quant(x: Tensor, *, format: Literal["int8", "fp8"] = "int8") -> tuple[Tensor, Tensor]:
+@operator(forward_only=True, sharding=_row_wise)
+def dynamic_quant(
+    x: Annotated[Tensor, "[..., C>0] float"], *, format: Literal["int8", "fp8"] = "int8"
+) -> tuple[Tensor, Tensor]:
     """Quantise symmetrically with one scale per row (token), so that x is about q * scale.
 
-    x: [..., C] bf16, fp16 or fp32; returns q: [..., C] int8 (format "fp8": float8_e4m3fn), contiguous, and
-    scale: [...] fp32, the row's largest magnitude divided by 127 (fp8: 448). q = x / scale in fp32, rounded to nearest
-    even and clamped to +-127 (fp8: +-448); -128 is not used. A row of zeros, or so small that its scale rounds to
-    zero, has scale 0 and codes 0, so it dequantises to exact zeros. A row with an infinity or NaN has that as its scale
-    and codes 0, so it dequantises to NaN. A row's result depends on that row alone. No gradient. Raises ValueError when
-    x is not floating point or C is 0.
+    Returns q: [..., C] int8 (format "fp8": float8_e4m3fn), contiguous, and scale: [...] fp32, the row's largest
+    magnitude divided by 127 (fp8: 448). q = x / scale in fp32, rounded to nearest even and clamped to +-127 (fp8:
+    +-448); -128 is not used. A row of zeros, or so small that its scale rounds to zero, has scale 0 and codes 0, so it
+    dequantises to exact zeros. A row with an infinity or NaN has that as its scale and codes 0, so it dequantises to
+    NaN. A row's result depends on that row alone. No gradient.
 
         q, scale = ops.dynamic_quant(x)
         x = ops.dequantize(q, scale, x.dtype)
@@ -76,30 +63,25 @@ def dynamic_quant(x: Tensor, *, format: Literal["int8", "fp8"] = "int8") -> tupl
     sharding=_row_wise,
     without={"torch_npu": "npu_anti_quant has a scale for each channel, not for each token"},
 )
-def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    q: Annotated[Tensor, "[..., C] int8 or fp8"], scale: Annotated[Tensor, "[...] fp32 or fp64"], dtype: torch.dtype
+) -> Tensor:
     """Return x = q * scale, the inverse of `dynamic_quant` up to its rounding.
 
-    q: [..., C] int8 or float8_e4m3fn; scale: [...] fp32; returns x: [..., C] in `dtype` (bf16, fp16 or fp32),
-    contiguous. One product in fp32, rounded once. No gradient. Raises ValueError when dtypes or shapes do not fit.
+    Returns x: [..., C] in `dtype` (bf16, fp16 or fp32), contiguous. One product in fp32, rounded once. No gradient.
     """
     wide = scale.unsqueeze(-1)
     return (q.to(wide.dtype) * wide).to(dtype).contiguous()
 
 
 def _triton_reason(x: Tensor, **_: object) -> str | None:
-    if x.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
     return None if x.shape[-1] <= LONGEST_ROW else f"takes rows of up to {LONGEST_ROW} channels, got {x.shape[-1]}"
 
 
 dynamic_quant.impl("triton", "quant_triton:quantize", accepts=_triton_reason)
 
 
-def _triton_dequantize_reason(scale: Tensor, dtype: torch.dtype, **_: object) -> str | None:
-    return "computes in fp32, got torch.float64" if torch.float64 in (scale.dtype, dtype) else None
-
-
-dequantize.impl("triton", "quant_triton:dequantize", accepts=_triton_dequantize_reason)
+dequantize.impl("triton", "quant_triton:dequantize")
 
 
 def _npu_reason(x: Tensor, format: str) -> str | None:

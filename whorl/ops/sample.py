@@ -1,5 +1,7 @@
 """Sampling on the device: penalties, then a draw whose noise is a hash of the sequence's seed, its step and the id."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -7,37 +9,8 @@ from . import sample_torch_npu
 from ._check import check_like, check_range
 from ._draw import Draw, Sizes
 from ._op import Values, operator
-from ._tracing import is_readable
 
 _MASK = 0xFFFFFFFF  # the lowest 32 bits
-
-
-def _check(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    steps: Tensor,
-    top_n_sigma: Tensor | None,
-) -> None:
-    if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point() or logits.dtype.itemsize < 2:
-        raise ValueError(
-            f"sample: logits is {list(logits.shape)} {logits.dtype}, expected [B, V] bf16, fp16 or fp32, V > 0"
-        )
-    integers = {"top_k": top_k, "seeds": seeds, "steps": steps}
-    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    filters |= {} if top_n_sigma is None else {"top_n_sigma": top_n_sigma}
-    for name, value in (filters | integers).items():
-        if value.shape != logits.shape[:1]:
-            raise ValueError(f"sample: {name} is {list(value.shape)}, expected [{logits.shape[0]}]")
-        if value.is_floating_point() == (name in integers):
-            kind = "an integer" if value.is_floating_point() else "a floating point"
-            raise ValueError(f"sample: {name} is {value.dtype}, expected {kind} dtype")
-    for name, value in filters.items():
-        if logits.shape[0] and is_readable(value) and not value.min() >= 0:
-            raise ValueError(f"sample: the lowest {name} is {value.min().item()}, expected none below 0")
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -132,34 +105,30 @@ def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype.itemsize > 2 else logits.float()
 
 
-def _fake(logits: Tensor, **_: object) -> Tensor:
-    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
+_FILTER = Annotated[Tensor, "[B] float, from 0"]
 
 
-@operator(check=_check, forward_only=True, fake=_fake)
+@operator(forward_only=True)
 def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    steps: Tensor,
-    top_n_sigma: Tensor | None = None,
-) -> Tensor:
+    logits: Annotated[Tensor, "[B, V>0] float"],
+    temperature: _FILTER,
+    top_k: Annotated[Tensor, "[B] int, from 0"],
+    top_p: _FILTER,
+    min_p: _FILTER,
+    seeds: Annotated[Tensor, "[B] int"],
+    steps: Annotated[Tensor, "[B] int"],
+    top_n_sigma: Annotated[Tensor | None, "[B] float, from 0"] = None,
+) -> Annotated[Tensor, "[B] int64"]:
     """Sample one token id for each sequence.
 
-    logits: [B, V] bf16, fp16 or fp32, widened to fp32; temperature, top_p, min_p, top_n_sigma: [B] fp32; top_k, seeds,
-    steps: [B] int; returns [B] int64.
-    Temperature 0 takes the highest logit, on ties the lowest id. Otherwise the softmax of logits / temperature is
-    sampled among the tokens that pass four filters, in this order: `top_n_sigma` (0 or None: all) keeps those whose
-    logit is at least the highest minus top_n_sigma standard deviations of the row's finite logits; `top_k` (0: all)
-    keeps those no lower than the k-th highest; `top_p` (1: all) keeps a token when those before it in descending order
-    hold less than top_p of the remaining mass, and tokens equal to the last one kept; `min_p` (0: all) keeps those at
-    least min_p times as likely as the most likely one. At least one token always passes. The noise is a hash of seed,
-    step and token id, so a sequence's token does not depend on the rest of the batch. A logit of minus infinity is
-    never chosen while another is finite. No gradient. Raises ValueError when shapes or dtypes do not fit or, on the
-    CPU, a parameter is negative.
+    Logits are widened to fp32. Temperature 0 takes the highest logit, on ties the lowest id. Otherwise the softmax of
+    logits / temperature is sampled among the tokens that pass four filters, in this order: `top_n_sigma` (0 or None:
+    all) keeps those whose logit is at least the highest minus top_n_sigma standard deviations of the row's finite
+    logits; `top_k` (0: all) keeps those no lower than the k-th highest; `top_p` (1: all) keeps a token when those
+    before it in descending order hold less than top_p of the remaining mass, and tokens equal to the last one kept;
+    `min_p` (0: all) keeps those at least min_p times as likely as the most likely one. At least one token always
+    passes. The noise is a hash of seed, step and token id, so a sequence's token does not depend on the rest of the
+    batch. A logit of minus infinity is never chosen while another is finite. No gradient.
 
         ids = ops.sample(logits, temperature, top_k, top_p, min_p, seeds, steps)
     """
@@ -177,11 +146,7 @@ def sample(
     return chosen
 
 
-def _triton_reason(logits: Tensor, **_: object) -> str | None:
-    return "computes in fp32, got torch.float64" if logits.dtype == torch.float64 else None
-
-
-sample.impl("triton", "sample_triton:forward", accepts=_triton_reason)
+sample.impl("triton", "sample_triton:forward")
 
 
 @sample.impl("torch_npu", accepts=sample_torch_npu.reason)

@@ -1,9 +1,10 @@
 """The fused experts of a mixture of experts: each token through its chosen SwiGLU networks, weighted and summed."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from .._check import INTEGERS, check_range
 from .._draw import Draw, Sizes
 from .._gradient import Arguments
 from .._op import Values, operator, widen
@@ -12,33 +13,6 @@ from ..linear import multiply
 from . import experts_torch_npu
 from .grouped_matmul import grouped_matmul
 from .permute import permute, unpermute
-
-
-def _check(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> None:
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"experts: x is {list(x.shape)} {x.dtype}, expected [T, C] floating point")
-    count, hidden = x.shape
-    if (
-        gate_up.dim() != 3
-        or gate_up.shape[1] % 2
-        or gate_up.shape[2] != hidden
-        or down.shape != (gate_up.shape[0], hidden, gate_up.shape[1] // 2)
-    ):
-        raise ValueError(
-            f"experts: gate_up is {list(gate_up.shape)}, down {list(down.shape)}, expected [E, 2F, {hidden}] and "
-            f"[E, {hidden}, F]"
-        )
-    if not gate_up.dtype == down.dtype == x.dtype:
-        raise ValueError(f"experts: gate_up is {gate_up.dtype}, down {down.dtype}, expected x's {x.dtype}")
-    if weights.dim() != 2 or weights.shape != ids.shape or weights.shape[0] != count:
-        raise ValueError(
-            f"experts: weights is {list(weights.shape)}, ids {list(ids.shape)}, expected two of [{count}, K]"
-        )
-    if not weights.is_floating_point() or ids.dtype not in INTEGERS:
-        raise ValueError(
-            f"experts: weights is {weights.dtype}, ids {ids.dtype}, expected floating point and int32 or int64"
-        )
-    check_range("experts", "ids", ids, gate_up.shape[0])
 
 
 def _activate(both: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,10 +46,6 @@ def _expert_outputs(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, dtype
     return torch.cat(outputs)[inverse].view(*ids.shape, x.shape[1])
 
 
-def _fake(x: Tensor, **_: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     """Return the bytes of the weights of the experts that were chosen, and of the tokens in and out."""
     x, ids, gate_up, down = values["x"], values["ids"], values["gate_up"], values["down"]
@@ -88,18 +58,22 @@ def _flops(values: Values) -> int:
     return 2 * values["ids"].numel() * expert
 
 
-@operator(check=_check, fake=_fake, bytes=_bytes, flops=_flops)
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+@operator(bytes=_bytes, flops=_flops)
+def experts(
+    x: Annotated[Tensor, "[T, C] float"],
+    gate_up: Annotated[Tensor, "[E, 2*F, C] x"],
+    down: Annotated[Tensor, "[E, C, F] x"],
+    weights: Annotated[Tensor, "[T, K] float"],
+    ids: Annotated[Tensor, "[T, K] int, from 0 to E - 1"],
+) -> Annotated[Tensor, "[T, C] x"]:
     """Run the chosen experts of each token and return their weighted sum.
 
     y[t] = sum over j of weights[t, j] * down[e] @ (silu(gate) * up), gate|up = gate_up[e] @ x[t], e = ids[t, j].
-    x: [T, C] bf16, fp16 or fp32; gate_up: [E, 2F, C], F rows of gate and then F of up, and down: [E, C, F], in x's
-    dtype; weights: [T, K] floating point and ids: [T, K] int32 or int64, as `route` returns them; y: like x,
-    contiguous. Raises ValueError when shapes or dtypes do not fit, and on the CPU when an id is outside [0, E); other
-    devices do not check ids. Sums in fp32. gate, up, silu(gate) * up and each expert's result are rounded to x's dtype,
-    as separate matmuls of whole tensors would round them; the choices are added in order, in fp32, and y is rounded
-    once. A token's bits do not depend on the other tokens, as in `linear`. Differentiable in all but ids; the backward
-    recomputes the matmuls of the forward with `grouped_matmul`.
+    gate_up: F rows of gate and then F of up; weights and ids: as `route` returns them. Returns y contiguous. An id
+    outside [0, E) raises ValueError on the CPU; other devices do not check ids. Sums in fp32. gate, up, silu(gate) * up
+    and each expert's result are rounded to x's dtype, as separate matmuls of whole tensors would round them; the
+    choices are added in order, in fp32, and y is rounded once. A token's bits do not depend on the other tokens, as in
+    `linear`. Differentiable in all but ids; the backward recomputes the matmuls of the forward with `grouped_matmul`.
 
         y = ops.experts(x, gate_up, down, *ops.route(logits, k=8))
     """
@@ -135,11 +109,7 @@ def _differentiable_experts(
     return unpermute(parts, places, weights, backend=backend)  # type: ignore[no-any-return]
 
 
-def _triton_reason(x: Tensor, **_: object) -> str | None:
-    return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
-
-
-experts.impl("triton", "experts_triton:experts", accepts=_triton_reason)
+experts.impl("triton", "experts_triton:experts")
 experts.impl("torch_npu", "experts_torch_npu:experts", accepts=experts_torch_npu.reason)
 
 

@@ -1,7 +1,7 @@
 """Grouped matmul of a mixture of experts in training: rows sorted by expert, each group times its expert's weight."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,53 +17,29 @@ from ..linear import multiply
 from . import grouped_matmul_torch_npu
 
 
-def _check(x: Tensor, weight: Tensor, counts: Tensor, name: str = "grouped_matmul", argument: str = "x") -> None:
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"{name}: {argument} is {list(x.shape)} {x.dtype}, expected [M, C] floating point")
-    if weight.dim() != 3 or not weight.shape[0] or weight.shape[2] != x.shape[1] or weight.dtype != x.dtype:
-        raise ValueError(
-            f"{name}: weight is {list(weight.shape)} {weight.dtype}, expected [E, F, {x.shape[1]}] {x.dtype}; "
-            "pass a weight stored as [E, C, F] as weight.transpose(1, 2)"
-        )
-    if counts.shape != weight.shape[:1] or counts.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{name}: counts is {list(counts.shape)} {counts.dtype}, expected [{weight.shape[0]}] int32 or int64"
-        )
-    if is_readable(counts) and (int(counts.sum()) != x.shape[0] or (counts.numel() and int(counts.min()) < 0)):
-        raise ValueError(f"{name}: counts are {counts.tolist()}, expected none below 0 and a sum of {x.shape[0]} rows")
-
-
-def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> None:
-    _check(x, weight, counts, "grouped_matmul_backward")
-    if dy.shape != (x.shape[0], weight.shape[1]) or dy.dtype != x.dtype:
-        raise ValueError(
-            f"grouped_matmul_backward: dy is {list(dy.shape)} {dy.dtype}, "
-            f"expected [{x.shape[0]}, {weight.shape[1]}] {x.dtype}"
-        )
-
-
-def _fake(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
-
-
-def _fake_backward(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+def _check_counts(x: Tensor, counts: Tensor, **arguments: object) -> None:
+    if is_readable(counts) and int(counts.sum()) != x.shape[0]:
+        name = "grouped_matmul_backward" if "dy" in arguments else "grouped_matmul"
+        raise ValueError(f"{name}: counts are {counts.tolist()}, expected a sum of {x.shape[0]} rows")
 
 
 def _flops(values: Values) -> int:
     return 2 * values["x"].shape[0] * values["weight"][0].numel() * (2 if "dy" in values else 1)
 
 
-@operator(check=_check, fake=_fake, flops=_flops)
-def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+_X = Annotated[Tensor, "[M, C] float"]
+_WEIGHT = Annotated[Tensor, "[E>0, F, C] x; pass a weight stored as [E, C, F] as weight.transpose(1, 2)"]
+_COUNTS = Annotated[Tensor, "[E] int, from 0"]
+
+
+@operator(check=_check_counts, flops=_flops)
+def grouped_matmul(x: _X, weight: _WEIGHT, counts: _COUNTS) -> Annotated[Tensor, "[M, F] x"]:
     """Multiply each row by its expert's weight: y[m] = weight[e] @ x[m], where e is the expert of row m.
 
-    The first counts[0] rows are expert 0's, the next counts[1] expert 1's, and so on. x: [M, C] bf16, fp16 or fp32;
-    weight: [E, F, C] in x's dtype, as nn.Linear and Hugging Face's experts store it, any strides (a weight stored as
-    [E, C, F], as torch's grouped_mm expects it, is passed as weight.transpose(1, 2)); counts: [E] int32 or int64, none
-    negative, with sum M. y: [M, F] in x's dtype, contiguous. Sums in fp32, rounded once; on a CPU a row's bits do not
-    depend on the other rows, as in `linear`. Differentiable in x and weight. Raises ValueError when shapes or dtypes do
-    not fit, and on the CPU when the counts do not sum to M.
+    The first counts[0] rows are expert 0's, the next counts[1] expert 1's, and so on. weight: as nn.Linear and Hugging
+    Face's experts store it, any strides (one stored as [E, C, F], as torch's grouped_mm expects it, is passed as
+    weight.transpose(1, 2)). The counts sum to M, which is checked on the CPU. Returns y contiguous. Sums in fp32,
+    rounded once; on a CPU a row's bits do not depend on the other rows, as in `linear`. Differentiable in x and weight.
 
         y = ops.grouped_matmul(rows, weight, counts)  # rows and counts from permute
     """
@@ -72,12 +48,13 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return narrow(torch.cat(products), x.dtype).contiguous()
 
 
-@operator(check=_check_backward, fake=_fake_backward, flops=_flops)
-def grouped_matmul_backward(dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+@operator(check=_check_counts, flops=_flops)
+def grouped_matmul_backward(
+    dy: Annotated[Tensor, "[M, F] x"], x: _X, weight: _WEIGHT, counts: _COUNTS
+) -> tuple[Annotated[Tensor, "[M, C] x"], Annotated[Tensor, "[E, F, C] x"]]:
     """Gradients of `grouped_matmul`: dx[m] = dy[m] @ weight[e] and dweight[e] = sum over its rows of dy[m] x[m]^T.
 
-    dy: [M, F] in x's dtype; the other arguments are those of the forward. Returns dx: [M, C] and dweight: [E, F, C],
-    contiguous, in x's dtype; the gradient of an expert without rows is zero. Sums are in fp32, rounded once.
+    Both are contiguous; the gradient of an expert without rows is zero. Sums are in fp32, rounded once.
     """
     sizes = counts.tolist()
     grads, rows = dy.split(sizes), x.split(sizes)
@@ -143,12 +120,8 @@ def _(dy, x, weight, counts):  # type: ignore[no-untyped-def]
     return F.grouped_mm(dy, _aligned(weight), offs=ends), F.grouped_mm(dy.t(), _aligned(x), offs=ends)
 
 
-def _triton_reason(x: Tensor, **_: object) -> str | None:
-    return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
-
-
-grouped_matmul.impl("triton", "grouped_matmul_triton:forward", accepts=_triton_reason)
-grouped_matmul_backward.impl("triton", "grouped_matmul_triton:backward", accepts=_triton_reason)
+grouped_matmul.impl("triton", "grouped_matmul_triton:forward")
+grouped_matmul_backward.impl("triton", "grouped_matmul_triton:backward")
 grouped_matmul.impl("torch_npu", "grouped_matmul_torch_npu:forward", accepts=grouped_matmul_torch_npu.reason)
 grouped_matmul_backward.impl(
     "torch_npu", "grouped_matmul_torch_npu:backward", accepts=grouped_matmul_torch_npu.backward_reason

@@ -4,75 +4,19 @@ A pair is one (token, choice), numbered token * K + choice. `permute` sorts the 
 its row in that order.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from .._check import INTEGERS, check_like, check_range
 from .._draw import Draw, Sizes
 from .._op import Values, all_bytes, narrow, operator, widen
 from . import permute_torch_npu
 
 
-def _check_ids(name: str, argument: str, ids: Tensor, end: int) -> None:
-    if ids.dim() != 2 or not ids.shape[1] or ids.dtype not in INTEGERS:
-        raise ValueError(
-            f"{name}: {argument} is {list(ids.shape)} {ids.dtype}, expected [T, K] int32 or int64, K at least 1"
-        )
-    check_range(name, argument, ids, end)
-
-
-def _check_floats(name: str, **tensors: Tensor | None) -> None:
-    for argument, x in tensors.items():
-        if x is not None and (x.dim() != 2 or not x.is_floating_point()):
-            raise ValueError(f"{name}: {argument} is {list(x.shape)} {x.dtype}, expected 2 dims, floating point")
-
-
-def _check_tokens(name: str, argument: str, x: Tensor, ids: Tensor, probs: Tensor | None) -> None:
-    if x.shape[0] != ids.shape[0]:
-        raise ValueError(f"{name}: {argument} has {x.shape[0]} tokens, expected {ids.shape[0]} as ids or places have")
-    if probs is not None and probs.shape != ids.shape:
-        raise ValueError(f"{name}: probs is {list(probs.shape)}, expected {list(ids.shape)}")
-
-
-def _check_rows(name: str, argument: str, rows: Tensor, places: Tensor) -> None:
-    if rows.shape[0] != places.numel():
-        raise ValueError(f"{name}: {argument} is {list(rows.shape)}, expected {places.numel()} rows, one per place")
-
-
-def _check_permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None) -> None:
-    if num_experts < 1:
-        raise ValueError(f"permute: num_experts is {num_experts}, expected at least 1")
-    _check_floats("permute", x=x, probs=probs)
-    _check_ids("permute", "ids", ids, num_experts)
-    _check_tokens("permute", "x", x, ids, probs)
-
-
-def _check_permute_backward(drows: Tensor, places: Tensor, x: Tensor | None, probs: Tensor | None) -> None:
-    name = "permute_backward"
-    _check_floats(name, drows=drows, x=x, probs=probs)
-    _check_ids(name, "places", places, drows.shape[0])
-    _check_rows(name, "drows", drows, places)
+def _check_permute_backward(x: Tensor | None, probs: Tensor | None, **_: object) -> None:
     if probs is not None and x is None:
-        raise ValueError(f"{name}: probs is given without x; pass x too, the gradient of probs needs it")
-    if x is not None:
-        _check_tokens(name, "x", x, places, probs)
-        check_like(name, "x", x, (places.shape[0], drows.shape[1]), drows.dtype)
-
-
-def _check_unpermute(rows: Tensor, places: Tensor, probs: Tensor | None, name: str = "unpermute") -> None:
-    _check_floats(name, rows=rows, probs=probs)
-    _check_ids(name, "places", places, rows.shape[0])
-    _check_rows(name, "rows", rows, places)
-    if probs is not None and probs.shape != places.shape:
-        raise ValueError(f"{name}: probs is {list(probs.shape)}, expected {list(places.shape)}")
-
-
-def _check_unpermute_backward(dy: Tensor, rows: Tensor, places: Tensor, probs: Tensor | None) -> None:
-    name = "unpermute_backward"
-    _check_unpermute(rows, places, probs, name)
-    check_like(name, "dy", dy, (places.shape[0], rows.shape[1]), rows.dtype)
+        raise ValueError("permute_backward: probs is given without x; pass x too, the gradient of probs needs it")
 
 
 def _invert(order: Tensor) -> Tensor:
@@ -109,15 +53,26 @@ def _dots(x: Tensor, rows: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor
     return narrow((widen(x).unsqueeze(1) * widen(rows)[places]).sum(-1), dtype)
 
 
-@operator(check=_check_permute)
-def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+_ROWS = Annotated[Tensor, "[T*K, C] float"]
+_PLACES = Annotated[Tensor, "[T, K>0] int, from 0 to T*K - 1"]
+_PROBS = Annotated[Tensor | None, "[T, K] float"]
+_PROBS_GRAD = Annotated[Tensor | None, "[T, K] probs"]
+
+
+@operator()
+def permute(
+    x: Annotated[Tensor, "[T, C] float"],
+    ids: Annotated[Tensor, "[T, K>0] int, from 0 to num_experts - 1"],
+    num_experts: Annotated[int, "> 0"],
+    probs: _PROBS = None,
+) -> tuple[
+    Annotated[Tensor, "[T*K, C] x"], Annotated[Tensor, "[T, K] int32"], Annotated[Tensor, "[num_experts] int32"]
+]:
     """Copy each token once per chosen expert and sort the copies by expert, in token order within an expert.
 
-    x: [T, C] bf16, fp16 or fp32; ids: [T, K] int32 or int64, the experts that `route` chose, in
-    [0, num_experts); probs: [T, K] floating point, by which the copies are multiplied in fp32 and rounded once, or
-    None. Returns rows [T * K, C] in x's dtype, contiguous; places [T, K] int32, the row of each (token, choice); counts
-    [num_experts] int32, the rows of each expert, 0 for one without tokens. Differentiable in x and probs. Raises
-    ValueError when shapes, dtypes or ids do not fit.
+    ids: the experts that `route` chose; probs: by which the copies are multiplied in fp32 and rounded once. Returns
+    rows, contiguous; places, the row of each (token, choice); counts, the rows of each expert, 0 for one without
+    tokens. Differentiable in x and probs.
 
         rows, places, counts = ops.permute(x, ids, num_experts=64)
     """
@@ -130,12 +85,12 @@ def permute(x: Tensor, ids: Tensor, num_experts: int, probs: Tensor | None = Non
 
 @operator(check=_check_permute_backward, absent={1: "probs"})
 def permute_backward(
-    drows: Tensor, places: Tensor, x: Tensor | None = None, probs: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `permute`: dx [T, C] in drows' dtype and, with probs, dprobs [T, K] in their dtype, else None.
+    drows: _ROWS, places: _PLACES, x: Annotated[Tensor | None, "[T, C] drows"] = None, probs: _PROBS = None
+) -> tuple[Annotated[Tensor, "[T, C] drows"], _PROBS_GRAD]:
+    """Gradients of `permute`: dx and, with probs, dprobs, else None.
 
-    drows: [T * K, C], the gradient of rows; places: [T, K], as the forward returned them; x, probs: those of the
-    forward. x is needed only with probs. Computed in fp32; the choices of a token are added in order and rounded once.
+    drows: the gradient of rows; places: as the forward returned them; x is needed only with probs. Computed in fp32;
+    the choices of a token are added in order and rounded once.
     """
     index = places.long()
     dx = _sum_rows(drows, index, probs)
@@ -144,14 +99,12 @@ def permute_backward(
     return dx, _dots(x, drows, index, probs.dtype)
 
 
-@operator(check=_check_unpermute)
-def unpermute(rows: Tensor, places: Tensor, probs: Tensor | None = None) -> Tensor:
+@operator()
+def unpermute(rows: _ROWS, places: _PLACES, probs: _PROBS = None) -> Annotated[Tensor, "[T, C] rows"]:
     """Sum the rows of each token: y[t] = sum over j of probs[t, j] * rows[places[t, j]].
 
-    rows: [T * K, C] bf16, fp16 or fp32; places: [T, K] int32 or int64, as `permute` returns them; probs: [T, K]
-    floating point, 1 when None. y: [T, C] in rows' dtype, contiguous. Computed in fp32; the choices of a token are
-    added in order and rounded once. Differentiable in rows and probs. Raises ValueError when shapes, dtypes or places
-    do not fit.
+    places: as `permute` returns them; probs: 1 when None. Returns y contiguous. Computed in fp32; the choices of a
+    token are added in order and rounded once. Differentiable in rows and probs.
 
         y = ops.unpermute(rows, places, weights)
     """
@@ -163,14 +116,11 @@ def _unpermute_backward_bytes(values: Values, outputs: tuple[Tensor, ...]) -> in
     return all_bytes(values if values.get("probs") is not None else values | {"rows": None}, outputs)
 
 
-@operator(check=_check_unpermute_backward, absent={1: "probs"}, bytes=_unpermute_backward_bytes)
+@operator(absent={1: "probs"}, bytes=_unpermute_backward_bytes)
 def unpermute_backward(
-    dy: Tensor, rows: Tensor, places: Tensor, probs: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `unpermute`: drows [T * K, C] in dy's dtype and, with probs, dprobs [T, K] in theirs, else None.
-
-    dy: [T, C], the gradient of y; the other arguments are those of the forward. Computed in fp32, rounded once.
-    """
+    dy: Annotated[Tensor, "[T, C] rows"], rows: _ROWS, places: _PLACES, probs: _PROBS = None
+) -> tuple[Annotated[Tensor, "[T*K, C] rows"], _PROBS_GRAD]:
+    """Gradients of `unpermute`: drows and, with probs, dprobs, else None. Computed in fp32, rounded once."""
     index = places.long()
     drows = _gather_rows(dy, _invert(index.flatten()), index.shape[1], probs)
     return drows, None if probs is None else _dots(dy, rows, index, probs.dtype)
@@ -190,15 +140,10 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     return {"rows": drows, "probs": dprobs}
 
 
-def _triton_reason(**values: Any) -> str | None:
-    is_double = any(isinstance(v, Tensor) and v.dtype == torch.float64 for v in values.values())
-    return "computes in fp32, got torch.float64" if is_double else None
-
-
-permute.impl("triton", "permute_triton:permute", accepts=_triton_reason)
-permute_backward.impl("triton", "permute_triton:permute_backward", accepts=_triton_reason)
-unpermute.impl("triton", "permute_triton:sum_rows", accepts=_triton_reason)
-unpermute_backward.impl("triton", "permute_triton:unpermute_backward", accepts=_triton_reason)
+permute.impl("triton", "permute_triton:permute")
+permute_backward.impl("triton", "permute_triton:permute_backward")
+unpermute.impl("triton", "permute_triton:sum_rows")
+unpermute_backward.impl("triton", "permute_triton:unpermute_backward")
 permute.impl("torch_npu", "permute_torch_npu:permute", accepts=permute_torch_npu.permute_reason)
 permute_backward.impl(
     "torch_npu", "permute_torch_npu:permute_backward", accepts=permute_torch_npu.permute_backward_reason

@@ -1,29 +1,22 @@
 """The router of a mixture of experts: it chooses the k experts of each token and their weights."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from .._check import INTEGERS, check_range
 from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 from . import route_torch_npu
 
 
-def _check_route(logits: Tensor, k: int, bias: Tensor | None, num_groups: int, top_groups: int, **_: object) -> None:
-    if logits.dim() != 2 or not logits.is_floating_point():
-        raise ValueError(f"route: logits is {list(logits.shape)} {logits.dtype}, expected [T, E] floating point")
+def _check_groups(logits: Tensor, k: int, num_groups: int, top_groups: int, **_: object) -> None:
     count = logits.shape[1]
-    if bias is not None and (bias.shape != (count,) or not bias.is_floating_point()):
-        raise ValueError(f"route: bias is {list(bias.shape)} {bias.dtype}, expected [{count}] floating point")
     if num_groups < 1 or count % num_groups or not 1 <= top_groups <= num_groups:
         raise ValueError(
             f"route: num_groups is {num_groups} and top_groups {top_groups} for {count} experts, "
             f"expected num_groups to divide {count} and top_groups from 1 to num_groups"
         )
-    if bias is not None and bias.requires_grad:
-        raise ValueError("route: bias requires grad, but it only affects the choice and has none; pass bias.detach()")
     if not 1 <= k <= count // num_groups * top_groups:
         raise ValueError(f"route: k is {k}, expected 1 to {count // num_groups * top_groups}, the number of candidates")
 
@@ -41,12 +34,6 @@ def _mask_to_top_groups(ranking: Tensor, num_groups: int, top_groups: int, sum_b
     return grouped.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
-def _fake_route(logits: Tensor, k: int, **_: object) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    shape = (logits.shape[0], k)
-    return logits.new_empty(shape, dtype=wide), logits.new_empty(shape, dtype=torch.int32)
-
-
 def _scores(wide: Tensor, scoring: str) -> Tensor:
     """Return the softmax or sigmoid of logits [T, E] in the dtype of accumulation."""
     # Not torch.sigmoid: on a CPU it computes the tail of a row with a scalar sigmoid, whose bits differ from those of
@@ -54,28 +41,27 @@ def _scores(wide: Tensor, scoring: str) -> Tensor:
     return torch.softmax(wide, -1) if scoring == "softmax" else 1 / (1 + torch.exp(-wide))
 
 
-@operator(check=_check_route, fake=_fake_route)
+@operator(check=_check_groups)
 def route(
-    logits: Tensor,
+    logits: Annotated[Tensor, "[T, E] float"],
     k: int,
-    bias: Tensor | None = None,
+    bias: Annotated[Tensor | None, "[E] float, constant; it affects only the choice: pass bias.detach()"] = None,
     *,
     scoring: Literal["softmax", "sigmoid"] = "softmax",
     renormalize: bool = True,
     num_groups: int = 1,
     top_groups: int = 1,
     scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Annotated[Tensor, "[T, k] fp32"], Annotated[Tensor, "[T, k] int32"]]:
     """Choose the k experts of each token and compute their weights.
 
-    logits: [T, E] bf16, fp16 or fp32; bias: [E] floating point, added to the scores for the choice only; returns
-    weights [T, k] fp32 and ids [T, k] int32, in order of score + bias, the highest first, ties to the lowest id. Scores
+    bias: added to the scores for the choice only. Returns weights and ids in order of score + bias, the highest first,
+    ties to the lowest id. Scores
     are the softmax or sigmoid of the logits in fp32; the weights are the scores of the chosen experts, without bias.
     With `num_groups` > 1 the E experts are divided into as many groups of neighbours, and only the `top_groups` best
     groups are considered: a group ranks by its best expert or, with a bias, by the sum of its best two
     (DeepSeek-V2, -V3). `renormalize` divides the weights by their sum; `scale` multiplies them last. The weights are
-    differentiable in the logits for a fixed choice; bias has no gradient. Raises ValueError when shapes, dtypes, k or
-    the groups do not fit, or when bias requires grad.
+    differentiable in the logits for a fixed choice; bias has no gradient.
 
         weights, ids = ops.route(logits, k=8)
     """
@@ -93,39 +79,19 @@ def route(
     return (weights * scale).contiguous(), ids.int().contiguous()
 
 
-def _check_route_backward(
-    dweights: Tensor, logits: Tensor, ids: Tensor, scoring: str, renormalize: bool, scale: float
-) -> None:
-    if logits.dim() != 2 or not logits.is_floating_point():
-        raise ValueError(
-            f"route_backward: logits is {list(logits.shape)} {logits.dtype}, expected [T, E] floating point"
-        )
-    if ids.dim() != 2 or ids.shape[0] != logits.shape[0] or dweights.shape != ids.shape:
-        raise ValueError(
-            f"route_backward: dweights is {list(dweights.shape)}, ids {list(ids.shape)}, expected two of "
-            f"[{logits.shape[0]}, k]"
-        )
-    if not dweights.is_floating_point() or ids.dtype not in INTEGERS:
-        raise ValueError(
-            f"route_backward: dweights is {dweights.dtype}, ids {ids.dtype}, expected floating point and int32 or int64"
-        )
-    check_range("route_backward", "ids", ids, logits.shape[1])
-
-
-@operator(check=_check_route_backward)
+@operator()
 def route_backward(
-    dweights: Tensor,
-    logits: Tensor,
-    ids: Tensor,
+    dweights: Annotated[Tensor, "[T, k] float"],
+    logits: Annotated[Tensor, "[T, E] float"],
+    ids: Annotated[Tensor, "[T, k] int, from 0 to E - 1"],
     *,
     scoring: Literal["softmax", "sigmoid"] = "softmax",
     renormalize: bool = True,
     scale: float = 1.0,
-) -> Tensor:
-    """Gradient of the weights of `route` with respect to the logits, in their dtype: [T, E], contiguous.
+) -> Annotated[Tensor, "[T, E] logits"]:
+    """Gradient of the weights of `route` with respect to the logits, contiguous.
 
-    dweights: [T, k] floating point; ids: [T, k] int32 or int64, as `route` returned them, each at most once per token.
-    Computed in fp32, rounded once. Raises ValueError when shapes, dtypes or ids do not fit.
+    ids: as `route` returned them, each at most once per token. Computed in fp32, rounded once.
     """
     scores = _scores(widen(logits), scoring)
     index = ids.long()
@@ -149,8 +115,6 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
 
 
 def _triton_reason(logits: Tensor, **_: object) -> str | None:
-    if logits.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
     return None if logits.shape[1] <= 4096 else f"{logits.shape[1]} experts do not fit one program (4096)"
 
 
