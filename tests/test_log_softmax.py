@@ -270,15 +270,15 @@ def test_nothing_of_a_rows_length_is_kept_but_logits(backend: str) -> None:
 def test_ids_that_do_not_exist_are_refused() -> None:
     logits, ids = draw(2, 8), torch.tensor([3, -100], device=DEVICE)
     if DEVICE == "cpu":
-        with pytest.raises(ValueError, match="token_logprobs: ids are -100 to 3, expected 0 to 7"):
+        with pytest.raises(ValueError, match="token_logprobs: ids has values from -100 to 3, expected 0 to 7"):
             token_logprobs(logits, ids)
     else:  # reading the ids would wait for the device
         assert token_logprobs(logits, ids).isnan().tolist() == [False, True]
     with pytest.raises(ValueError, match=r"token_logprobs: ids is \[2, 1\] torch.int64, expected \[2\]"):
         token_logprobs(logits, torch.zeros(2, 1, dtype=torch.int64, device=DEVICE))
-    with pytest.raises(ValueError, match=r"log_softmax: logits is \[2, 0\], expected \[..., V\] with V > 0"):
+    with pytest.raises(ValueError, match=r"log_softmax: logits is \[2, 0\] torch.float32, expected \[..., V > 0\]"):
         log_softmax(logits[:, :0])
-    with pytest.raises(ValueError, match=r"log_softmax: logits is torch.int64, expected bf16, fp16 or fp32"):
+    with pytest.raises(ValueError, match=r"log_softmax: logits is .* torch.int64, expected .* floating point"):
         log_softmax(logits.long())
     with pytest.raises(ValueError, match=r"dtype is torch.float64, which has no log-probabilities in torch.float32"):
         BACKWARD(logits, logits, dtype=torch.float64)

@@ -301,9 +301,10 @@ class Spec:
             x = values[spec.name]
             if x is None:
                 continue
-            has_dtype = any(_is_kind(x.dtype, kind, dtypes, wide) for kind in spec.kinds)
-            if not spec.fits(x.shape, sizes, later) or not has_dtype:
-                self._refuse(spec, x, sizes, dtypes)
+            known, has_dtype = dict(sizes), any(_is_kind(x.dtype, kind, dtypes, wide) for kind in spec.kinds)
+            fits = spec.fits(x.shape, sizes, later)
+            if not fits or not has_dtype:
+                self._refuse(spec, x, sizes if fits else known, dtypes)
             if spec.is_contiguous and not x.is_contiguous():
                 raise ValueError(
                     f"{self.operator}: {spec.name} has strides {list(x.stride())}, expected a contiguous tensor"
@@ -398,7 +399,8 @@ def spec_of(reference: Callable[..., Any]) -> Spec:
             spec.letters.append(parameter.name)
     names = {tensor.name for tensor in spec.tensors}
     # Errors name what differs from the tensors that an operator is about: these come first, what is like others last.
-    spec.tensors.sort(key=lambda tensor: (not names.isdisjoint(tensor.kinds), "float" not in tensor.kinds))
+    optional = {p.name for p in plain if p.annotation == Tensor | None}
+    spec.tensors.sort(key=lambda one: (not names.isdisjoint(one.kinds), one.name in optional, "float" not in one.kinds))
     outputs = [_statement(part) for part in parts]
     if None not in outputs:
         spec.statements["returns"] = "; ".join(filter(None, outputs))
