@@ -124,7 +124,7 @@ def _glu_functions(values: Values, compiled: bool) -> dict[str, Callable[..., An
     if values["interleaved"]:
         return {}
     name = values["activation"]
-    eager = {f"{name}, then multiply": functools.partial(hf_glu, activation=name)}
+    eager: dict[str, Callable[..., Any]] = {f"{name}, then multiply": functools.partial(hf_glu, activation=name)}
     liger = ("swiglu", "LigerFusedGateUpSiLUMulFunction") if name == "silu" else None  # it has no such GeGLU
     return functions_of(values, compiled, eager=eager, compile_too=eager, liger=liger)
 

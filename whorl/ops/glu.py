@@ -1,7 +1,7 @@
 """Gated activations: SwiGLU of Llama, Qwen, DeepSeek and most other models, GeGLU of Gemma."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -138,11 +138,11 @@ _BENCH += [
 ]
 
 
-def _make(draw: Draw, shape: Sizes, **options: object) -> Values:
-    return {"x": draw.scaled(*shape, gap=6), **options}
+def _make(draw: Draw, shape: Sizes, activation: Activation = "silu", interleaved: bool = False) -> Values:
+    return {"x": draw.scaled(*shape, gap=6), "activation": activation, "interleaved": interleaved}
 
 
-def _make_backward(draw: Draw, shape: Sizes, **options: object) -> Values:
+def _make_backward(draw: Draw, shape: Sizes, **options: Any) -> Values:
     return {"dy": torch.randn(*shape[:-1], shape[-1] // 2, **draw.kind), **_make(draw, shape, **options)}
 
 
