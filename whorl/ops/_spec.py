@@ -165,8 +165,8 @@ class Bounds:
 
     @classmethod
     def between(cls, low: str | None, high: str | None) -> "Bounds":
-        ends = [None if end is None else Expression.parse(end) for end in (low, high)]
-        return cls(*ends)
+        first, last = (None if end is None else Expression.parse(end) for end in (low, high))
+        return cls(first, last)
 
     def contain(self, low: Any, high: Any, sizes: Sizes) -> bool:
         """Return whether values from `low` to `high` are allowed. No number is a NaN."""
