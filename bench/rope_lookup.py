@@ -2,7 +2,7 @@
 
 Three variants rotate the queries and keys of every layer: the rows of the table are looked up once and shared
 ("hoisted"), looked up again in each layer ("per layer"), or gathered by the rotary operator from positions ("in
-kernel"). A case where the three disagree gets no speed.
+kernel"; positions on several axes are merged before it, in each layer). A case where the three disagree gets no speed.
 """
 
 import statistics

@@ -193,7 +193,7 @@ def test_the_triton_backend_takes_what_the_site_passes(kind, is_packed):
         freqs = model.rotary_pos_emb(5, packed_seq=True)
     expected = rotated(model, hidden, freqs, packed)
     options = OPERATORS[1] if kind == "mrope" else {}
-    with adapter.install(model, **options), ops.rope.using("triton"), ops.mrope.using("triton"):
+    with adapter.install(model, **options), ops.rope.using("triton"):
         carried = model.rotary_pos_emb(positions, model.mrope_section) if kind == "mrope" else freqs
         torch.testing.assert_close(rotated(model, hidden, carried, packed), expected, **CLOSE)
 

@@ -66,7 +66,7 @@ COUNTS = {
 
 
 def expected_count(family: str, *, fused: bool = False, has_tower: bool = True) -> dict[str, int]:
-    rotation = "qk_norm_rope" if fused else "mrope" if family in VISION_FAMILIES else "rope"
+    rotation = "qk_norm_rope" if fused else "rope"
     rotations, norms, gates, tower = COUNTS.get(family, (2, 5 if fused else 9, 2, 0))
     return {rotation: rotations, "rms_norm": norms + tower * has_tower, "glu": gates}
 
@@ -163,8 +163,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     model.train()
     with install(model), Seen() as seen:
         assert_close(run(model, inputs), expected, 1e-5)
-    assert seen.count["mrope"] == 4  # forward, and again in the backward
-    assert seen.count["mrope_backward"] == 2
+    assert seen.count["rope"] == 6  # forward, again in the backward, and in the gradient
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -290,7 +289,7 @@ def test_uninstall_leaves_no_trace() -> None:
     assert model.state_dict().keys() == state
     assert torch.equal(other(**inputs).logits, other_logits)
     # Equal bits would not show whether our operators run, so each is made to refuse.
-    for op in (ops.mrope, ops.rms_norm, ops.glu):
+    for op in (ops.rope, ops.rms_norm, ops.glu):
         with op.using("none"), pytest.raises(RuntimeError, match=f"{op.name}: backend 'none' was requested"):
             model(**inputs)
     torch.testing.assert_close(model(**inputs).logits, logits, rtol=1e-4, atol=1e-5)
@@ -301,7 +300,7 @@ def test_uninstall_leaves_no_trace() -> None:
     installation.uninstall()
     for path, module in model.named_modules():
         assert _attributes(module) == before[path], path
-    with ops.mrope.using("none"), ops.rms_norm.using("none"), ops.glu.using("none"):
+    with ops.rope.using("none"), ops.rms_norm.using("none"), ops.glu.using("none"):
         assert torch.equal(model(**inputs).logits, logits)
     assert installation.replaced == ()
 
@@ -322,7 +321,7 @@ def test_what_was_replaced_is_listed() -> None:
     assert [kept.path for kept in installation.kept] == ["model.visual"]
     table = str(installation)
     assert f"2 x {text}.layers.*.self_attn.forward" in table
-    assert "whorl.ops.mrope" in table
+    assert "whorl.ops.rope" in table
     assert "kept: the vision tower" in table
     assert all(entry.path in str(entry) and entry.why in str(entry) for entry in installation.replaced)
 
@@ -362,7 +361,7 @@ def test_interpreted_triton_runs() -> None:
 
         return call
 
-    names = ("rope", "rope_backward", "rms_norm", "rms_norm_backward", "glu", "glu_backward")
+    names = ("rope", "rms_norm", "rms_norm_backward", "glu", "glu_backward")
     with pytest.MonkeyPatch.context() as patch, install(model):
         for name in names:
             impl = ops.OPS[name].impls["triton"]
@@ -372,8 +371,7 @@ def test_interpreted_triton_runs() -> None:
             actual = run(model, inputs)
     assert_close(actual, expected, 1e-5)
     assert ran == {
-        "rope": 1,
-        "rope_backward": 1,
+        "rope": 2,  # forward and gradient
         "rms_norm": 5,
         "rms_norm_backward": 5,
         "glu": 1,

@@ -129,7 +129,7 @@ def test_mrope(tokens: int, name: str, mode: str, dtype: torch.dtype, device: st
 
 
 def test_mrope_follows_the_vendors_formula_and_ops_follows_transformers() -> None:
-    """w ends at channel 3h for npu_mrope and at 3w for ops.mrope."""
+    """w ends at channel 3h for npu_mrope and at 3w for ops.merge_mrope."""
     positions, table, x = torch.randint(0, 50, (3, 6)), randn(50, 128), randn(6, 128)
     keywords = {"mrope_section": [28, 20, 16], "cache_mode": "interleave"}
     with pytest.raises(ValueError, match=r"npu_mrope: sections \[28, 20, 16\] are not documented"):
@@ -137,7 +137,8 @@ def test_mrope_follows_the_vendors_formula_and_ops_follows_transformers() -> Non
     with ascend.limits("ignore"):
         ours, _ = ascend.npu_mrope(positions, x, x, table, 128, **keywords)
     close(ours, KERNELS["npu_mrope"](positions, x, x, table, 128, **keywords)[0])
-    theirs, _ = ops.mrope(x[:, None], None, table, positions, [28, 20, 16], layout="interleaved")
+    rows = ops.merge_mrope(table, positions, [28, 20, 16], "interleaved")
+    theirs, _ = ops.rope(x[:, None], None, rows)
     differs = (ours - theirs.flatten(-2)).abs().amax(0)[:64] > 1e-3
     assert set(differs.nonzero().flatten().tolist()) == {50, 53, 56, 59}
 

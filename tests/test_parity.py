@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.ops import glu, merge_mrope, mrope, qk_norm_rope, rms_norm, rope, tokens_first
+from whorl.ops import glu, merge_mrope, qk_norm_rope, rms_norm, rope, tokens_first
 
 B, S, HQ, HK, P = 2, 7, 4, 2, 64
 
@@ -75,7 +75,7 @@ def test_rope_reads_pairs_and_writes_halves(nope: int) -> None:
     positions = torch.randint(0, P, (B, S))
     turned = theirs.apply_rotary_pos_emb_interleave(q[..., nope:], k[..., nope:], *module(q, positions))
     expected = [torch.cat((x[..., :nope], t), -1) for x, t in zip((q, k), turned, strict=True)]
-    how = {"style": "pairs", "pairs_out": "half", "where": "trailing"}
+    how = {"style": "pairs", "out_style": "half", "where": "trailing"}
     assert_same(turn(rope, q, k, table(module.inv_freq), positions, **how), expected)
 
 
@@ -117,7 +117,6 @@ def test_mrope(name: str) -> None:
     positions = torch.randint(0, P, (3, B, S))
     expected = theirs.apply_rotary_pos_emb(q, k, *module(q, positions))
     tables = table(inverse_frequencies(rotary))
-    assert_same(turn(mrope, q, k, tables, positions, sections, **how), expected)
     rows = merge_mrope(tables, positions, sections, how["layout"])
     assert_same(turn(rope, q, k, rows, style=how.get("style", "half")), expected)
 
@@ -130,8 +129,8 @@ def test_interleaved_axes_end_where_transformers_ends_them(sections: list[int]) 
     q, k = heads(2 * sum(sections))
     positions = torch.randint(0, P, (3, B, S))
     expected = theirs.apply_rotary_pos_emb(q, k, *module(q, positions))
-    got = turn(mrope, q, k, table(module.inv_freq), positions, sections, layout="interleaved")
-    assert_same(got, expected)
+    rows = merge_mrope(table(module.inv_freq), positions, sections, "interleaved")
+    assert_same(turn(rope, q, k, rows), expected)
 
 
 def test_rms_norm() -> None:

@@ -438,9 +438,5 @@ def test_operators_take_a_table_of_qs_dtype(dtype: torch.dtype) -> None:
     expected = ops.rope(q, k, cos_sin.float(), positions)
     for got, right in zip(ops.rope(q, k, cos_sin, positions), expected, strict=True):
         assert torch.equal(got, right)
-    axes, sections = positions.expand(3, -1).contiguous(), [2, 3, 3]
-    expected = ops.mrope(q, k, cos_sin.float(), axes, sections)
-    for got, right in zip(ops.mrope(q, k, cos_sin, axes, sections), expected, strict=True):
-        assert torch.equal(got, right)
-    with pytest.raises(ValueError, match=r"cos_sin is torch.float16, expected torch.float32, or q's dtype"):
+    with pytest.raises(ValueError, match=r"cos_sin is .* torch.float16, expected .* torch.float32 or torch.bfloat16"):
         ops.rope(q.bfloat16(), k.bfloat16(), cos_sin.half(), positions)

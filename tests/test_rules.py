@@ -219,8 +219,6 @@ def test_public_names() -> None:
         "log_softmax",
         "masked_attention",
         "merge_mrope",
-        "mrope",
-        "mrope_",
         "packed_attention",
         "paged_attention",
         "penalize",
@@ -249,10 +247,10 @@ def test_public_names() -> None:
 
 
 def test_operators() -> None:
-    forward = {"rope", "mrope", "rope_", "mrope_", "qk_norm_rope", "rms_norm", "add_rms_norm", "glu"}
+    forward = {"rope", "rope_", "qk_norm_rope", "rms_norm", "add_rms_norm", "glu"}
     forward |= {"sparse_attention", "masked_attention", "causal_attention", "hadamard"}
     forward |= {"route", "permute", "unpermute", "grouped_matmul", "linear", "experts", "log_softmax", "token_logprobs"}
-    backward = {"rope_backward", "mrope_backward", "qk_norm_rope_backward", "rms_norm_backward", "glu_backward"}
+    backward = {"qk_norm_rope_backward", "rms_norm_backward", "glu_backward"}
     backward |= {"sparse_attention_backward", "masked_attention_backward", "hadamard_backward"}
     backward |= {"causal_attention_backward"}
     backward |= {"route_backward", "permute_backward", "unpermute_backward", "grouped_matmul_backward"}
@@ -270,7 +268,7 @@ def test_operators() -> None:
     }  # loss and gradient in one
     promised = forward | backward | inference
     assert promised <= set(OPS)
-    assert {name for name in promised if OPS[name].forward_only} == inference | {"rope_", "mrope_"}
+    assert {name for name in promised if OPS[name].forward_only} == inference | {"rope_"}
     assert {name for name in forward if isinstance(getattr(ops, name), ops.Op)} == forward
     hidden = {name for name in OPS if name.startswith(("indexer_", "dense_indexer_"))}
     assert {name for name in OPS if not name.endswith("_backward")} - hidden <= set(ops.__all__)
@@ -298,6 +296,7 @@ def test_an_operator_is_whole(name: str) -> None:
 BACKWARD: dict[str, tuple[str, ...]] = {
     "add_rms_norm": ("rms_norm_backward",),
     "linear": (),  # torch's own products
+    "rope": ("rope",),  # the inverse rotation
     "experts": ("permute_backward", "grouped_matmul_backward", "glu_backward", "unpermute_backward"),
 }
 

@@ -241,16 +241,20 @@ def test_four_bits_are_packed_as_torch_npu_packs_them(proof: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_mrope_gets_positions_and_a_table_of_16_bits(proof: dict[str, Any], dtype: str) -> None:
-    """One npu_mrope, which looks positions up in the whole table itself; the table is rounded once."""
+    """One npu_mrope, which looks positions up in the whole table itself; the table is rounded once.
+
+    Positions on several axes are merged before: it gets a row for each token.
+    """
     rows = [row for row in proof["rotary"] if row["dtype"] == dtype]
     assert len(rows) == 6
     for row in rows:
         assert "error" not in row, row["error"]
         assert row["called"] == ["npu_mrope"] * 2, row
         width = int(row["case"].split()[-1])
-        assert row["given"]["table"] == [[64, width], dtype], "rows were gathered first, or the table is fp32"
-        assert row["given"]["mrope_section"] == (row["sections"] or [0, 0, 0])
-        assert row["given"].get("cache_mode", "default") == ("interleave" if "inter" in row["case"] else "default")
+        length = 64 if row["sections"] is None else 7
+        assert row["given"]["table"] == [[length, width], dtype], "rows were gathered first, or the table is fp32"
+        assert row["given"]["mrope_section"] == [0, 0, 0]
+        assert row["given"].get("cache_mode", "default") == "default"
         assert row["positions"], "the kernel did not get the positions as they were given"
         assert row["kept"], "the table was rounded again"
         assert row["found"]["ratio"] <= ALLOWED, row
@@ -263,9 +267,9 @@ def test_megatron_reaches_mrope_with_an_inference_context(proof: dict[str, Any],
     assert row["called"] == ["npu_mrope"] * 2
     assert row["calls"] == {"mrope": 2}
     assert row["handed_on"] == [None, None]
-    for call in row["given"]:
-        assert call["table"] == [[64, 128], dtype]
-        assert call["mrope_section"] == [16, 24, 24]
+    for call, tokens in zip(row["given"], (7, 1), strict=True):
+        assert call["table"] == [[tokens, 128], dtype]
+        assert call["mrope_section"] == [0, 0, 0]
 
 
 FUSED = {

@@ -129,12 +129,8 @@ class RopeTable:
         ValueError when positions do not fit the sections or the table.
         """
         table, positions = self._table_for(positions, seq_len)
-        sections, layout = self.config.sections, self.config.layout
-        if positions.dim() > 1 and (axes := self.config.spread) is not None:
-            return _spread_rows(table, positions, axes)
-        if sections and layout and positions.dim() > 1:
-            return ops.merge_mrope(table, positions, sections, layout)
-        return table[positions]
+        rows = self._merged(table, positions)
+        return table[positions] if rows is None else rows
 
     def lookup_dual_chunk(self, positions: Tensor) -> DualChunkPositions[Tensor]:
         """Return rows [*tokens, R] for each of the five positions of dual chunk attention; keys use `intra`."""
@@ -153,13 +149,14 @@ class RopeTable:
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate q [*tokens, HQ, D] and k [*tokens, HK, D] by rows from `lookup`, or by positions.
 
-        With positions the kernel looks the rows up; where it needs the table in q's dtype, it gets the rounded table.
-        seq_len as in `lookup`; `inverse` rotates back. Returns new q and k, as `ops.rope`.
+        With one position per token the kernel looks the rows up; several axes are merged first. Where the kernel needs
+        the table in q's dtype, it gets the rounded table. seq_len as in `lookup`; `inverse` rotates back. Returns new q
+        and k, as `ops.rope`.
         """
         config = self.config
         options: dict[str, Any] = {
             "style": config.style,
-            "pairs_out": config.pairs_out,
+            "out_style": config.pairs_out if config.style == "pairs" else None,
             "where": config.where,
             "inverse": inverse,
         }
@@ -167,11 +164,18 @@ class RopeTable:
             return ops.rope(q, k, rows_or_positions, **options)
         dtype = table_dtype(q.device, q.dtype)
         table, positions = self._table_for(rows_or_positions, seq_len, dtype)
-        if positions.dim() > 1 and config.spread is not None:
-            return ops.rope(q, k, _spread_rows(table, positions, config.spread), **options)
-        if config.is_mrope and positions.dim() > 1:
-            return ops.mrope(q, k, table, positions, config.sections, layout=config.layout, **options)
+        if (rows := self._merged(table, positions)) is not None:
+            return ops.rope(q, k, rows, **options)
         return ops.rope(q, k, table, positions, **options)
+
+    def _merged(self, table: Tensor, positions: Tensor) -> Tensor | None:
+        """Return rows for positions on several axes, [A, *tokens]; None where every token has one position."""
+        config = self.config
+        if positions.dim() > 1 and config.spread is not None:
+            return _spread_rows(table, positions, config.spread)
+        if positions.dim() > 1 and config.sections and config.layout:
+            return ops.merge_mrope(table, positions, config.sections, config.layout)
+        return None
 
     def _table_for(
         self, positions: Tensor, seq_len: int | None, dtype: torch.dtype = torch.float32

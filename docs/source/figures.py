@@ -111,12 +111,10 @@ _OPERATORS = (
     ("`rope`, 16384 tokens, 32+4 heads", "rope", "16384 tokens, 32+4 heads x 128"),
     ("`rope`, 16384 tokens, 64+4 heads", "rope", "16384 tokens, 64+4 heads x 128"),
     ("`rope` backward, 64+4 heads", "rope_backward", "16384 tokens, 64+4 heads x 128"),
-    ("`mrope`, 32+4 heads", "mrope", "16384 tokens, 32+4 heads x 128, sections [24, 20, 20], layout interleaved"),
     ("`qk_norm_rope`, 32+4 heads", "qk_norm_rope", "16384 tokens, 32+4 heads x 128"),
     ("`rms_norm`, 4096 x 7168", "rms_norm", "4096x7168"),
     ("`add_rms_norm`, 4096 x 7168", "add_rms_norm", "4096x7168"),
 )
-_LESS_WORK = "merged before"  # a peer that was given what whorl's operator computes itself
 
 
 def operator_rows() -> Iterator[tuple[str, float, float | None, float | None, float]]:
@@ -128,7 +126,7 @@ def operator_rows() -> Iterator[tuple[str, float, float | None, float | None, fl
 
 
 def _fastest(row: dict[str, Any], name: str) -> float | None:
-    times = [peer["us"] for peer in row["peers"] if name in peer["label"] and _LESS_WORK not in peer["label"]]
+    times = [peer["us"] for peer in row["peers"] if name in peer["label"]]
     return min(times, default=None)
 
 

@@ -113,7 +113,7 @@ def live_schemas() -> dict[str, str]:
 def run_rotary() -> Values:
     calls: list[Any] = []
     library = register_cpu_kernels([], calls)
-    with npu_is_at_home_on("cpu"), OPS["rope"].using("torch_npu"), OPS["mrope"].using("torch_npu"):
+    with npu_is_at_home_on("cpu"), OPS["rope"].using("torch_npu"):
         report = {"rotary": list(rotary.rows(calls, worst)), "megatron": list(rotary.through_megatron(calls))}
     library._destroy()
     return report

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl.adapters._install import Installation
-from whorl.ops import mrope, rope
+from whorl.ops import merge_mrope, rope
 from whorl.ops.rope import mrope_axes, table_dtype
 from whorl.positions import context_slice, packed_positions
 
@@ -55,7 +55,8 @@ def install(
     """Rotate q and k of every self-attention of `model` (or of its pipeline chunks) with whorl's operators.
 
     operator: "rope" passes angles to the layers; cos and sin are computed once per step and shared by the layers.
-        "mrope" passes positions, and the kernel looks them up in a table of `max_position` rows (MRoPE models only).
+        "mrope" passes positions, which are looked up in a table of `max_position` rows once per step (MRoPE models
+        only).
     layout: how an MRoPE model assigns its sections to channels, "chunked" or "interleaved". None: chunked for
         Megatron's own rotary class; a class of another library still computes its angles itself.
     max_position: the rows of the table of operator "mrope"; every position must be below it.
@@ -116,7 +117,7 @@ def _install_one(
             _check_attention(attention)
             site = _Site(attention, embedding)
             installation.replace(attention, "forward", site.forward, "to know the packed sequences of the call")
-            installation.replace(attention, _SITE, site.adjust, f"q and k through whorl.ops.{operator}")
+            installation.replace(attention, _SITE, site.adjust, "q and k through whorl.ops.rope")
 
 
 def _megatron_class(kind: str) -> type:
@@ -187,9 +188,9 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _RotaryArguments:
-    """The arguments of `ops.rope` (cos_sin, and positions or None), or of `ops.mrope` (positions; cos_sin is None)."""
+    """The arguments of `ops.rope`: a row for each token or, with positions, a table."""
 
-    cos_sin: Tensor | None
+    cos_sin: Tensor
     positions: Tensor | None
 
 
@@ -257,11 +258,7 @@ class _RotaryEmbedding:
         arguments = self._arguments(carried, call)
         packed = call.cu_seqlens is not None or call.positions is not None
         q, k = (query.squeeze(1), key.squeeze(1)) if packed else (query, key)
-        if arguments.cos_sin is None:
-            table = self._table(q.device, q.dtype)
-            q, k = mrope(q, k, table, arguments.positions, self.sections, layout=self.layout, style=self.style)
-        else:
-            q, k = rope(q, k, arguments.cos_sin, arguments.positions, style=self.style)
+        q, k = rope(q, k, arguments.cos_sin, arguments.positions, style=self.style)
         return (q.unsqueeze(1), k.unsqueeze(1)) if packed else (q, k)
 
     def unfused(self, carried: Tensor, call: _Call) -> Tensor:
@@ -291,7 +288,8 @@ class _RotaryEmbedding:
             local = local.expand(-1, call.batch, -1)
         local = local.squeeze(1) if call.cu_seqlens is not None else local
         if not carried.is_floating_point():
-            return _RotaryArguments(None, local.movedim(-1, 0).contiguous())
+            table, positions = self._table(local.device, call.dtype), local.movedim(-1, 0).contiguous()
+            return _RotaryArguments(merge_mrope(table, positions, self.sections, self.layout), None)
         return _RotaryArguments(self._cos_sin(local, call), None)
 
     def _prepare_plain(self, angles: Tensor, call: _Call) -> _RotaryArguments:

@@ -146,7 +146,7 @@ def install(
 ) -> TransformersInstallation:
     """Make `model` use whorl's operators.
 
-    rope: rotate q and k of every layer with `ops.rope`, or `ops.mrope` in vision models, by cos and sin in fp32.
+    rope: rotate q and k of every layer with `ops.rope`, by cos and sin in fp32; axes are merged once per forward.
     norm: compute every RMSNorm with `ops.rms_norm`.
     swiglu: compute gate and up with `ops.glu`; in experts, too, where transformers groups or batches them.
     qk_norm_rope: compute the norms of q and k and the rotation as one `ops.qk_norm_rope`, in place of `rope`.
@@ -252,25 +252,22 @@ def _install_rotation(installation: TransformersInstallation, modules: _Modules,
     for rotary in modules.require("RotaryEmbedding", switch):
         owner = rotary.path.rpartition(".")[0]
         sections = getattr(rotary.module, "mrope_section", None)
-        kind_of_rows = "rows" if sections is None else "rows of every axis"
+        kind_of_rows = "rows" if sections is None else "merged rows"
         why = f"cos and sin in fp32, half width: {kind_of_rows} once a forward"
-        installation.set_method(rotary, "forward", _rows_forward(rotary.family.style, sections), why)
+        installation.set_method(rotary, "forward", _rows_forward(rotary.family, sections), why)
         attentions = [entry for entry in all_attentions if entry.path.startswith(f"{owner}." if owner else "")]
-        merged = None if sections is None else tuple(sections)
         kinds = {type(attention.module) for attention in attentions}
-        forwards = {kind: _rotating_forward(kind, rotary.family, merged, fused) for kind in kinds}
+        forwards = {kind: _rotating_forward(kind, rotary.family.style, fused) for kind in kinds}
         for attention in attentions:
             installation.set_method(attention, "forward", *forwards[type(attention.module)])
 
 
-def _rotating_forward(
-    kind: type, family: _Family, sections: tuple[int, ...] | None, fused: bool
-) -> tuple[Callable[..., Any], str]:
+def _rotating_forward(kind: type, style: str, fused: bool) -> tuple[Callable[..., Any], str]:
     """Return the forward of an attention class with whorl's rotation in it, and its description."""
     forward: Any = kind.forward  # type: ignore[attr-defined]
     names = set(_names(forward.__code__))
     if fused:
-        ours = _fused_attention(forward.__globals__, family, sections)
+        ours = _fused_attention(forward.__globals__)
         _check_fused(kind, names, set(_names(ours.__code__)))
         return ours, "q and k through whorl.ops.qk_norm_rope"
     if _APPLY not in names:
@@ -278,8 +275,7 @@ def _rotating_forward(
             f"{_NAME}: {kind.__name__}.forward does not call {_APPLY}; transformers {version('transformers')} is not "
             "supported. Pass rope=False."
         )
-    why = f"q and k through whorl.ops.{'rope' if sections is None else 'mrope'}"
-    return _with_global(forward, _APPLY, _rotation(family, sections)), why
+    return _with_global(forward, _APPLY, _rotation(style)), "q and k through whorl.ops.rope"
 
 
 def _check_fused(kind: type, theirs: set[str], ours: set[str]) -> None:
@@ -320,28 +316,28 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _rows_forward(style: str, sections: Sequence[int] | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _rows_forward(family: _Family, sections: Sequence[int] | None) -> Callable[..., tuple[Tensor, None]]:
     """Return the replacement of a rotary module's forward; what it returns stands for (cos, sin) in every layer.
 
-    sections: of a module for positions on several axes, or None. Without them it returns rows [B, S, R] and None, with
-    them a table [A * B * S, R], one row for each position, and its row indices [A, B, S].
+    It returns rows [B, S, R] and None. sections: of a module for positions on several axes, or None.
     """
 
     def rows(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, None]:
-        rows = _own_rows(self, x, position_ids, style).to(table_dtype(x.device, x.dtype))
+        rows = (_own_rows if sections is None else merged_rows)(self, x, position_ids, family.style)
         # Positions may be shared by all sequences. The rows are made contiguous here, once, and not in every layer.
-        return rows.expand(x.shape[0], -1, -1).contiguous(), None
+        return rows.to(table_dtype(x.device, x.dtype)).expand(x.shape[0], -1, -1).contiguous(), None
 
-    def rows_of_axes(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        position_ids = position_ids.expand(len(sections or ()), -1, -1)
+    def merged_rows(self: Any, x: Tensor, position_ids: Tensor, style: str) -> Tensor:
+        assert sections is not None
+        position_ids = position_ids.expand(len(sections), -1, -1)
         axes, batch, length = position_ids.shape
         # Where the axes are equal, transformers' merge of the axes changes nothing and its forward gives plain rows.
         equal_axes = position_ids.reshape(1, axes * batch, length).expand(axes, -1, -1)
-        table = _own_rows(self, x, equal_axes, style).flatten(0, 1).to(table_dtype(x.device, x.dtype))
+        table = _own_rows(self, x, equal_axes, style).flatten(0, 1)
         index = torch.arange(table.shape[0], device=table.device).view(axes, batch, length)
-        return table, index.expand(-1, x.shape[0], -1).contiguous()
+        return ops.merge_mrope(table, index, sections, family.layout)
 
-    return rows if sections is None else rows_of_axes
+    return rows
 
 
 def _own_rows(self: Any, x: Tensor, position_ids: Tensor, style: str) -> Tensor:
@@ -356,37 +352,34 @@ def _own_rows(self: Any, x: Tensor, position_ids: Tensor, style: str) -> Tensor:
     return torch.cat((cos[..., once], sin[..., once]), -1)
 
 
-def _rotation(family: _Family, sections: tuple[int, ...] | None) -> Callable[..., tuple[Tensor, Tensor]]:
+def _rotation(style: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the replacement of apply_rotary_pos_emb.
 
     Its arguments `cos` and `sin` are what the replaced rotary forward returned, see `_rows_forward`.
     """
 
     def apply_rotary_pos_emb(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, unsqueeze_dim: int = 1
+        q: Tensor, k: Tensor, cos: Tensor, sin: None, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
         order = {1: "bhsd", 2: "bshd"}[unsqueeze_dim]
         _check_rows(sin)
         q, k = ops.tokens_first(q, order), ops.tokens_first(k, order)
-        if sections is None:
-            q, k = ops.rope(q, k, cos, style=family.style)
-        else:
-            q, k = ops.mrope(q, k, cos, sin, sections, layout=family.layout, style=family.style)
+        q, k = ops.rope(q, k, cos, style=style)
         return ops.tokens_first(q, order), ops.tokens_first(k, order)
 
     return apply_rotary_pos_emb
 
 
 def _check_rows(sin: Tensor | None) -> None:
-    """Raise ValueError if `sin` is transformers' own sine, and not None or the indices of `_rows_forward`."""
-    if sin is not None and sin.is_floating_point():
+    """Raise ValueError if `sin` is transformers' own sine, and not the None of `_rows_forward`."""
+    if sin is not None:
         raise ValueError(
             f"{_NAME}: an attention layer got (cos, sin) of transformers. While installed, position_embeddings "
             "must come from this model's own rotary module."
         )
 
 
-def _fused_attention(names: dict[str, Any], family: _Family, sections: tuple[int, ...] | None) -> FunctionType:
+def _fused_attention(names: dict[str, Any]) -> FunctionType:
     """Return transformers' attention with q norm, k norm and rotation as one operator.
 
     names: the globals of its module. The projections stay three modules, so that adapters and quantised ones keep
@@ -397,19 +390,19 @@ def _fused_attention(names: dict[str, Any], family: _Family, sections: tuple[int
     def forward(
         self: Any,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor | None],
+        position_embeddings: tuple[Tensor, None],
         attention_mask: Tensor | None,
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        cos_sin, positions = position_embeddings
-        _check_rows(positions)
+        cos_sin, sin = position_embeddings
+        _check_rows(sin)
         qkv = torch.cat((self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)), -1)
         num_kv_heads = qkv.shape[-1] // self.head_dim // (self.num_key_value_groups + 2)
         num_heads = num_kv_heads * self.num_key_value_groups
         weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon
         sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "eps": eps}
-        heads = ops.qk_norm_rope(qkv, *weights, cos_sin, positions, **sizes, sections=sections, layout=family.layout)
+        heads = ops.qk_norm_rope(qkv, *weights, cos_sin, **sizes)
         q, k, v = (ops.tokens_first(x, "bhsd") for x in heads)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)

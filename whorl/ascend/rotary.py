@@ -55,9 +55,9 @@ def npu_mrope(
 
     positions: [T], or [3, T] or [4, T] with mrope_section; query, key: [T, heads * head_size]; cos_sin_cache: [P, R] in
     query's dtype. rotary_mode says which channels pair up, cache_mode which axis a channel belongs to.
-    cache_mode="interleave" follows the vendor's published formula, which ends the w axis at channel 3h; `ops.mrope`
-    follows transformers and ends it at 3w. Returns new query and key. Raises RuntimeError when a gradient is needed
-    (torch_npu drops it silently), ValueError for shapes or modes that do not fit.
+    cache_mode="interleave" follows the vendor's published formula, which ends the w axis at channel 3h;
+    `ops.merge_mrope` follows transformers and ends it at 3w. Returns new query and key. Raises RuntimeError when a
+    gradient is needed (torch_npu drops it silently), ValueError for shapes or modes that do not fit.
 
     Example: q, k = npu_mrope(positions, q, k, table, 128, mrope_section=[24, 20, 20], cache_mode="interleave")
     """
@@ -94,11 +94,11 @@ def npu_mrope(
     )
     if mrope_section is None or not any(mrope_section):
         q, k = ops.rope(q, k, table, positions, style=style)
-    elif cache_mode == "default":
-        q, k = ops.mrope(q, k, table, positions, mrope_section, style=style)
     else:
-        sections = contracts.vendor_sections(mrope_section)
-        q, k = ops.mrope(q, k, table, positions, sections, layout="interleaved", style=style)
+        layout, sections = "chunked", tuple(mrope_section)
+        if cache_mode == "interleave":
+            layout, sections = "interleaved", contracts.vendor_sections(mrope_section)
+        q, k = ops.rope(q, k, ops.merge_mrope(table, positions, sections, layout), style=style)
     return q.flatten(-2), k.flatten(-2)
 
 
@@ -119,7 +119,7 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         contracts.interleave_rope_limit(**_limit_arguments(x, cos), table_dtype=dtype_name(cos), contiguous=contiguous),
     )
     _check_tables(name, x, cos, sin)
-    return _rotate(x, cos, sin, "pairs", pairs_out="half")
+    return _rotate(x, cos, sin, "pairs", out_style="half")
 
 
 def npu_apply_rotary_pos_emb(
@@ -248,14 +248,14 @@ def _check_tables(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str, pairs_out: str = "pairs") -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str, out_style: str = "pairs") -> Tensor:
     """Return x * cos + rot(x) * sin with full-width tables, computed by `ops.rope`, whose tables are half width.
 
     The two halves of a full-width table may differ, so each half of the output is rotated by its own half.
     """
     if needs_gradient(cos, sin):
         return _rotate_by_formula(x, cos, sin, style)
-    order = pairs_out if style == "pairs" else "half"
+    order = out_style if style == "pairs" else "half"
     heads = next((i for i in reversed(range(x.dim() - 1)) if cos.shape[i] == 1 and x.shape[i] != 1), None)
     if heads is None:  # cos has a row for every head, so each head counts as a token
         cos, sin = (t.expand(x.shape).reshape(-1, 1, x.shape[-1]) for t in (cos, sin))
@@ -271,7 +271,7 @@ def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, style: str, order: str) -
         _halves(_accumulation_table(cos, x), order), _halves(_accumulation_table(sin, x), order), strict=True
     ):
         rows = torch.cat((c, s), -1).squeeze(-2).expand(*x.shape[:-2], -1).contiguous()
-        rotations.append(ops.rope(x, None, rows, style=style, pairs_out=order)[0])
+        rotations.append(ops.rope(x, None, rows, style=style, out_style=order)[0])
     return _join(_halves(rotations[0], order)[0], _halves(rotations[1], order)[1], order)
 
 

@@ -29,7 +29,6 @@ class Peer:
 
     label: str
     bind: Callable[[Values], Bound]
-    substitutes: Values | None = None  # values that it needs for some arguments instead of ours
     is_contract: bool = False  # it is the reference itself, whose output needs no check
     through_autograd: bool = False  # torch runs the backward on the forward's stream, so no graph can record it
     select_expected: Callable[[list[Tensor]], Outputs] = list  # selects the expected outputs that it returns

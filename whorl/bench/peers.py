@@ -24,7 +24,7 @@ from whorl.bench.peer import (
     functions_of,
     tensors_of,
 )
-from whorl.bench.rope_peers import from_hf, hf_rope, hf_tables, is_hf_rope, rope_backward_peers, rope_peers, to_hf
+from whorl.bench.rope_peers import from_hf, hf_rope, hf_tables, is_hf_rope, rope_peers, to_hf
 from whorl.ops import OPS, Op, rms_norm, rope
 
 
@@ -174,12 +174,10 @@ def _qk_norm_rope(values: Values, compiled: bool) -> list[Peer]:
     def bind_ours(values: Values) -> Bound:
         q, k, v = _split_heads(values, values["qkv"])
         table = [values["cos_sin"], values["positions"]]
-        axes = {"sections": values["sections"], "layout": values["layout"]}
-        rotate, more = (rope, {}) if values["sections"] is None else (OPS["mrope"], axes)
 
         def run() -> tuple[Tensor, Tensor]:
             normed = [rms_norm(x, values[f"{n}_weight"], values["eps"]) for n, x in (("q", q), ("k", k))]
-            return rotate(*normed, *table, **more)
+            return rope(*normed, *table)
 
         return Bound(run=run, outputs=lambda out: [*out, *_with_v(values, v)])
 
@@ -241,10 +239,6 @@ def _grouped_matmul(name: str) -> Callable[[Values, bool], list[Peer]]:
 _PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
     "rope": rope_peers,
     "rope_": rope_peers,
-    "mrope": rope_peers,
-    "mrope_": rope_peers,
-    "rope_backward": rope_backward_peers,
-    "mrope_backward": rope_backward_peers,
     "rms_norm": _norm,
     "add_rms_norm": _norm,
     "rms_norm_backward": _norm_backward,

@@ -33,7 +33,7 @@ OPERATORS: Final = {
     "ascend_rotary_embedding": Operator(
         "vllm_ascend", "torch.ops._C.rotary_embedding(positions, q, k, ...) of vllm-ascend (later _C_ascend)"
     ),
-    "whorl": Operator("whorl", "whorl::rope or whorl::mrope, q and k in one launch"),
+    "whorl": Operator("whorl", "whorl::rope, q and k in one launch"),
     "npu_mrope": Operator("torch_npu", "torch_npu.npu_mrope(positions, q, k, cos_sin_cache, head_size, ...)"),
     "npu_rotary_mul": Operator("torch_npu", "torch_npu.npu_rotary_mul(x, cos, sin, rotary_mode), q and k separately"),
     "npu_interleave_rope": Operator("torch_npu", "torch_npu.npu_interleave_rope(x, cos, sin)"),

@@ -160,7 +160,7 @@ SYMPTOMS: Final = (
         r"npu::npu_mrope: an autograd kernel was not registered",
         cause="npu_mrope dropped the gradient of q and k: attention weights upstream of it do not learn.",
         expected="an operator with a backward",
-        fix="use whorl.ops.mrope, or merged cos and sin with npu_rotary_mul",
+        fix="use whorl.ops.merge_mrope and rope, or merged cos and sin with npu_rotary_mul",
     ),
     table_lookup_symptom(
         r"^IndexError: index (?:out of range in self|-?\d+ is out of bounds for dimension \d+ with size \d+)"

@@ -57,8 +57,6 @@ from .quantised import packed_linear as packed_linear
 from .rms_norm import add_rms_norm as add_rms_norm
 from .rms_norm import rms_norm as rms_norm
 from .rope import merge_mrope as merge_mrope
-from .rope import mrope as mrope
-from .rope import mrope_ as mrope_
 from .rope import rope as rope
 from .rope import rope_ as rope_
 from .rope import tokens_first as tokens_first

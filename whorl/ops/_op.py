@@ -282,7 +282,8 @@ class Op:
         """Raise ValueError for arguments that the contract excludes; return the device type of the tensors."""
         for name, options in self._choices.items():
             if values[name] not in options:
-                raise ValueError(f"{self.name}: {name} is {values[name]!r}, expected one of {', '.join(options)}")
+                texts = ", ".join(map(str, options))
+                raise ValueError(f"{self.name}: {name} is {values[name]!r}, expected one of {texts}")
         device = self._device(values, tensors)
         self.spec.check(values)
         if self.check is not None:

@@ -28,13 +28,14 @@ def torch_schema(signature: inspect.Signature, mutates: Sequence[str]) -> str:
     return infer_schema(prototype, mutates_args=mutates)
 
 
-def literals(annotation: Any) -> tuple[str, ...]:
-    """Return the options of a `Literal[...]` annotation, or () for any other annotation."""
+def literals(annotation: Any) -> tuple[str | None, ...]:
+    """Return the options of a `Literal[...]` annotation, among which may be None, or () for any other annotation."""
     return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
 
 
 def _plain(annotation: Any) -> Any:
-    return str if literals(annotation) else annotation
+    options = literals(annotation)
+    return annotation if not options else str | None if None in options else str
 
 
 def _required(annotation: Any) -> Any:

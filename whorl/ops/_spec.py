@@ -14,7 +14,7 @@ of which all after the dtypes may be left out.
 
 dims: sizes. A letter is one size throughout the signature, and so is an integer argument by its name; `2*F` is an even
 size, `G*HK` a multiple of HK, `V>0` a size that is not 0; a leading `...` is any number of sizes, the same ones
-everywhere.
+everywhere, and so is a leading `*P`, the same ones wherever it says `*P`.
 dtypes: one or several, with "or". `float` is any floating point dtype of 16 bits or more, `int` is int32 or int64,
 `any` is any, and the name of another tensor is that tensor's dtype. fp32 is fp64 where the first `float` tensor is:
 tests compare with fp64.
@@ -40,7 +40,7 @@ from torch import Tensor
 from ._tracing import is_readable
 
 Values = dict[str, Any]
-Sizes = dict[str, Any]  # sizes by letter; those of "..." are a tuple
+Sizes = dict[str, Any]  # sizes by letter; those of "..." and "*P" are a tuple
 
 LEADING = "..."
 NAMED = {
@@ -188,7 +188,7 @@ class TensorSpec:
     """What the signature states of one tensor."""
 
     name: str
-    has_leading: bool  # the dims begin with "..."
+    leading: str  # "..." or "*P" where the dims begin so, else ""
     dims: tuple[Expression, ...]
     kinds: tuple[str, ...]
     bounds: Bounds | None
@@ -202,11 +202,11 @@ class TensorSpec:
         if found is None:
             raise SyntaxError(f"{name} is stated as {text!r}, expected '[dims] dtypes, ...' as in _spec.py")
         dims = [dim.strip() for dim in found["dims"].split(",") if dim.strip()]
-        has_leading = dims[:1] == [LEADING]
+        leading = dims.pop(0) if dims and dims[0].startswith((LEADING, "*")) else ""
         return cls(
             name=name,
-            has_leading=has_leading,
-            dims=tuple(Expression.parse(dim) for dim in dims[has_leading:]),
+            leading=leading,
+            dims=tuple(Expression.parse(dim) for dim in dims),
             kinds=tuple(found["kinds"].split(" or ")),
             bounds=Bounds.between(found["low"], found["high"]) if found["low"] or found["high"] else None,
             is_contiguous=found["contiguous"] is not None,
@@ -220,10 +220,10 @@ class TensorSpec:
         later: gets the dims that have more than one unknown letter.
         """
         num_leading = len(shape) - len(self.dims)
-        if num_leading < 0 or (num_leading and not self.has_leading):
+        if num_leading < 0 or (num_leading and not self.leading):
             return False
         leading = tuple(shape[:num_leading])
-        if self.has_leading and sizes.setdefault(LEADING, leading) != leading:
+        if self.leading and sizes.setdefault(self.leading, leading) != leading:
             return False
         for dim, size in zip(self.dims, shape[num_leading:], strict=True):
             if len(dim.unknowns(sizes)) > 1:
@@ -234,13 +234,13 @@ class TensorSpec:
 
     def shape(self, sizes: Sizes) -> tuple[Any, ...]:
         """Return its shape; all its letters must be known."""
-        return (*(sizes[LEADING] if self.has_leading else ()), *(dim.value(sizes) for dim in self.dims))
+        return (*(sizes[self.leading] if self.leading else ()), *(dim.value(sizes) for dim in self.dims))
 
     def render(self, sizes: Sizes, dtypes: dict[str, torch.dtype], wide: torch.dtype) -> str:
         """Return the statement with the sizes and dtypes that are known."""
-        leading = [LEADING] if self.has_leading else []
-        if self.has_leading and LEADING in sizes:
-            leading = [str(size) for size in sizes[LEADING]]
+        leading = [self.leading] if self.leading else []
+        if self.leading in sizes:
+            leading = [str(size) for size in sizes[self.leading]]
         dims = ", ".join([*leading, *(dim.render(sizes) for dim in self.dims)])
         names: dict[str, None] = {}
         for kind in self.kinds:

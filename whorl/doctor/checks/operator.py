@@ -29,7 +29,7 @@ def operator_without_gradient(launch: Launch, path: RotaryPath) -> Iterator[Prob
             else "backward raises 'not implemented'."
         ),
         fix=(
-            "rotate with npu_rotary_mul and merged cos and sin, or whorl.ops.mrope",
+            "rotate with npu_rotary_mul and merged cos and sin, or whorl.ops.merge_mrope and rope",
             f"keep {path.operator} for inference",
         ),
     )

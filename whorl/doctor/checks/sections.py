@@ -169,7 +169,7 @@ def vendor_formula_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem
         expected=f"W at 2::3 below 3w = {3 * w}, as transformers does",
         why=f"The vendor's published formula stops W at 3h = {3 * h}, transformers at 3w = {3 * w}. For these "
         "sections they give some channels different axes; for [24, 20, 20] and [11, 11, 10] they agree.",
-        fix="merge the axes before the operator (whorl.ops.mrope, or npu_rotary_mul with merged cos and sin)",
+        fix="merge the axes before the operator (whorl.ops.merge_mrope, or npu_rotary_mul with merged cos and sin)",
     )
 
 

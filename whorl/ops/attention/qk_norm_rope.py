@@ -1,22 +1,28 @@
 """The steps between a Qwen3 qkv projection and attention: RMSNorm of every q and k head, then the rotation."""
 
-from collections.abc import Sequence
+import functools
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from whorl.device import REFERENCE
-
-from .._check import check_like, or_fp32
 from .._draw import Draw
-from .._op import Op, Values, operator
+from .._op import Values, operator
 from ..rms_norm import rms_norm, rms_norm_backward
-from ..rope import cases as rope_cases
-from ..rope.checks import check_axes, check_rows, check_tensors
-from ..rope.contract import mrope, mrope_backward, rope, rope_backward
-from ..rope.tables import Layout, Style
+from ..rope.contract import check_rotation, rope
+from ..rope.contract import make_case as make_rope
+from ..rope.contract import triton_reason as table_reason
+from ..rope.tables import Style
+
+_QKV = Annotated[Tensor, "[..., num_heads*D + 2*num_kv_heads*D] float"]
+_WEIGHT = Annotated[Tensor, "[D] qkv or fp32"]
+_TABLE = Annotated[Tensor, "[*P, 2*H>0] fp32 or qkv, constant"]
+_POSITIONS = Annotated[Tensor | None, "[...] int"]
+_HEADS = Annotated[Tensor, "[..., num_heads, D] qkv"]
+_KV_HEADS = Annotated[Tensor, "[..., num_kv_heads, D] qkv"]
+_COUNT = Annotated[int, "> 0"]
+_EPS = Annotated[float, "> 0"]
 
 
 def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
@@ -30,56 +36,17 @@ def _copied(v: Tensor) -> Tensor:
     return v.clone(memory_format=torch.contiguous_format)
 
 
-def check_qkv(
+def check_heads(
     name: str,
     qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
     cos_sin: Tensor,
     positions: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
-    eps: float,
-    sections: Sequence[int] | None,
-    layout: str,
     **_: object,
 ) -> None:
-    """Raise ValueError unless the projection, the norm weights, the table and the positions fit together."""
-    count = num_heads + 2 * num_kv_heads
-    if num_heads < 1 or num_kv_heads < 1 or qkv.shape[-1] % count:
-        raise ValueError(
-            f"{name}: qkv is {list(qkv.shape)}, expected a last dim of ({num_heads} + 2 x {num_kv_heads}) heads x D"
-        )
-    q = split_heads(qkv, num_heads, num_kv_heads)[0]
-    check_tensors(name, q, None, cos_sin)
-    for argument, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if weight.shape != q.shape[-1:] or weight.dtype not in (qkv.dtype, torch.float32):
-            raise ValueError(
-                f"{name}: {argument} is {list(weight.shape)} {weight.dtype}, "
-                f"expected [{q.shape[-1]}] in {or_fp32(qkv.dtype)}"
-            )
-    if not eps > 0:
-        raise ValueError(f"{name}: eps is {eps}, expected a positive number")
-    if sections is None:
-        check_rows(name, q, cos_sin, positions)
-    elif positions is None:
-        raise ValueError(f"{name}: sections {list(sections)} need positions [{len(sections)}, *tokens], got None")
-    else:
-        check_axes(name, q, cos_sin, positions, sections, layout)
-
-
-def _rotate(
-    op: Op, multi: Op, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor | None, options: Values, backend: str
-) -> tuple[Tensor, Tensor]:
-    """Rotate q and k by `op` or, where options has sections, by `multi`; called in the reference and on torch_npu.
-
-    op, multi: `rope` and `mrope`, or their backwards; options: "sections", "layout" and "style".
-    """
-    sections, layout = options["sections"], options["layout"]
-    order = {"style": options["style"], "pairs_out": "pairs", "where": "leading", "inverse": False}
-    chosen, axes = (op, {}) if sections is None else (multi, {"sections": sections, "layout": layout})
-    function = chosen.reference if backend == REFERENCE else chosen.impls[backend].function
-    return function(q, k, cos_sin, positions, **axes, **order)
+    """Raise ValueError unless the table is no wider than a head and has a row for each token, [T] or [B, S]."""
+    check_rotation(name, split_heads(qkv, num_heads, num_kv_heads)[0], cos_sin, positions)
 
 
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
@@ -95,84 +62,66 @@ def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     return tokens * (moved * dim * qkv.element_size() + table.shape[-1] * table.element_size())
 
 
-def _check(**values: Any) -> None:
-    check_qkv("qk_norm_rope", **values)
-
-
-@operator(check=_check, absent={2: "with_v"}, bytes=_bytes)
+@operator(check=functools.partial(check_heads, "qk_norm_rope"), absent={2: "with_v"}, bytes=_bytes)
 def qk_norm_rope(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor | None = None,
+    qkv: _QKV,
+    q_weight: _WEIGHT,
+    k_weight: _WEIGHT,
+    cos_sin: _TABLE,
+    positions: _POSITIONS = None,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
+    num_heads: _COUNT,
+    num_kv_heads: _COUNT,
+    eps: _EPS = 1e-6,
     plus_one: bool = False,
-    sections: Sequence[int] | None = None,
-    layout: Layout = "chunked",
     style: Style = "half",
     with_v: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[_HEADS, _KV_HEADS, Annotated[Tensor | None, "[..., num_kv_heads, D] qkv"]]:
     """Normalise each query and key head by RMSNorm, rotate them, and return q, k and v, each contiguous.
 
-    qkv: [*tokens, (HQ + 2 HK) D], the q heads first, then k, then v; q_weight, k_weight: [D] in qkv's dtype or fp32.
-    Returns q: [*tokens, HQ, D], k and v: [*tokens, HK, D]. v is copied, so that the backward writes one gradient of
-    qkv; with with_v=False it is None, and the caller reads it from qkv. cos_sin, positions and style are those of
-    `rope`, for the leading R channels; with `sections` and `layout`, positions are those of `mrope`. Everything from
-    the projection to the result is in fp32, rounded once; Hugging Face also rounds after the norm. Differentiable in
-    qkv and the weights. Raises ValueError when shapes, dtypes, eps or sections do not fit.
+    qkv has the q heads first, then k, then v. v is copied, so that the backward writes one gradient of qkv; with
+    with_v=False it is None, and the caller reads it from qkv. cos_sin, positions and style are those of `rope`, for the
+    leading R channels. Everything from the projection to the result is in fp32, rounded once; Hugging Face also rounds
+    after the norm. Differentiable in qkv and the weights.
 
         q, k, v = ops.qk_norm_rope(qkv, q_norm, k_norm, table, positions, num_heads=32, num_kv_heads=4)
     """
-    options: Values = {"sections": sections, "layout": layout, "style": style}
     wide = qkv if qkv.dtype == torch.float64 else qkv.float()
     q, k, v = split_heads(wide, num_heads, num_kv_heads)
     q = rms_norm.reference(q, q_weight, eps, plus_one=plus_one)
     k = rms_norm.reference(k, k_weight, eps, plus_one=plus_one)
-    q, k = _rotate(rope, mrope, q, k, cos_sin, positions, options, REFERENCE)
+    q, k = rope.reference(q, k, cos_sin, positions, style=style)
     return q.to(qkv.dtype), k.to(qkv.dtype), _copied(v.to(qkv.dtype)) if with_v else None
 
 
-def _check_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor | None, qkv: Tensor, num_heads: int, num_kv_heads: int, **options: Any
-) -> None:
-    name = "qk_norm_rope_backward"
-    check_qkv(name, qkv, num_heads=num_heads, num_kv_heads=num_kv_heads, **options)
-    dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
-    for argument, grad, heads in (("dq", dq, num_heads), ("dk", dk, num_kv_heads), ("dv", dv, num_kv_heads)):
-        check_like(name, argument, grad, (*qkv.shape[:-1], heads, dim), qkv.dtype)
-
-
-@operator(check=_check_backward, bytes=_bytes)
+@operator(check=functools.partial(check_heads, "qk_norm_rope_backward"), bytes=_bytes)
 def qk_norm_rope_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor | None,
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor | None = None,
+    dq: _HEADS,
+    dk: _KV_HEADS,
+    dv: Annotated[Tensor | None, "[..., num_kv_heads, D] qkv"],
+    qkv: _QKV,
+    q_weight: _WEIGHT,
+    k_weight: _WEIGHT,
+    cos_sin: _TABLE,
+    positions: _POSITIONS = None,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
+    num_heads: _COUNT,
+    num_kv_heads: _COUNT,
+    eps: _EPS = 1e-6,
     plus_one: bool = False,
-    sections: Sequence[int] | None = None,
-    layout: Layout = "chunked",
     style: Style = "half",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[
+    Annotated[Tensor, "[..., num_heads*D + 2*num_kv_heads*D] qkv"],
+    Annotated[Tensor, "[D] q_weight"],
+    Annotated[Tensor, "[D] k_weight"],
+]:
     """Gradients of `qk_norm_rope` with respect to qkv, q_weight and k_weight, in fp32, each rounded once.
 
-    dq, dk, dv are shaped like the forward's q, k and v; the other arguments are those of the forward. Returns three
-    tensors shaped like qkv, q_weight and k_weight. Where dv is None, the gradient of qkv is zero for the v heads.
+    dq, dk and dv are the gradients of the forward's q, k and v; the other arguments are those of the forward. Where dv
+    is None, the gradient of qkv is zero for the v heads.
     """
-    options: Values = {"sections": sections, "layout": layout, "style": style}
     wide = torch.float64 if qkv.dtype == torch.float64 else torch.float32
-    dq, dk = _rotate(rope_backward, mrope_backward, dq.to(wide), dk.to(wide), cos_sin, positions, options, REFERENCE)
+    dq, dk = rope.reference(dq.to(wide), dk.to(wide), cos_sin, positions, style=style, inverse=True)
     q, k, _ = split_heads(qkv.to(wide), num_heads, num_kv_heads)
     dq, dq_weight = rms_norm_backward.reference(dq, q, q_weight, eps=eps, plus_one=plus_one)
     dk, dk_weight = rms_norm_backward.reference(dk, k, k_weight, eps=eps, plus_one=plus_one)
@@ -195,12 +144,8 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
 
 def triton_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int, **_: object) -> str | None:
     """Return None, or the reason that the Triton kernels cannot take these arguments."""
-    if qkv.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
-    if cos_sin.element_size() < 4:
-        return f"reads fp32 tables, got {cos_sin.dtype}"
     dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
-    return None if dim <= 512 else f"head size {dim} is larger than 512"
+    return table_reason(cos_sin) or (None if dim <= 512 else f"head size {dim} is larger than 512")
 
 
 qk_norm_rope.impl("triton", "qk_norm_rope_triton:forward", accepts=triton_reason)
@@ -208,8 +153,14 @@ qk_norm_rope_backward.impl("triton", "qk_norm_rope_backward_triton:backward", ac
 
 
 def _npu_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int, **_: object) -> str | None:
-    q, k = split_heads(qkv, num_heads, num_kv_heads)[:2]
-    return rope.impls["torch_npu"].accepts(q=q, k=k, cos_sin=cos_sin)
+    q = split_heads(qkv, num_heads, num_kv_heads)[0]
+    return rope.impls["torch_npu"].accepts(q=q, cos_sin=cos_sin)
+
+
+def _npu_rotate(q: Tensor, k: Tensor, args: Values, *, inverse: bool) -> tuple[Tensor, Tensor]:
+    options = {n: args[n] for n in ("cos_sin", "positions", "style")} | {"out_style": None, "where": "leading"}
+    rotated: tuple[Tensor, Tensor] = rope.impls["torch_npu"].function(q, k, **options, inverse=inverse)
+    return rotated
 
 
 @qk_norm_rope.impl("torch_npu", accepts=_npu_reason)
@@ -219,7 +170,7 @@ def _(
     norm = rms_norm.impls["torch_npu"].function
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     q, k = (norm(x, args[w], args["eps"], args["plus_one"]) for x, w in ((q, "q_weight"), (k, "k_weight")))
-    q, k = _rotate(rope, mrope, q, k, args["cos_sin"], args["positions"], args, "torch_npu")
+    q, k = _npu_rotate(q, k, args, inverse=False)
     return q, k, _copied(v) if with_v else None
 
 
@@ -229,7 +180,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward = rms_norm_backward.impls["torch_npu"].function
     q, k, _ = split_heads(qkv, num_heads, num_kv_heads)
-    dq, dk = _rotate(rope_backward, mrope_backward, dq, dk, args["cos_sin"], args["positions"], args, "torch_npu")
+    dq, dk = _npu_rotate(dq, dk, args, inverse=True)
     dq, dq_weight = backward(dq, q, args["q_weight"], None, args["eps"], args["plus_one"])
     dk, dk_weight = backward(dk, k, args["k_weight"], None, args["eps"], args["plus_one"])
     dv = torch.zeros_like(dk) if dv is None else dv
@@ -244,7 +195,7 @@ _CASES: list[Values] = [
     {"tokens": (17,), "heads": 4, "kv_heads": 2, "dim": 128, "scale": 0.01},
     {"tokens": (2, 3), "heads": 3, "kv_heads": 1, "dim": 96, "rotary": 48, "plus_one": True},
     {"tokens": (5,), "heads": 4, "kv_heads": 1, "dim": 64, "style": "pairs"},
-    {"tokens": (7,), "heads": 5, "kv_heads": 2, "dim": 128, "sections": [24, 20, 20], "layout": "interleaved"},
+    {"tokens": (7,), "heads": 5, "kv_heads": 2, "dim": 128},
     {"tokens": (4,), "heads": 2, "kv_heads": 1, "dim": 80, "rotary": 24, "looked_up": True},
     {"tokens": (0,), "heads": 2, "kv_heads": 1, "dim": 64},
     {"tokens": (9,), "heads": 2, "kv_heads": 1, "dim": 64, "sliced": True, "eps": 1e-3},
@@ -262,23 +213,19 @@ def make_case(
     kv_heads: int,
     dim: int,
     plus_one: bool = False,
-    sections: list[int] | None = None,
-    layout: str = "chunked",
     style: str = "half",
     with_v: bool = True,
     eps: float = 1e-6,
     **case: Any,
 ) -> Values:
     """Make the arguments of `qk_norm_rope`."""
-    axes = None if sections is None else len(sections)
     plain = replace(draw, scale=1.0, sliced=False)
-    rotary = rope_cases.make(plain, heads=1, kv_heads=None, dim=dim, axes=axes, **case)
+    rotary = make_rope(plain, heads=1, kv_heads=None, dim=dim, **case)
     qkv = draw.scaled(*rotary["q"].shape[:-2], (heads + 2 * kv_heads) * dim, gap=7)
     weights = {f"{n}_weight": 1 - plus_one + 0.1 * torch.randn(dim, **draw.kind) for n in "qk"}
     tables = {n: rotary[n] for n in ("cos_sin", "positions")}
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "eps": eps, "plus_one": plus_one}
-    options = {"sections": sections, "layout": layout, "style": style, "with_v": with_v}
-    return {"qkv": qkv, **weights, **tables, **sizes, **options}
+    return {"qkv": qkv, **weights, **tables, **sizes, "style": style, "with_v": with_v}
 
 
 def _make_backward(draw: Draw, **case: Any) -> Values:

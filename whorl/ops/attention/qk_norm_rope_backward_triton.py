@@ -13,7 +13,6 @@ from whorl.device import multiprocessors
 from .._rows import ceil_div
 from ..rope.triton import flat_table, load_angles, load_pair, store_pair, token_strides
 from .qk_norm_rope_triton import (
-    as_tuple,
     copy_heads,
     head_groups,
     inverse_rms,
@@ -51,18 +50,14 @@ def _norm_rotate_heads_backward(
     BLOCK_C: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     PAIRS: tl.constexpr,
-    AXES: tl.constexpr,
-    S0: tl.constexpr,
-    S1: tl.constexpr,
-    S2: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
 ):
     """Store dx, and return these heads' part of the weight gradient before summing, [BLOCK_T, BLOCK_H, channels]."""
     first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
     dy_first, dy_second = load_pair(dy_ptr, dy_at, mask, HALF, BLOCK_C, PAIRS)
     tail = load_tail(x_ptr, x_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
     d_tail = load_tail(dy_ptr, dy_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
-    cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
+    cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, HAS_POSITIONS, False)
     total = tl.sum(first * first + second * second, 2) + tl.sum(tail * tail, 2)
     inverse = inverse_rms(total, D, eps)
     first, second, tail = first * inverse, second * inverse, tail * inverse
@@ -128,11 +123,7 @@ def _qk_norm_rope_backward_kernel(
     BLOCK_D: tl.constexpr,
     PAIRS: tl.constexpr,
     PLUS_ONE: tl.constexpr,
-    AXES: tl.constexpr,
-    S0: tl.constexpr,
-    S1: tl.constexpr,
-    S2: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     BATCHED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -169,7 +160,7 @@ def _qk_norm_rope_backward_kernel(
             more_first, more_second, more_tail = _norm_rotate_heads_backward(
                 dy_ptr, qkv_ptr, dqkv_ptr, dy_at, x_at, dx_at, (tokens < T)[:, None] & is_head,
                 table_ptr, positions_ptr, tokens, T, P, w_first, w_second, w_tail, eps,
-                D, HALF, BLOCK_C, BLOCK_REST, PAIRS, AXES, S0, S1, S2, LAYOUT,
+                D, HALF, BLOCK_C, BLOCK_REST, PAIRS, HAS_POSITIONS,
             )  # fmt: skip
             dw_first += more_first
             dw_second += more_second
@@ -200,7 +191,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     hq, hk = num_heads, num_kv_heads
     q_weight, k_weight = options["q_weight"], options["k_weight"]
-    layout, style, plus_one = options["layout"], options["style"], options["plus_one"]
     rows, dim = token_rows(qkv), qkv.shape[-1] // (hq + 2 * hk)
     dq, dk, dv = readable(dq), readable(dk), None if dv is None else readable(dv)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
@@ -208,7 +198,7 @@ def backward(
         dqkv[..., (hq + hk) * dim :] = 0
     table, index = flat_table(cos_sin, positions)
     constants = launch_constants(
-        hq, hk, dim, cos_sin.shape[-1], positions is not None, as_tuple(options["sections"]), layout, style, plus_one
+        hq, hk, dim, cos_sin.shape[-1], positions is not None, options["style"], options["plus_one"]
     )
     groups = head_groups((hq, hk), constants["BLOCK_H"])
     num_groups = sum(groups[: 2 if dv is None else 3])

@@ -6,7 +6,6 @@ others are called the tail.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -118,11 +117,7 @@ def _norm_rotate_heads(
     BLOCK_REST: tl.constexpr,
     PAIRS: tl.constexpr,
     PLUS_ONE: tl.constexpr,
-    AXES: tl.constexpr,
-    S0: tl.constexpr,
-    S1: tl.constexpr,
-    S2: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_INTEGER: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -133,14 +128,14 @@ def _norm_rotate_heads(
     """
     if OVERLAP == 2:
         w_first, w_second, w_tail = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
-        cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
+        cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, HAS_POSITIONS, False)
         follow(OVERLAP)
         first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
     else:
         # Heads are loaded first: a warp issues in order, and a table row must wait for its position.
         first, second = load_pair(x_ptr, x_at, mask, HALF, BLOCK_C, PAIRS)
         w_first, w_second, w_tail = load_weight(weight_ptr, HALF, BLOCK_C, PAIRS, D - 2 * HALF, BLOCK_REST, PLUS_ONE)
-        cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, AXES, S0, S1, S2, LAYOUT, False)
+        cos, sin = load_angles(table_ptr, positions_ptr, tokens, T, P, HALF, BLOCK_C, HAS_POSITIONS, False)
     total = _head_sum(tl.fma(first, first, second * second), BLOCK_C)
     if D > 2 * HALF:
         tail = load_tail(x_ptr, x_at, mask, 2 * HALF, D - 2 * HALF, BLOCK_REST)
@@ -226,11 +221,7 @@ def _qk_norm_rope_kernel(
     BLOCK_D: tl.constexpr,
     PAIRS: tl.constexpr,
     PLUS_ONE: tl.constexpr,
-    AXES: tl.constexpr,
-    S0: tl.constexpr,
-    S1: tl.constexpr,
-    S2: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     GROUPS: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -255,7 +246,7 @@ def _qk_norm_rope_kernel(
         x_at, y_at = x_token + heads * D, (tokens * q_stride_t)[:, None] + heads * q_stride_h
         _norm_rotate_heads(
             qkv_ptr, q_ptr, q_weight_ptr, x_at, y_at, is_token & (heads < HQ), table_ptr, positions_ptr, tokens,
-            T, P, eps, None, None, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT, LARGEST,
+            T, P, eps, None, None, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, HAS_POSITIONS, LARGEST,
             IS_INTEGER, OVERLAP,
         )  # fmt: skip
     elif group < q_groups + k_groups:
@@ -269,7 +260,7 @@ def _qk_norm_rope_kernel(
             scale_at = _scale_places(slots_ptr, tokens, is_token, heads, HK, CACHE_BLOCK)
         _norm_rotate_heads(
             qkv_ptr, k_ptr, k_weight_ptr, x_at, y_at, is_token & (heads < HK), table_ptr, positions_ptr, tokens,
-            T, P, eps, k_scale_ptr, scale_at, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, AXES, S0, S1, S2, LAYOUT,
+            T, P, eps, k_scale_ptr, scale_at, D, HALF, BLOCK_C, BLOCK_REST, PAIRS, PLUS_ONE, HAS_POSITIONS,
             LARGEST, IS_INTEGER, OVERLAP,
         )  # fmt: skip
     else:
@@ -323,7 +314,6 @@ def write(
     if qkv.shape[0]:
         weights, cos_sin = (options.pop("q_weight"), options.pop("k_weight")), options.pop("cos_sin")
         heads = options.pop("num_heads"), options.pop("num_kv_heads")
-        options |= {"sections": None, "layout": "chunked"}
         outputs, scales = (q, k_cache, v_cache), (k_scale, v_scale)
         _launch(token_rows(qkv), weights, outputs, cos_sin, None, slots.contiguous(), scales, heads[1], **options)
 
@@ -340,17 +330,13 @@ def _launch(
     *,
     eps: float,
     plus_one: bool,
-    sections: Sequence[int] | None,
-    layout: str,
     style: str,
 ) -> None:
     q, k, v = outputs
     heads = hq, hk = q.shape[-2], num_kv_heads
     dim = q.shape[-1]
     table, index = flat_table(cos_sin, positions)
-    constants = launch_constants(
-        hq, hk, dim, cos_sin.shape[-1], positions is not None, as_tuple(sections), layout, style, plus_one
-    )
+    constants = launch_constants(hq, hk, dim, cos_sin.shape[-1], positions is not None, style, plus_one)
     groups = sum(head_groups(heads, constants["BLOCK_H"])[: 2 if v is None else 3])
     _qk_norm_rope_kernel[(ceil_div(rows.shape[0], constants["BLOCK_T"]) * groups,)](
         rows,
@@ -394,10 +380,6 @@ def token_rows(x: Tensor) -> Tensor:
     return readable(x).reshape(-1, x.shape[-1])
 
 
-def as_tuple(sections: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if sections is None else tuple(sections)
-
-
 @functools.lru_cache(maxsize=1024)
 def launch_constants(
     heads: int,
@@ -405,8 +387,6 @@ def launch_constants(
     dim: int,
     rotary: int,
     has_positions: bool,
-    sections: tuple[int, ...] | None,
-    layout: str,
     style: str,
     plus_one: bool,
 ) -> dict[str, int]:
@@ -425,5 +405,5 @@ def launch_constants(
         "PAIRS": style == "pairs",
         "PLUS_ONE": plus_one,
         "num_warps": 1,
-        **angle_constants(rotary, has_positions, sections, layout),
+        **angle_constants(rotary, has_positions),
     }

@@ -1,37 +1,40 @@
 """`qk_norm_rope` and `write_kv` in one operator: keys and values are written directly into the paged cache."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from .._check import check_cache, check_slots
 from .._draw import Draw
 from .._formats import FORMATS
 from .._op import Values, operator
+from ..rope.contract import check_rotation
 from ..rope.tables import Style
-from .qk_norm_rope import check_qkv, make_case, qk_norm_rope, split_heads, triton_reason
+from .qk_norm_rope import make_case, qk_norm_rope, split_heads, triton_reason
 from .write_kv import draw_caches, write_kv
 
+_SCALE = Annotated[Tensor | None, "[blocks, num_kv_heads, size] fp32, contiguous"]
 
-def _check(qkv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **options: Any) -> None:
-    name, num_heads, num_kv_heads = "qk_norm_rope_write", options["num_heads"], options["num_kv_heads"]
-    options.pop("style")
-    scales = options.pop("k_scale"), options.pop("v_scale")
-    check_qkv(name, qkv, positions=None, sections=None, layout="chunked", **options)
-    check_cache(name, k_cache, v_cache, *scales)
-    dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
-    if qkv.dim() != 2 or q.shape != (qkv.shape[0], num_heads, dim) or q.dtype != qkv.dtype:
+
+def _check(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    **_: object,
+) -> None:
+    name = "qk_norm_rope_write"
+    check_rotation(name, q, cos_sin, None)
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError(f"{name}: one of k_scale and v_scale is given, expected both or neither")
+    if (k_scale is None) != (k_cache.dtype == qkv.dtype):
+        scales = "no scales are" if k_scale is None else "k_scale is"
         raise ValueError(
-            f"{name}: qkv is {list(qkv.shape)}, q {list(q.shape)} {q.dtype}, expected [T, (HQ + 2 HK) D] and "
-            f"[T, {num_heads}, {dim}] in {qkv.dtype}"
+            f"{name}: k_cache is {k_cache.dtype} and {scales} given, expected {qkv.dtype} without scales, int8 or "
+            "float8_e4m3fn with them"
         )
-    if k_cache.shape[2:] != (num_kv_heads, dim) or (scales[0] is None and k_cache.dtype != qkv.dtype):
-        raise ValueError(
-            f"{name}: k_cache is {list(k_cache.shape)} {k_cache.dtype}, expected [blocks, block size, {num_kv_heads}, "
-            f"{dim}] in {qkv.dtype}"
-        )
-    check_slots(name, slots, qkv.shape[0], k_cache)
 
 
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
@@ -41,29 +44,28 @@ def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
 
 @operator(check=_check, mutates=("q", "k_cache", "v_cache", "k_scale", "v_scale"), bytes=_bytes)
 def qk_norm_rope_write(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos_sin: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    qkv: Annotated[Tensor, "[T, num_heads*D + 2*num_kv_heads*D] float"],
+    q_weight: Annotated[Tensor, "[D] qkv or fp32"],
+    k_weight: Annotated[Tensor, "[D] qkv or fp32"],
+    cos_sin: Annotated[Tensor, "[T, 2*H>0] fp32 or qkv, constant"],
+    q: Annotated[Tensor, "[T, num_heads, D] qkv"],
+    k_cache: Annotated[Tensor, "[blocks, size, num_kv_heads, D] qkv or int8 or fp8"],
+    v_cache: Annotated[Tensor, "[blocks, size, num_kv_heads, D] k_cache"],
+    slots: Annotated[Tensor, "[T] int, up to blocks*size - 1"],
+    k_scale: _SCALE = None,
+    v_scale: _SCALE = None,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
+    num_heads: Annotated[int, "> 0"],
+    num_kv_heads: Annotated[int, "> 0"],
+    eps: Annotated[float, "> 0"] = 1e-6,
     plus_one: bool = False,
     style: Style = "half",
 ) -> None:
     """Normalise and rotate the query and key heads of new tokens; store q, and write k and v into the cache.
 
-    qkv: [T, (HQ + 2 HK) D], q_weight, k_weight: [D], cos_sin: [T, R] with one row per token, all as in `qk_norm_rope`;
-    q: [T, HQ, D], written; k_cache, v_cache: [blocks, block size, HK, D], written; slots: [T] and, where the cache
-    holds codes, k_scale and v_scale, written, all as in `write_kv`. Values are rounded to qkv's dtype before they are
-    quantised. Returns nothing. Raises ValueError when shapes or dtypes do not fit.
+    qkv, the weights and cos_sin, one row per token, are as in `qk_norm_rope`. q is written; k_cache and v_cache are
+    written at slots and, where the cache holds codes, k_scale and v_scale, all as in `write_kv`. Values are rounded to
+    qkv's dtype before they are quantised. Returns nothing.
 
         ops.qk_norm_rope_write(qkv, q_norm, k_norm, rows, q, k_cache, v_cache, slots, num_heads=32, num_kv_heads=4)
     """
@@ -113,7 +115,7 @@ def _npu_reason(
 def _(q: Tensor, **arguments: Any) -> None:
     cache = {name: arguments.pop(name) for name in ("k_cache", "v_cache", "slots", "k_scale", "v_scale")}
     norm_rope = qk_norm_rope.impls["torch_npu"].function
-    rotated, k, v = norm_rope(**arguments, positions=None, sections=None, layout="chunked", with_v=True)
+    rotated, k, v = norm_rope(**arguments, positions=None, with_v=True)
     q.copy_(rotated)
     write_kv.impls["torch_npu"].function(k=k, v=v, **cache)
 
@@ -160,7 +162,7 @@ def _make(
         slots = torch.where(torch.arange(count, device=device) % 3 == 1, -1, slots)
     slots = slots.int() if short else slots
     q = torch.zeros(count, values["num_heads"], dim, **draw.kind)
-    values = {n: v for n, v in values.items() if n not in ("positions", "sections", "layout", "with_v")}
+    values = {n: v for n, v in values.items() if n not in ("positions", "with_v")}
     return values | {"q": q, **caches, "slots": slots}
 
 

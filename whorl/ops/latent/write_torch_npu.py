@@ -51,7 +51,7 @@ def latent_reason(
     norm = rms_norm_limit(
         shape=(len(kv), split), gamma_shape=weight.shape, dtype=dtype_name(kv), gamma_dtype=dtype_name(weight)
     )
-    return norm or rope_reason(kv[:, None, split:], None, cos_sin)
+    return norm or rope_reason(kv[:, None, split:], cos_sin)
 
 
 def latent_write(
@@ -75,7 +75,7 @@ def latent_write(
 
 def index_reason(k: Tensor, cos_sin: Tensor, cache: Tensor, **_: object) -> str | None:
     """Return None, or the reason that torch_npu's operators cannot compute `index_write`."""
-    return _store_reason(k, cache) or rope_reason(k[:, None], None, cos_sin)
+    return _store_reason(k, cache) or rope_reason(k[:, None], cos_sin)
 
 
 def index_write(

@@ -1,24 +1,10 @@
 """Rotary position embedding (RoPE) of queries and keys.
 
-`contract.py` has the operators and their references, `tables.py` the cos/sin tables, `triton.py` and `torch_npu.py` the
-kernels, `backends.py` which kernel takes which arguments, and `cases.py` the cases of tests and benchmarks.
+`contract.py` has the operators, which backend takes which arguments and the cases of tests and benchmarks, `tables.py`
+the cos/sin tables, `triton.py` and `torch_npu.py` the kernels.
 """
 
-from . import backends, cases
-from .contract import mrope, mrope_, mrope_backward, rope, rope_, rope_backward
+from .contract import rope, rope_
 from .tables import merge_mrope, mrope_axes, table_dtype, tokens_first
 
-__all__ = [
-    "backends",
-    "cases",
-    "merge_mrope",
-    "mrope",
-    "mrope_",
-    "mrope_axes",
-    "mrope_backward",
-    "rope",
-    "rope_",
-    "rope_backward",
-    "table_dtype",
-    "tokens_first",
-]
+__all__ = ["merge_mrope", "mrope_axes", "rope", "rope_", "table_dtype", "tokens_first"]

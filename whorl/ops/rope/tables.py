@@ -7,13 +7,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from whorl.contracts import interleaved_range_reason
 from whorl.device import BACKENDS
 
-from .checks import check_places, check_sections
+from .._tracing import is_readable
 
 Style = Literal["half", "pairs"]
+OutStyle = Literal["half", "pairs", None]
 Where = Literal["leading", "trailing"]
-Layout = Literal["chunked", "interleaved", "hwt"]
+LAYOUTS = ("chunked", "interleaved", "hwt")  # of MRoPE sections, as merge_mrope explains them
+INTEGERS = (torch.int32, torch.int64)
 
 # The two dims to transpose so that the token dims come first; None where they already do.
 _SWAPPED = {"thd": None, "bshd": None, "bhsd": (1, 2), "sbhd": (0, 1)}
@@ -65,26 +68,52 @@ def mrope_axes(sections: Sequence[int], layout: str) -> list[int]:
 
 
 def merge_mrope(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str = "chunked") -> Tensor:
-    """Look up table rows with which `rope` computes `mrope`: each pair has the angle of its own axis.
+    """Look up the table rows of tokens with several positions: each pair of channels has the angle of its own axis.
 
-    cos_sin: [P, R], positions: [A, *tokens]; sections and layout as in `mrope`; returns [*tokens, R]. Merge the axes
-    once per step and share the rows between layers. Raises ValueError when sections do not fit or, on the CPU, a
-    position is outside the table.
+    cos_sin: [P, R]; positions: [A, *tokens] int32 or int64, A = 3 rows t, h, w (time, height, width) or 4; sections: A
+    counts of pairs that sum to R/2; returns rows [*tokens, R] for `rope`. Merge the axes once per step and share the
+    rows between layers. `layout` assigns the R/2 pairs to axes. `chunked` (Qwen2-VL): first the pairs of t, then of h,
+    then of w. `interleaved` (Qwen3-VL, as in transformers): pairs 1, 4, ... below 3h follow h, pairs 2, 5, ... below 3w
+    follow w, the others t, where h and w are their sections; torch_npu's published formula bounds w by 3h instead.
+    `hwt` (Ernie-4.5-VL), with sections (h, w, t): pairs of h and w alternate, then t. Raises ValueError when sections
+    do not fit or, on the CPU, a position is outside the table.
 
         rows = ops.merge_mrope(table, positions, [24, 20, 20], "interleaved")
         q, k = ops.rope(q, k, rows)
     """
-    check_sections("merge_mrope", cos_sin, positions, sections, layout)
+    if positions.dtype not in INTEGERS:
+        raise ValueError(f"merge_mrope: positions is {positions.dtype}, expected torch.int32 or torch.int64")
+    _check_sections(cos_sin, positions, sections, layout)
     check_places("merge_mrope", cos_sin, positions)
-    return merged_rows(cos_sin, positions, sections, layout)
+    rows = cos_sin[positions].unflatten(-1, (2, -1))  # [A, *tokens, cos and sin, R/2]
+    merged = rows[0].clone()
+    for axis, channels in _mrope_slices(sections, layout):
+        merged[..., channels] = rows[axis][..., channels]
+    return merged.flatten(-2)
 
 
-# ---- channel orders and table rows
+def _check_sections(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> None:
+    """Raise ValueError unless the sections fit the positions, the table and the layout."""
+    name, half = "merge_mrope", cos_sin.shape[-1] // 2
+    if layout not in LAYOUTS:
+        raise ValueError(f"{name}: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+    if len(sections) != positions.shape[0]:
+        raise ValueError(
+            f"{name}: positions has {positions.shape[0]} rows, sections {list(sections)} need {len(sections)}"
+        )
+    if len(sections) not in (3, 4) or min(sections) < 0:
+        raise ValueError(f"{name}: sections is {list(sections)}, expected 3 or 4 counts of channels")
+    if sum(sections) != half:
+        raise ValueError(f"{name}: sections {list(sections)} sum to {sum(sections)}, the table has {half} channels")
+    if layout != "chunked" and len(sections) != 3:
+        raise ValueError(f"{name}: layout {layout!r} takes 3 sections, got {list(sections)}")
+    if layout == "interleaved" and (why := interleaved_range_reason(sections)):
+        raise ValueError(f"{name}: sections {list(sections)} cannot be interleaved: {why}")
+    if layout == "hwt" and sections[0] != sections[1]:
+        raise ValueError(f"{name}: sections {list(sections)}: h and w alternate in layout 'hwt' and must be equal")
 
 
-def read_write_orders(style: str, pairs_out: str) -> tuple[str, str]:
-    """Return the orders in which channels are read and written, each "half" or "pairs"."""
-    return (style, pairs_out) if style == "pairs" else ("half", "half")
+# ---- rows of tokens
 
 
 def token_rows(cos_sin: Tensor, positions: Tensor | None) -> Tensor:
@@ -92,10 +121,15 @@ def token_rows(cos_sin: Tensor, positions: Tensor | None) -> Tensor:
     return cos_sin if positions is None else cos_sin[positions]
 
 
-def merged_rows(cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str) -> Tensor:
-    """Compute `merge_mrope` without checks. cos_sin: [P, R], positions: [A, *tokens]; returns [*tokens, R]."""
-    rows = cos_sin[positions].unflatten(-1, (2, -1))  # [A, *tokens, cos and sin, R/2]
-    merged = rows[0].clone()
-    for axis, channels in _mrope_slices(sections, layout):
-        merged[..., channels] = rows[axis][..., channels]
-    return merged.flatten(-2)
+def check_places(name: str, cos_sin: Tensor, positions: Tensor) -> None:
+    """Raise ValueError unless cos_sin is a table [P, R] that has a row for each of the positions.
+
+    Their values are compared if `is_readable`.
+    """
+    if cos_sin.dim() != 2:
+        raise ValueError(f"{name}: cos_sin is {list(cos_sin.shape)}, expected a table [P, R] to look positions up in")
+    if positions.numel() and is_readable(positions):
+        low, high = (int(v) for v in positions.aminmax())
+        if low < 0 or high >= cos_sin.shape[0]:
+            wrong = low if low < 0 else high
+            raise ValueError(f"{name}: position {wrong} is outside the table of {cos_sin.shape[0]} rows")

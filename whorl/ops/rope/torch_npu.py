@@ -1,28 +1,24 @@
 """The rotation on Ascend. npu_mrope looks positions up itself, in a table of q's dtype.
 
-With such a table (`table_dtype`), positions and sections are passed to npu_mrope and no rows are gathered. With an
-fp32 table, with sections that npu_mrope does not document, and for an inverse rotation, the rows of the tokens are
-gathered and rounded first, because casting T rows is cheap and casting a whole table in every layer is not. npu_mrope
-then gets the rows as its table and 0..T-1 as positions. Either way cosines and sines are rounded to q's dtype. What
-npu_mrope does not take is rotated by npu_interleave_rope or npu_rotary_mul.
+With such a table (`table_dtype`), positions are passed to npu_mrope and no rows are gathered. With an fp32 table, and
+for an inverse rotation, the rows of the tokens are gathered and rounded first, because casting T rows is cheap and
+casting a whole table in every layer is not. npu_mrope then gets the rows as its table and 0..T-1 as positions, as it
+does where the caller has looked rows up (or merged them: `merge_mrope`). Either way cosines and sines are rounded to
+q's dtype. What npu_mrope does not take is rotated by npu_interleave_rope or npu_rotary_mul.
 """
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from whorl.contracts import interleaved_formulas_differ, interleaved_range_reason, mrope_limit, rotary_mul_limit
+from whorl.contracts import mrope_limit, rotary_mul_limit
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
 
 _MODE = {"half": "half", "pairs": "interleave"}  # torch_npu's rotary_mode
-_CACHE_MODE = {"chunked": "default", "interleaved": "interleave"}
 
 
-def reason(q: Tensor, k: Tensor | None, cos_sin: Tensor) -> str | None:
+def reason(q: Tensor, cos_sin: Tensor, **_: object) -> str | None:
     """Return None, or the reason that no torch_npu operator takes this rotation."""
     if not q.numel():
         return "empty tensors are not taken"
@@ -41,7 +37,7 @@ def rotate_both(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k by rows [*tokens, R], by one npu_mrope where its limits allow, else by one call per tensor.
 
-    The arguments and results are those of `rotate_both` in contract.py.
+    Channels are read in the order `read` and written in the order `write`, each "half" or "pairs".
     """
     rows = rows.reshape(-1, rows.shape[-1])
     if inverse:
@@ -62,24 +58,7 @@ def rope_directly(
     return _mrope(q, k, cos_sin, positions.reshape(-1).contiguous(), style)
 
 
-def mrope_directly(
-    q: Tensor, k: Tensor | None, cos_sin: Tensor, positions: Tensor, sections: Sequence[int], layout: str, style: str
-) -> tuple[Tensor, Tensor] | None:
-    """Rotate by npu_mrope, which merges the axes itself; None where its documented limits forbid that."""
-    if k is None or layout not in _CACHE_MODE or cos_sin.dtype != q.dtype:
-        return None
-    if layout == "interleaved" and (interleaved_range_reason(sections) or interleaved_formulas_differ(sections)):
-        return None
-    if layout == "interleaved" and "cache_mode" not in _torch_npu.installed().arguments["npu_mrope"]:
-        return None
-    flat = positions.reshape(positions.shape[0], -1).contiguous()
-    options = {"sections": sections, "cache_mode": _CACHE_MODE[layout]}
-    if _mrope_reason(q, k, cos_sin, positions_shape=flat.shape, **options) is not None:
-        return None
-    return _mrope(q, k, cos_sin, flat, style, mrope_section=list(sections), cache_mode=_CACHE_MODE[layout])
-
-
-def _mrope_reason(q: Tensor, k: Tensor, table: Tensor, **options: Any) -> str | None:
+def _mrope_reason(q: Tensor, k: Tensor, table: Tensor) -> str | None:
     tokens = q.shape[:-2].numel()
     return mrope_limit(
         query_shape=(tokens, q.shape[-2] * q.shape[-1]),
@@ -88,12 +67,11 @@ def _mrope_reason(q: Tensor, k: Tensor, table: Tensor, **options: Any) -> str | 
         head_size=q.shape[-1],
         dtype=dtype_name(q),
         table_dtype=dtype_name(q),
-        **({"positions_shape": (tokens,)} | options),
+        positions_shape=(tokens,),
     )
 
 
-def _mrope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, style: str, **options: Any) -> tuple[Tensor, Tensor]:
-    options = {"mrope_section": [0, 0, 0], "cache_mode": "default"} | options
+def _mrope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, style: str) -> tuple[Tensor, Tensor]:
     q_out, k_out = _torch_npu.call(
         "npu_mrope",
         positions=positions,
@@ -102,7 +80,8 @@ def _mrope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, style: str, *
         cos_sin_cache=table.contiguous(),
         head_size=q.shape[-1],
         rotary_mode=_MODE[style],
-        **options,
+        mrope_section=[0, 0, 0],
+        cache_mode="default",
     )
     return q_out.reshape(q.shape), k_out.reshape(k.shape)
 

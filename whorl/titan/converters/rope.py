@@ -80,7 +80,7 @@ class RopeConverter(Converter):
     """Converts our Rotary modules and the attention modules of TorchTitan."""
 
     name = "whorl_rope"
-    operators = ("rope", "rope_backward")
+    operators = ("rope",)
 
     def is_candidate(self, module: nn.Module) -> bool:
         return type(module) is Rotary or _rotary_function(module) is not None
