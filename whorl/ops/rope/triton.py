@@ -240,42 +240,58 @@ def _launch(
     k_strides: Strides | None,
     table_shape: torch.Size,
     in_place: bool,
+    *options: Any,
+) -> Callable[..., None] | None:
+    """Return the launch for tensors of these shapes and strides; None where there are no tokens.
+
+    options: the others of `_plan`, in its order.
+    """
+    tokens, kv_heads = q_shape[:-2].numel(), 0 if k_shape is None else k_shape[-2]
+    if not tokens:
+        return None
+    constants, groups = _plan(q_shape[-2], kv_heads, q_shape[-1], table_shape[-1], in_place, *options)
+    shapes = (q_shape, q_shape if k_shape is None else k_shape)
+    inputs = (q_strides, q_strides if k_strides is None else k_strides)
+    outputs = inputs if in_place else tuple(contiguous_strides(shape) for shape in shapes)
+    return prepare(
+        _rope_kernel,
+        (ceil_div(tokens, constants["BLOCK_T"]) * groups,),
+        *(tokens, q_shape[-3], table_shape[0]),
+        *(stride for strides in (*inputs, *outputs) for stride in token_strides(strides)),
+        BATCHED=len(q_shape) == 4,
+        **constants,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotary: int,
+    in_place: bool,
     has_positions: bool,
     style: str,
     out_style: str | None,
     where: str,
     inverse: bool,
-) -> Callable[..., None] | None:
-    """Return the launch for tensors of these shapes and strides; None where there are no tokens."""
-    *_, S, heads, dim = q_shape
-    kv_heads = 0 if k_shape is None else k_shape[-2]
-    tokens, rotary = q_shape[:-2].numel(), table_shape[-1]
-    if not tokens:
-        return None
-    shapes = (q_shape, q_shape if k_shape is None else k_shape)
-    inputs = (q_strides, q_strides if k_strides is None else k_strides)
-    outputs = inputs if in_place else tuple(contiguous_strides(shape) for shape in shapes)
+) -> tuple[dict[str, int], int]:
+    """Return the constants that do not depend on the number of tokens, and how many programs share a token's heads."""
     unrotated = 0 if in_place else dim - rotary
-    blocks = _blocks(heads, rotary)
-    groups = sum(ceil_div(h, blocks["BLOCK_H"]) for h in (heads, kv_heads))
-    return prepare(
-        _rope_kernel,
-        (ceil_div(tokens, blocks["BLOCK_T"]) * groups,),
-        *(tokens, S, table_shape[0]),
-        *(stride for strides in (*inputs, *outputs) for stride in token_strides(strides)),
-        BATCHED=len(q_shape) == 4,
-        HQ=heads,
-        HK=kv_heads,
-        START=0 if where == "leading" else dim - rotary,
-        REST_START=rotary if where == "leading" else 0,
-        REST=unrotated,
-        BLOCK_REST=power_of_2(unrotated),
-        READ_PAIRS=style == "pairs",
-        WRITE_PAIRS=(out_style or style) == "pairs",
-        INVERSE=inverse,
+    constants = {
+        "HQ": heads,
+        "HK": kv_heads,
+        "START": 0 if where == "leading" else dim - rotary,
+        "REST_START": rotary if where == "leading" else 0,
+        "REST": unrotated,
+        "BLOCK_REST": power_of_2(unrotated),
+        "READ_PAIRS": style == "pairs",
+        "WRITE_PAIRS": (out_style or style) == "pairs",
+        "INVERSE": inverse,
         **angle_constants(rotary, has_positions),
-        **blocks,
-    )
+        **_blocks(heads, rotary),
+    }
+    return constants, sum(ceil_div(h, constants["BLOCK_H"]) for h in (heads, kv_heads))
 
 
 def _readable(x: Tensor, in_place: bool) -> Tensor:
