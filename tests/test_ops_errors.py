@@ -115,7 +115,7 @@ PACKED: dict[str, tuple[Change, str]] = {
     ),
     "width that is no number of heads": (
         put(qkv=narrow(62)),
-        r"qkv is \[5, 62\] .*, expected \[5, 2\*D \+ 2\*1\*D\]",
+        r"qkv is \[5, 62\] .*, expected \[5, \(2 \+ 2\*1\)\*D\]",
     ),
     "no heads": (
         put(num_heads=0, q_weight=torch.ones(32), k_weight=torch.ones(32)),

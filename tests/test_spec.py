@@ -1,7 +1,7 @@
 """What a signature states of an operator's arguments: sizes, dtypes, ranges, and the errors and fakes that follow."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
@@ -85,6 +85,41 @@ def test_the_fake_follows_from_the_outputs() -> None:
     expected = spread(**arguments())
     fakes = spread(**{name: value.to("meta") for name, value in arguments().items()})
     assert [(f.shape, f.dtype) for f in fakes] == [(e.shape, e.dtype) for e in expected]
+
+
+@operator(absent={1: "y"})
+def looked_up(
+    x: Annotated[Tensor, "[..., D] float"],
+    y: Annotated[Tensor | None, "[..., E] x"],
+    table: Annotated[Tensor, "[*P, D] x"],
+    index: Annotated[Tensor, "[*P, 1] int"],
+    *,
+    order: Literal["up", None] = None,
+) -> tuple[Annotated[Tensor, "[..., D] x"], Annotated[Tensor | None, "[..., E] x"]]:
+    """A contract with two groups of leading dims, an absent output and an option that may be None."""
+    return x.clone(), None if y is None else y.clone()
+
+
+del OPS["looked_up"]
+
+
+def test_leading_dims_of_a_name_are_the_same_ones() -> None:
+    x, table = torch.zeros(5, 2, 8), torch.zeros(3, 4, 8)
+    looked_up(x, None, table, torch.zeros(3, 4, 1).long())
+    looked_up(x, x, table[0, 0], torch.zeros(1).long(), order="up")
+    with pytest.raises(ValueError, match=re.escape("looked_up: table is [3, 4, 8] torch.float32, expected [3, 8] ")):
+        looked_up(x, None, table, torch.zeros(3, 1).long())
+    with pytest.raises(ValueError, match="looked_up: order is 'down', expected one of up, None"):
+        looked_up(x, None, table, torch.zeros(3, 4, 1).long(), order="down")
+
+
+@pytest.mark.parametrize("y", [None, torch.zeros(5, 3, device="meta")])
+def test_the_fake_of_an_absent_output_is_none(y: Tensor | None) -> None:
+    x, index = torch.zeros(5, 8, device="meta"), torch.zeros(2, 1, device="meta").long()
+    first, second = looked_up(x, y, x[:2], index)
+    assert first.shape == (5, 8)
+    assert (second is None) == (y is None)
+    assert y is None or second.shape == y.shape
 
 
 def test_a_statement_that_cannot_be_read_is_refused_where_it_stands() -> None:

@@ -15,7 +15,7 @@ from ..rope.contract import make_case as make_rope
 from ..rope.contract import triton_reason as table_reason
 from ..rope.tables import Style
 
-_QKV = Annotated[Tensor, "[..., num_heads*D + 2*num_kv_heads*D] float"]
+_QKV = Annotated[Tensor, "[..., (num_heads + 2*num_kv_heads)*D] float"]
 _WEIGHT = Annotated[Tensor, "[D] qkv or fp32"]
 _TABLE = Annotated[Tensor, "[*P, 2*H>0] fp32 or qkv, constant"]
 _POSITIONS = Annotated[Tensor | None, "[...] int"]
@@ -111,7 +111,7 @@ def qk_norm_rope_backward(
     plus_one: bool = False,
     style: Style = "half",
 ) -> tuple[
-    Annotated[Tensor, "[..., num_heads*D + 2*num_kv_heads*D] qkv"],
+    Annotated[Tensor, "[..., (num_heads + 2*num_kv_heads)*D] qkv"],
     Annotated[Tensor, "[D] q_weight"],
     Annotated[Tensor, "[D] k_weight"],
 ]:

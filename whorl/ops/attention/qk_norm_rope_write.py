@@ -44,7 +44,7 @@ def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
 
 @operator(check=_check, mutates=("q", "k_cache", "v_cache", "k_scale", "v_scale"), bytes=_bytes)
 def qk_norm_rope_write(
-    qkv: Annotated[Tensor, "[T, num_heads*D + 2*num_kv_heads*D] float"],
+    qkv: Annotated[Tensor, "[T, (num_heads + 2*num_kv_heads)*D] float"],
     q_weight: Annotated[Tensor, "[D] qkv or fp32"],
     k_weight: Annotated[Tensor, "[D] qkv or fp32"],
     cos_sin: Annotated[Tensor, "[T, 2*H>0] fp32 or qkv, constant"],
