@@ -39,7 +39,7 @@ class Layer(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         # The residual is added and normalised in one pass over memory.
         y, x = ops.add_rms_norm(self.out(mixed.transpose(1, 2).flatten(-2)), x, self.norms[1])
-        return x + self.down(ops.swiglu(self.gate_up(y)))
+        return x + self.down(ops.glu(self.gate_up(y)))
 
 
 class Model(nn.Module):
