@@ -59,7 +59,7 @@ ROTARY: dict[str, tuple[Change, str]] = {
     ),
     "k of another dtype": (put(k=torch.Tensor.half), r"k is \[5, 1, 16\] torch\.float16, expected .*torch\.float32"),
     "k of other tokens": (put(k=lambda k: k[:4]), r"k is \[4, 1, 16\] .*, expected \[5, HK, 16\]"),
-    "k of another head size": (put(k=narrow(8)), r"k is \[5, 1, 8\] .*, expected \[5, 1, 16\]"),
+    "k of another head size": (put(k=narrow(8)), r"k is \[5, 1, 8\] .*, expected \[5, HK, 16\]"),
     "k without heads": (put(k=lambda k: k[:, 0]), r"k is \[5, 16\] .*, expected \[5, HK, 16\]"),
     "low precision table": (
         put(cos_sin=torch.Tensor.bfloat16),
@@ -70,9 +70,9 @@ ROTARY: dict[str, tuple[Change, str]] = {
         r"cos_sin is \[\d+, 16\] torch\.float64, expected .* torch\.float32",
     ),
     "trained table": (put(cos_sin=lambda t: t.clone().requires_grad_()), r"cos_sin requires a gradient, expected"),
-    "odd rotary size": (put(cos_sin=narrow(15)), r"cos_sin is \[\d+, 15\] .*, expected \[\d+, 2\*H > 0\]"),
+    "odd rotary size": (put(cos_sin=narrow(15)), r"cos_sin is \[\d+, 15\] .*, expected \[.*, 2\*H > 0\]"),
     "rotary size past the head": (put(cos_sin=lambda t: torch.cat((t, t), -1)), r"width 32, expected .* at most 16"),
-    "no rotary size": (put(cos_sin=narrow(0)), r"cos_sin is \[\d+, 0\] .*, expected \[\d+, 2\*H > 0\]"),
+    "no rotary size": (put(cos_sin=narrow(0)), r"cos_sin is \[\d+, 0\] .*, expected \[.*, 2\*H > 0\]"),
     "floating positions": (put(positions=torch.Tensor.float), r"positions is .* torch\.float32, expected .*int32 or"),
     "position past the table": (set_position(64), r"position 64 is outside the table of 64 rows"),
     "negative position": (set_position(-1), r"position -1 is outside the table of 64 rows"),
@@ -115,7 +115,7 @@ PACKED: dict[str, tuple[Change, str]] = {
     ),
     "width that is no number of heads": (
         put(qkv=narrow(62)),
-        r"qkv is \[5, 62\] .*, expected \[5, \(2 \+ 2\*1\)\*D\]",
+        r"qkv is \[5, 62\] .*, expected \[.*, \(2 \+ 2\*1\)\*D\]",
     ),
     "no heads": (
         put(num_heads=0, q_weight=torch.ones(32), k_weight=torch.ones(32)),

@@ -158,10 +158,10 @@ class Bounds:
     def parse(cls, text: str) -> "Bounds":
         if text in ("> 0", ">= 0"):
             return cls(Expression.parse("0"), None, is_open=text == "> 0")
-        found = _RANGE.fullmatch(text)
-        if found is None:
+        match = _RANGE.fullmatch(text)
+        if match is None:
             raise SyntaxError(f"{text!r}, expected '> 0', '>= 0' or 'LOW to HIGH'")
-        return cls.between(found["low"], found["high"])
+        return cls.between(match["low"], match["high"])
 
     @classmethod
     def between(cls, low: str | None, high: str | None) -> "Bounds":
@@ -198,20 +198,20 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, name: str, text: str) -> "TensorSpec":
-        found = _TENSOR.fullmatch(text)
-        if found is None:
+        match = _TENSOR.fullmatch(text)
+        if match is None:
             raise SyntaxError(f"{name} is stated as {text!r}, expected '[dims] dtypes, ...' as in _spec.py")
-        dims = [dim.strip() for dim in found["dims"].split(",") if dim.strip()]
+        dims = [dim.strip() for dim in match["dims"].split(",") if dim.strip()]
         leading = dims.pop(0) if dims and dims[0].startswith((LEADING, "*")) else ""
         return cls(
             name=name,
             leading=leading,
             dims=tuple(Expression.parse(dim) for dim in dims),
-            kinds=tuple(found["kinds"].split(" or ")),
-            bounds=Bounds.between(found["low"], found["high"]) if found["low"] or found["high"] else None,
-            is_contiguous=found["contiguous"] is not None,
-            is_constant=found["constant"] is not None,
-            hint=f"; {found['hint']}" if found["hint"] else "",
+            kinds=tuple(match["kinds"].split(" or ")),
+            bounds=Bounds.between(match["low"], match["high"]) if match["low"] or match["high"] else None,
+            is_contiguous=match["contiguous"] is not None,
+            is_constant=match["constant"] is not None,
+            hint=f"; {match['hint']}" if match["hint"] else "",
         )
 
     def fits(self, shape: Sequence[Any], sizes: Sizes, later: list[tuple["TensorSpec", Expression, Any]]) -> bool:
