@@ -348,8 +348,8 @@ def test_a_backward_of_32k_tokens_takes_a_tenth_of_its_results_beside_them(deter
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([0, 5], "indices go from 0 to 5, expected -1 to 4"),
-        ([-2, 1], "indices go from -2"),
+        ([0, 5], "indices has values from 0 to 5, expected -1 to 4"),
+        ([-2, 1], "indices has values from -2 to 1, expected -1 to 4"),
         ([3, 1], "row 0 of indices does not ascend"),
         ([2, 2], "row 0 of indices does not ascend"),
         ([-1, 2], "a key after a -1"),
@@ -364,11 +364,11 @@ def test_wrong_indices_are_refused(row: list[int], message: str) -> None:
 def test_wrong_shapes_are_refused() -> None:
     q, kv, indices = torch.randn(2, 1, 16), torch.randn(5, 1, 16), torch.zeros(2, 1, dtype=torch.int32)
     for wrong, message in (
-        ({"kv": torch.randn(5, 2, 16)}, r"expected \[T, HQ, D\] and \[S, 1, D\]"),
-        ({"kv": kv.half()}, "expected one floating point dtype"),
-        ({"indices": indices.long()}, "expected .* torch.int32"),
+        ({"kv": torch.randn(5, 2, 16)}, r"kv is \[5, 2, 16\] torch.float32, expected \[5, 1, 16\] torch.float32"),
+        ({"kv": kv.half()}, r"kv is \[5, 1, 16\] torch.float16, expected \[5, 1, 16\] torch.float32"),
+        ({"indices": indices.long()}, r"indices is \[2, 1\] torch.int64, expected \[2, 1\] torch.int32"),
         ({"scale": 0.0}, "expected a positive number"),
-        ({"value_dim": 17}, "value_dim is 17"),
+        ({"value_dim": 17}, "value_dim is 17, expected 0 to 16"),
     ):
         with pytest.raises(ValueError, match=message):
             sparse_attention(**({"q": q, "kv": kv, "indices": indices, "scale": 1.0} | wrong))

@@ -1,7 +1,8 @@
 """Attention over the keys that an indexer selected, forward and backward: the contracts and their references."""
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -16,29 +17,28 @@ CHUNK = 2**27  # elements of the largest temporary tensor of a reference
 LARGEST_VALUE, LARGEST_REST, MOST_HEADS = 512, 128, 128
 
 
-def _check_shapes(name: str, q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> None:
-    if not q.is_floating_point() or q.dtype != kv.dtype:
-        raise ValueError(f"{name}: q is {q.dtype}, kv {kv.dtype}, expected one floating point dtype")
-    if q.dim() != 3 or kv.dim() != 3 or kv.shape[1] != 1 or kv.shape[2] != q.shape[2]:
-        raise ValueError(f"{name}: q is {list(q.shape)}, kv {list(kv.shape)}, expected [T, HQ, D] and [S, 1, D]")
-    if indices.dim() != 2 or indices.shape[0] != q.shape[0] or indices.dtype != torch.int32:
-        raise ValueError(
-            f"{name}: indices is {list(indices.shape)} {indices.dtype}, expected [{q.shape[0]}, K] torch.int32"
-        )
-    if not 0 <= value_dim <= q.shape[2]:
-        raise ValueError(f"{name}: value_dim is {value_dim}, expected 0 (all) to D, {q.shape[2]}")
-    if not scale > 0:
-        raise ValueError(f"{name}: scale is {scale}, expected a positive number")
+_QUERIES = Annotated[Tensor, "[T, HQ, D] float"]
+_KEYS = Annotated[Tensor, "[S, 1, D] q"]
+_INDICES = Annotated[Tensor, "[T, K] int32, from -1 to S - 1"]
+_LSE = Annotated[Tensor, "[T, HQ] fp32"]
+_SCALE = Annotated[float, "> 0"]
 
 
 def check_indices(name: str, indices: Tensor, num_keys: int) -> None:
-    """Raise ValueError unless every row of indices ascends to its last key and is -1 after it, if `is_readable`."""
+    """Raise ValueError unless indices are from -1 to num_keys - 1 and in `check_order`, if `is_readable`."""
     if not is_readable(indices) or not indices.numel():
         return
     if int(indices.max()) >= num_keys or int(indices.min()) < -1:
         raise ValueError(
             f"{name}: indices go from {int(indices.min())} to {int(indices.max())}, expected -1 to {num_keys - 1}"
         )
+    check_order(name, indices)
+
+
+def check_order(name: str, indices: Tensor, **_: object) -> None:
+    """Raise ValueError unless every row of indices ascends to its last key and is -1 after it, if `is_readable`."""
+    if not is_readable(indices):
+        return
     before, after = indices[:, :-1], indices[:, 1:]
     wrong = (after >= 0) & (after <= before) | (after >= 0) & (before < 0)
     if wrong.any():
@@ -57,18 +57,6 @@ def check_outputs(
     check_like(name, "out", out, (*q.shape[:2], value_dim), q.dtype)
     check_like(name, "lse", lse, q.shape[:2], wide)
     check_like(name, "dlse", dlse, q.shape[:2], wide)
-
-
-def _check(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int, deterministic: bool) -> None:
-    _check_shapes("sparse_attention", q, kv, indices, scale, value_dim)
-    check_indices("sparse_attention", indices, kv.shape[0])
-
-
-def _check_backward(q: Tensor, kv: Tensor, indices: Tensor, scale: float, deterministic: bool, **outputs: Any) -> None:
-    name, (dout, out) = "sparse_attention_backward", (outputs["dout"], outputs["out"])
-    _check_shapes(name, q, kv, indices, scale, dout.shape[-1] if dout.dim() else -1)
-    check_indices(name, indices, kv.shape[0])
-    check_outputs(name, q, out.shape[-1] if out.dim() == 3 else 0, **outputs)
 
 
 def _chunks(q: Tensor, indices: Tensor) -> Iterator[slice]:
@@ -151,21 +139,26 @@ def _sharding(backward: bool) -> Any:
     return strategies
 
 
-@operator(check=_check, fake=_fake, flops=_flops, sharding=_sharding(backward=False))
+@operator(check=partial(check_order, "sparse_attention"), fake=_fake, flops=_flops, sharding=_sharding(backward=False))
 def sparse_attention(
-    q: Tensor, kv: Tensor, indices: Tensor, scale: float, *, value_dim: int = 0, deterministic: bool = False
-) -> tuple[Tensor, Tensor]:
+    q: _QUERIES,
+    kv: _KEYS,
+    indices: _INDICES,
+    scale: _SCALE,
+    *,
+    value_dim: Annotated[int, "0 to D"] = 0,
+    deterministic: bool = False,
+) -> tuple[Tensor, _LSE]:
     """Attend from every token to the keys listed in its row of `indices`; one tensor is keys and values of all heads.
 
-    q: [T, HQ, D] bf16, fp16 or fp32; kv: [S, 1, D] in q's dtype, its first `value_dim` channels (0: all) are the
-    values; indices: [T, K] int32, rows of kv in ascending order, each once, and -1 after the last. The indexer handles
-    causality and packed sequences: a token attends to every key listed for it. Returns out [T, HQ, DV] like q, and
-    lse [T, HQ] fp32, the natural logarithm of the sum of exp(scale * q.k). A token without keys gives zeros and -inf.
-    Scores, softmax and sums are in fp32; the weights may be rounded to q's dtype before they multiply the values; out
-    is rounded once. Absent keys are not read. For absorbed MLA D = 576, value_dim = 512, and scale is that of the
-    original heads, 192^-0.5. Differentiable in q and kv through both results; kv's gradient is summed in fp32, in a
-    fixed order with `deterministic` or torch.use_deterministic_algorithms. Raises ValueError when shapes, dtypes or
-    scale do not fit, and on the CPU when indices are out of range or out of order.
+    The first `value_dim` channels of kv (0: all) are the values; indices are rows of kv in ascending order, each once,
+    and -1 after the last; on the CPU other ones raise ValueError. The indexer handles causality and packed sequences: a
+    token attends to every key listed for it. Returns out [T, HQ, DV] like q, and lse, the natural logarithm of the sum
+    of exp(scale * q.k). A token without keys gives zeros and -inf. Scores, softmax and sums are in fp32; the weights
+    may be rounded to q's dtype before they multiply the values; out is rounded once. Absent keys are not read. For
+    absorbed MLA D = 576, value_dim = 512, and scale is that of the original heads, 192^-0.5. Differentiable in q and kv
+    through both results; kv's gradient is summed in fp32, in a fixed order with `deterministic` or
+    torch.use_deterministic_algorithms.
 
         out, lse = ops.sparse_attention(q, kv, indices, 192**-0.5, value_dim=512)
     """
@@ -179,30 +172,28 @@ def sparse_attention(
     return torch.cat(out).contiguous(), torch.cat(lse).contiguous()
 
 
-def _fake_backward(q: Tensor, kv: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), kv.new_empty(kv.shape)
-
-
-@operator(check=_check_backward, fake=_fake_backward, flops=_backward_flops, sharding=_sharding(backward=True))
+@operator(
+    check=partial(check_order, "sparse_attention_backward"), flops=_backward_flops, sharding=_sharding(backward=True)
+)
 def sparse_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None = None,
+    dout: Annotated[Tensor, "[T, HQ, DV] q"],
+    q: Annotated[Tensor, "[T, HQ, DV + R] float"],
+    kv: Annotated[Tensor, "[S, 1, DV + R] q"],
+    indices: _INDICES,
+    out: Annotated[Tensor, "[T, HQ, DV] q"],
+    lse: _LSE,
+    dlse: Annotated[Tensor | None, "[T, HQ] fp32"] = None,
     *,
-    scale: float,
+    scale: _SCALE,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Annotated[Tensor, "[T, HQ, DV + R] q"], Annotated[Tensor, "[S, 1, DV + R] q"]]:
     """Gradients of `sparse_attention` with respect to q and kv; dlse is the gradient that reaches lse.
 
-    dout, out: [T, HQ, DV]; lse, dlse: [T, HQ]; the other arguments are those of `sparse_attention`. Returns dq and dkv
-    like q and kv, contiguous, summed in fp32, rounded once; weights and score gradients may be rounded to q's dtype
-    before they are multiplied. The first DV channels of dkv include the gradient of the values. Tokens without keys and
-    keys that no token selected have zero gradients. `deterministic`: the same bits in every run; otherwise the
-    contributions of the tokens to dkv may be added in any order.
+    The other arguments are those of `sparse_attention`. Returns dq and dkv, contiguous, summed in fp32, rounded once;
+    weights and score gradients may be rounded to q's dtype before they are multiplied. The first DV channels of dkv
+    include the gradient of the values. Tokens without keys and keys that no token selected have zero gradients.
+    `deterministic`: the same bits in every run; otherwise the contributions of the tokens to dkv may be added in any
+    order.
     """
     dq, dkv = [], widen(kv[:, 0]) * 0
     for part in _chunks(q, indices):
@@ -247,8 +238,6 @@ def _triton_reason(q: Tensor, value_dim: int, **_: object) -> str | None:
 
 def _kernel_reason(q: Tensor, value_dim: int) -> str | None:
     """Return None, or the reason that the Triton kernels cannot take these queries."""
-    if q.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
     if q.shape[1] > MOST_HEADS:
         return f"takes up to {MOST_HEADS} heads, got {q.shape[1]}"
     if value_dim > LARGEST_VALUE or q.shape[2] - value_dim > LARGEST_REST:

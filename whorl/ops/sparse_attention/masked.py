@@ -1,7 +1,8 @@
 """Attention over selected keys for short sequences: ordinary heads, under a mask of one bit per query and key."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from functools import partial
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from .._op import Values, operator, widen
 from .._tracing import is_readable
 from . import masked_torch_npu
 from .bits import WORD, causal_bits, num_words, unpack
-from .contract import CHUNK, check_indices, check_outputs, softmax_sums
+from .contract import CHUNK, check_order, softmax_sums
 
 LARGEST_HEAD = 256  # channels of a head that the Triton kernels take
 # Number of keys above which gathering the selected keys is faster than masking all of them, by the backend of
@@ -50,31 +51,22 @@ def _crossover(kind: str) -> int:
 _crossover._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _check_selection(indices: Tensor, num_keys: int) -> None:
-    if indices.dim() != 2 or indices.dtype != torch.int32:
-        raise ValueError(
-            f"selection_mask: indices is {list(indices.shape)} {indices.dtype}, expected [T, K] torch.int32"
-        )
-    if num_keys < 0:
-        raise ValueError(f"selection_mask: num_keys is {num_keys}, expected 0 or more")
-    check_indices("selection_mask", indices, num_keys)
-
-
 def _fake_selection(indices: Tensor, num_keys: int) -> Tensor:
     return indices.new_empty(indices.shape[0], num_words(num_keys))
 
 
 @operator(
-    check=_check_selection,
+    check=partial(check_order, "selection_mask"),
     forward_only=True,
     without={"torch_npu": "bit masks are for masked_attention alone, and torch_npu's attention takes none"},
     fake=_fake_selection,
 )
-def selection_mask(indices: Tensor, num_keys: int) -> Tensor:
+def selection_mask(
+    indices: Annotated[Tensor, "[T, K] int32, from -1 to num_keys - 1"], num_keys: Annotated[int, ">= 0"]
+) -> Tensor:
     """Return the bit mask of a selection: [T, ceil(num_keys / 32)] int32, bit j % 32 of word j // 32 is key j.
 
-    indices: [T, K] int32, ascending, each key once, -1 after the last, as `sparse_attention` takes them. Raises
-    ValueError when they are not.
+    indices ascend, each key once, -1 after the last, as `sparse_attention` takes them.
 
         bits = ops.selection_mask(indices, num_keys=k.shape[0])
     """
@@ -87,26 +79,24 @@ def selection_mask(indices: Tensor, num_keys: int) -> Tensor:
 selection_mask.impl("triton", "masked_triton:selection")
 
 
-def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> None:
-    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"{name}: q is {q.dtype}, k {k.dtype}, v {v.dtype}, expected one floating point dtype")
-    fits = q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2] and q.shape[2] == k.shape[2]
-    if not fits or not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"{name}: q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, expected [T, HQ, D], [S, HK, D] and "
-            "[S, HK, DV] with HQ a multiple of HK"
-        )
-    if not scale > 0:
-        raise ValueError(f"{name}: scale is {scale}, expected a positive number")
-    if bits is not None:
-        _check_bits(name, bits, q.shape[0], k.shape[0])
+_Q = Annotated[Tensor, "[T, G*HK, D] float"]
+_K = Annotated[Tensor, "[S, HK>0, D] q"]
+_V = Annotated[Tensor, "[S, HK>0, DV] q"]
+_BITS = Annotated[Tensor | None, "[T, W] int32"]  # W is S / 32, rounded up
+_OUT = Annotated[Tensor, "[T, G*HK, DV] q"]
+_LSE = Annotated[Tensor, "[T, G*HK] fp32"]
+_SCALE = Annotated[float, "> 0"]
 
 
-def _check_bits(name: str, bits: Tensor, num_queries: int, num_keys: int) -> None:
+def _check_bits(name: str, *, k: Tensor, bits: Tensor | None, **_: object) -> None:
+    """Raise ValueError unless bits has a bit for every key and zeros past the last; the latter if `is_readable`."""
+    if bits is None:
+        return
+    num_keys = k.shape[0]
     words = num_words(num_keys)
-    if bits.shape != (num_queries, words) or bits.dtype != torch.int32:
+    if bits.shape[1] != words:
         raise ValueError(
-            f"{name}: bits is {list(bits.shape)} {bits.dtype}, expected [{num_queries}, {words}] torch.int32; "
+            f"{name}: bits is {list(bits.shape)} {bits.dtype}, expected [{bits.shape[0]}, {words}] torch.int32; "
             "build it with selection_mask"
         )
     spare = words * WORD - num_keys
@@ -117,16 +107,6 @@ def _check_bits(name: str, bits: Tensor, num_queries: int, num_keys: int) -> Non
         and bool(((bits[:, -1].long() & 0xFFFFFFFF) >> (WORD - spare)).any())
     ):
         raise ValueError(f"{name}: bits has bits set past the last of {num_keys} keys, expected zeros there")
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> None:
-    _check_shapes("masked_attention", q, k, v, bits, scale)
-
-
-def _check_backward(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float, **outputs: Any) -> None:
-    name = "masked_attention_backward"
-    _check_shapes(name, q, k, v, bits, scale)
-    check_outputs(name, q, v.shape[2], **outputs)
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
@@ -154,11 +134,6 @@ def _scores(q: Tensor, k: Tensor, bits: Tensor, scale: float) -> Tensor:
     return scores.masked_fill(~selected, float("-inf"))
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=lse_dtype)
-
-
 def _num_pairs(values: Values) -> int:
     """Return the number of selected (query, key) pairs; on meta tensors half of all pairs, as under a causal mask."""
     bits, num_queries, num_keys = values["bits"], values["q"].shape[0], values["k"].shape[0]
@@ -180,18 +155,17 @@ def _backward_flops(values: Values) -> int:
     return 2 * _num_pairs(values) * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
 
 
-@operator(check=_check, fake=_fake, flops=_flops)
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+@operator(check=partial(_check_bits, "masked_attention"), flops=_flops)
+def masked_attention(q: _Q, k: _K, v: _V, bits: _BITS, scale: _SCALE) -> tuple[_OUT, _LSE]:
     """Attend from every token to the keys whose bit is set in its row of `bits`.
 
-    q: [T, HQ, D] bf16, fp16 or fp32; k: [S, HK, D] and v: [S, HK, DV] in q's dtype, HQ a multiple of HK; bits:
-    [T, ceil(S / 32)] int32 from `selection_mask`, zero past S; they also express causality and packed sequences. bits
+    bits: from `selection_mask`, [T, ceil(S / 32)], zero past S; they also express causality and packed sequences. bits
     None means one dense causal sequence with the last query at the last key. scale multiplies the scores. Returns out
-    [T, HQ, DV] like q and lse [T, HQ] fp32, the natural log-sum-exp of the scores. A token without keys gives zeros and
-    -inf. Computed in fp32; the weights may be rounded to q's dtype before they multiply the values; out is rounded
-    once. Apart from the bits no tensor of size T x S is allocated by the fused kernels. The result equals
-    `sparse_attention` of absorbed queries and keys. Differentiable in q, k and v; both directions are deterministic, on
-    Ascend only under torch.use_deterministic_algorithms. Raises ValueError when shapes, dtypes or scale do not fit.
+    and lse, the natural log-sum-exp of the scores. A token without keys gives zeros and -inf. Computed in fp32; the
+    weights may be rounded to q's dtype before they multiply the values; out is rounded once. Apart from the bits no
+    tensor of size T x S is allocated by the fused kernels. The result equals `sparse_attention` of absorbed queries and
+    keys. Differentiable in q, k and v; both directions are deterministic, on Ascend only under
+    torch.use_deterministic_algorithms.
 
         out, lse = ops.masked_attention(q, k, v, ops.selection_mask(indices, len(k)), 192**-0.5)
     """
@@ -205,28 +179,24 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale
     return torch.cat(out).contiguous(), torch.cat(lse).contiguous()
 
 
-def _fake_backward(q: Tensor, k: Tensor, v: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-@operator(check=_check_backward, fake=_fake_backward, flops=_backward_flops)
+@operator(check=partial(_check_bits, "masked_attention_backward"), flops=_backward_flops)
 def masked_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bits: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None = None,
+    dout: _OUT,
+    q: _Q,
+    k: _K,
+    v: _V,
+    bits: _BITS,
+    out: _OUT,
+    lse: _LSE,
+    dlse: Annotated[Tensor | None, "[T, G*HK] fp32"] = None,
     *,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    scale: _SCALE,
+) -> tuple[Annotated[Tensor, "[T, G*HK, D] q"], Annotated[Tensor, "[S, HK, D] q"], Annotated[Tensor, "[S, HK, DV] q"]]:
     """Gradients of `masked_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
 
-    dout, out: [T, HQ, DV]; lse, dlse: [T, HQ]; the other arguments are those of `masked_attention`. Returns dq, dk and
-    dv like q, k and v, contiguous, summed in fp32, rounded once. Tokens without keys and keys without tokens have zero
-    gradients. The bits are the same in every run, on Ascend only under torch.use_deterministic_algorithms.
+    The other arguments are those of `masked_attention`. Returns dq, dk and dv, contiguous, summed in fp32, rounded
+    once. Tokens without keys and keys without tokens have zero gradients. The bits are the same in every run, on Ascend
+    only under torch.use_deterministic_algorithms.
     """
     bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     groups, dq = k.shape[1], []
@@ -263,8 +233,6 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
 
 
 def _triton_reason(q: Tensor, v: Tensor, **_: object) -> str | None:
-    if q.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
     if max(q.shape[2], v.shape[2]) > LARGEST_HEAD:
         return f"takes heads of up to {LARGEST_HEAD} channels, got {q.shape[2]} and {v.shape[2]}"
     return None
