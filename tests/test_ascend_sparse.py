@@ -210,11 +210,8 @@ def gradients_of(samples: list[dict[str, Tensor]], dense: bool) -> tuple[list[Te
         leaves = [one["index_q"].clone(), one["index_k"][:, 0].clone(), one["weights"].clone()]
         leaves = [x.requires_grad_() for x in leaves]
         q, k = torch.cat((one["q"], one["q_rope"]), -1), torch.cat((one["k"], one["k_rope"]), -1)
-        if dense:
-            k = k.expand(-1, 4, -1)
-            loss = ops.dense_indexer_kl_loss(*leaves, q, k, one["dense_lse"], scale=SCALE, reduction="sum")
-        else:
-            loss = ops.indexer_kl_loss(*leaves, one["indices"], q, k, one["lse"], scale=SCALE, reduction="sum")
+        selection = (None, q, k.expand(-1, 4, -1), one["dense_lse"]) if dense else (one["indices"], q, k, one["lse"])
+        loss = ops.indexer_kl_loss(*leaves, *selection, scale=SCALE, reduction="sum")
         parts.append(list(torch.autograd.grad(loss, leaves)))
         total = total + loss.detach()
     return [torch.cat(x) for x in zip(*parts, strict=True)], total

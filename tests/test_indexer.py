@@ -377,10 +377,10 @@ def test_hadamard_makes_fp8_scores_better() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": torch.zeros(5, 9)}, r"lightning_indexer: k is \[5, 9\] torch.float32, expected \[S, 16\]"),
+        ({"k": torch.zeros(5, 9)}, r"lightning_indexer: k is \[5, 9\] torch.float32, expected \[5, 16\] torch.float32"),
         ({"k": torch.zeros(5, 16).half()}, "k is .* torch.float16, expected .* torch.float32"),
         ({"weights": torch.zeros(3, 9)}, r"weights is \[3, 9\] torch.float32, expected \[3, 2\]"),
-        ({"topk": 0}, "topk is 0, expected at least 1"),
+        ({"topk": 0}, "topk is 0, expected a positive number"),
         ({"starts": torch.zeros(3, dtype=torch.int32)}, "starts or key_positions is given without ends; pass both"),
         ({"ends": torch.zeros(3)}, r"ends is \[3\] torch.float32, expected \[3\] torch.int32"),
         ({"k_scale": torch.zeros(3)}, r"k_scale is \[3\] torch.float32, expected \[5\]"),

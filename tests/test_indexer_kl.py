@@ -15,8 +15,8 @@ from test_ops import DEVICE, backends_here, check
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from whorl.ops import OPS, Op, causal_bounds, dense_indexer_kl_loss, indexer_kl_loss
-from whorl.ops.indexer import dense_indexer_kl, indexer_kl, indexer_kl_gradients, indexer_target
+from whorl.ops import OPS, Op, causal_bounds, indexer_kl_loss
+from whorl.ops.indexer import indexer_kl, indexer_kl_gradients, indexer_target
 from whorl.ops.sparse_attention.cases import select
 
 BACKENDS = backends_here(indexer_kl)
@@ -98,9 +98,9 @@ def test_dense_loss_is_the_formula_over_visible_keys() -> None:
     v = inputs(tokens=9, keys=9, k=9)
     v["indices"] = torch.where(torch.arange(9) <= torch.arange(9)[:, None], torch.arange(9), -1).int()
     v["main_lse"] = lse_of(v)
-    dense = {n: x for n, x in v.items() if n != "indices"}
+    dense = v | {"indices": None}
     for g, e in zip(
-        gradients(lambda v: dense_indexer_kl_loss(**v, scale=SCALE, reduction="sum"), dense),
+        gradients(lambda v: indexer_kl_loss(**v, scale=SCALE, reduction="sum"), dense),
         gradients(lambda v: formula(v).sum(), v),
         strict=True,
     ):
@@ -112,17 +112,17 @@ def test_dense_equals_sparse_where_everything_is_selected() -> None:
     v["indices"] = torch.arange(20).int().repeat(6, 1)
     v["main_lse"] = lse_of(v)
     ends = torch.full((6,), 20, dtype=torch.int32)
-    dense = {n: x for n, x in v.items() if n != "indices"} | {"starts": torch.zeros_like(ends), "ends": ends}
+    dense = v | {"indices": None} | {"starts": torch.zeros_like(ends), "ends": ends}
     sparse = gradients(our_loss, v)
-    for g, e in zip(gradients(lambda v: dense_indexer_kl_loss(**v, scale=SCALE), dense), sparse, strict=True):
+    for g, e in zip(gradients(lambda v: indexer_kl_loss(**v, scale=SCALE), dense), sparse, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-12)
 
 
 def test_dense_chunks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     v = inputs(tokens=9, keys=12)
-    dense = {n: x for n, x in v.items() if n != "indices"}
+    dense = v | {"indices": None}
     starts, ends = causal_bounds(9, 12, cu_seqlens=torch.tensor([0, 5, 12]))
-    loss = lambda v: dense_indexer_kl_loss(**v, starts=starts, ends=ends, scale=SCALE)  # noqa: E731
+    loss = lambda v: indexer_kl_loss(**v, starts=starts, ends=ends, scale=SCALE)  # noqa: E731
     whole = gradients(loss, dense)
     monkeypatch.setattr(sys.modules[f"{PACKAGE}.bounds"].chunks, "__defaults__", (2 * 12,))
     for g, e in zip(gradients(loss, dense), whole, strict=True):
@@ -132,11 +132,11 @@ def test_dense_chunks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dense_loss_has_no_matrix_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 128 queries and 128 keys, four queries at a time: nothing of 128 x 128 elements is ever made."""
     v = inputs(tokens=128, keys=128)
-    dense = {n: x for n, x in v.items() if n != "indices"}
+    dense = v | {"indices": None}
     monkeypatch.setattr(sys.modules[f"{PACKAGE}.bounds"].chunks, "__defaults__", (4 * 128,))
 
     with LargestTensor() as seen:
-        dense_indexer_kl_loss(**dense, scale=SCALE)
+        indexer_kl_loss(**dense, scale=SCALE)
     assert 4 * 128 <= seen.elements < 128 * 128
 
 
@@ -344,15 +344,20 @@ def test_awkward_rows(name: str, deterministic: bool, backend: str, device: str)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_queries_that_see_nothing_are_left_out(backend: str, device: str) -> None:
-    values = dense_indexer_kl.make(
-        tokens=(4,), keys=20, heads=2, dim=16, empty=True, dtype=torch.float32, device=device
-    )
+    values = indexer_kl.make(tokens=(4,), keys=20, heads=2, dim=16, empty=True, dtype=torch.float32, device=device)
     assert values["ends"][0] == 0
     values["target"][2] = 0  # and one whose attention is all elsewhere
-    loss, dq, dk, _ = dense_indexer_kl(**values, backend=backend)
+    loss, dq, dk, _ = indexer_kl(**values, backend=backend)
     assert not loss[[0, 2]].any()
     assert not dq[[0, 2]].any()
     assert not dk[values["ends"].max() :].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_visible_key_has_no_loss(backend: str, device: str) -> None:
+    values = indexer_kl.make(tokens=(1,), keys=1, heads=1, dim=8, dtype=torch.float32, device=device)
+    assert values["indices"] is None
+    assert all(x.abs().max() < 1e-6 for x in indexer_kl(**values, backend=backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -388,9 +393,9 @@ def test_attention_and_indexer_must_be_of_the_same_tokens() -> None:
     message = r"q and k have 5 queries and 31 keys, main_q and main_k 5 and 32, expected the same"
     with pytest.raises(ValueError, match=message):
         our_loss(v | {"k": v["k"][:31], "indices": v["indices"].clamp_max(30)})
-    dense = {n: x for n, x in v.items() if n != "indices"}
+    dense = v | {"indices": None}
     with pytest.raises(ValueError, match=message):
-        dense_indexer_kl_loss(**dense | {"k": v["k"][:31]}, scale=SCALE)
+        indexer_kl_loss(**dense | {"k": v["k"][:31]}, scale=SCALE)
 
 
 # ---- errors
@@ -402,14 +407,27 @@ def test_attention_and_indexer_must_be_of_the_same_tokens() -> None:
         ({"reduction": "max"}, "reduction is 'max', expected one of mean, sum"),
         ({"when": "later"}, "when is 'later', expected one of forward, backward"),
         ({"log": torch.zeros(2)}, r"log is \[2\], expected one element"),
-        ({"indices": torch.full((5, 3), 32).int()}, "indices go from 32 to 32, expected -1 to 31"),
-        ({"indices": torch.zeros(5, 3)}, r"indices is \[5, 3\] torch.float32, expected \[5, K\] torch.int32"),
+        ({"indices": torch.full((5, 3), 32).int()}, "indices has values from 32 to 32, expected -1 to 31"),
+        ({"indices": torch.zeros(5, 3)}, r"indices is \[5, 3\] torch.float32, expected \[5, 3\] torch.int32"),
+        (
+            {"main_k": torch.zeros(32, 2, 12, dtype=torch.float64)},
+            r"indexer_kl_gradients: main_k is \[32, 2, 12\] torch.float64, expected \[32, 1, 12\] with indices",
+        ),
+        (
+            {"starts": torch.zeros(5).int(), "ends": torch.ones(5).int()},
+            "indexer_kl_gradients: indices and bounds are given, expected bounds only where indices is None",
+        ),
+        ({"indices": None, "starts": torch.zeros(5).int()}, "starts or key_positions is given without ends"),
+        ({"indices": None, "ends": torch.zeros(4).int()}, r"ends is \[4\] torch.int32, expected \[5\] torch.int32"),
         (
             {"main_k": torch.zeros(32, 12)},
-            r"indexer_kl_gradients: main_k is \[32, 12\] torch.float32, expected \[S, 1, 12\]",
+            r"indexer_kl_gradients: main_k is \[32, 12\] torch.float32, expected \[32, HK > 0, 12\] torch.float64",
         ),
         ({"main_lse": torch.zeros(5, 2)}, r"lse is \[5, 2\] torch.float32, expected \[5, 6\]"),
-        ({"k": torch.zeros(32, 9)}, r"indexer_kl_gradients: k is \[32, 9\] torch.float32, expected \[S, 8\]"),
+        (
+            {"k": torch.zeros(32, 9)},
+            r"indexer_kl_gradients: k is \[32, 9\] torch.float32, expected \[32, 8\] torch.float64",
+        ),
     ],
     ids=str,
 )
@@ -435,11 +453,11 @@ FAULTS = {
         "scale of dk": ("WIDEN) * (grad_scale / LIFT)", "WIDEN) * (1.0 / LIFT)"),
         "second block forgotten": ("dweights += dscores", "dweights = dscores"),
     },
-    "dense_indexer_target": {
+    "indexer_target, dense": {
         "heads of the keys": ("head // (H // HK) * k_stride_h", "head % HK * k_stride_h"),
         "who sees whom": ("total = tl.where(visible, total, 0.0)", "total = total * 1.0"),
     },
-    "dense_indexer_kl": {
+    "indexer_kl, dense": {
         "target not normalised, dense": (MASS + "all_mass > 0, all_mass, 1.0))", "inverse = has_mass"),
         "keys' gradient": ("before + dk * (grad_scale / LIFT)", "before + dk * (1.0 / LIFT)"),
     },
@@ -453,14 +471,15 @@ FAULTS = {
 def test_a_planted_fault_is_found(
     name: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = "dense_kl_triton" if name.startswith("dense") else "kl_triton"
+    name, _, dense = name.partition(", ")
+    short = "dense_kl_triton" if dense else "kl_triton"
     short = "key_gradient_triton" if old.startswith("before + dk") else short
     module = importlib.import_module(f"{PACKAGE}.{short}").__name__
     plant(module, old, new, 1, tmp_path, monkeypatch)
     op = OPS[name]
     more = {"grad_scale": 0.5} if name.endswith("_kl") else {}
     cases = [{"tokens": (2,), "keys": 20, "heads": 20, "dim": 16, "k": 17, "empty": True}, *op.cases]
-    assert any(is_red(op, op.make(**case, **more, dtype=torch.float32, device=DEVICE)) for case in cases)
+    assert any(is_red(op, op.make(**case | more, dtype=torch.float32, device=DEVICE)) for case in cases)
 
 
 def is_red(op: Op, values: Values) -> bool:

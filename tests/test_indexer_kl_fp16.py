@@ -8,8 +8,8 @@ import torch
 from test_ops import backends_here
 from torch import Tensor
 
-from whorl.ops import dense_indexer_kl_loss, indexer_kl_loss
-from whorl.ops.indexer import dense_indexer_kl, dense_kl, indexer_kl, kl
+from whorl.ops import indexer_kl_loss
+from whorl.ops.indexer import indexer_kl, kl
 
 BACKENDS = backends_here(indexer_kl)
 LOST = 2e-3  # of a gradient's norm; observed 4e-4, and above 0.5 where nothing is lifted
@@ -50,8 +50,8 @@ def selected(v: Values, backend: str, grad_scale: float, *, deterministic: bool)
 
 def dense(v: Values, backend: str, grad_scale: float) -> tuple[Tensor, ...]:
     ends = torch.full((6,), 40, dtype=torch.int32, device=v["q"].device)
-    bounds = (torch.zeros_like(ends), ends)
-    return dense_indexer_kl(v["q"], v["k"], v["weights"], v["target"], *bounds, grad_scale=grad_scale, backend=backend)
+    tensors = (v["q"], v["k"], v["weights"], None, v["target"], torch.zeros_like(ends), ends)
+    return indexer_kl(*tensors, grad_scale=grad_scale, backend=backend)
 
 
 WAYS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -88,8 +88,7 @@ def test_without_the_lift_they_are(way: str, backend: str, device: str, monkeypa
 
         monkeypatch.setattr(key_gradient_triton, "lift", lambda dtype: 1.0)
     else:
-        for module in (kl, dense_kl):
-            monkeypatch.setattr(module, "round_operand", lambda ddots, dtype: ddots.to(dtype).to(ddots.dtype))
+        monkeypatch.setattr(kl, "round_operand", lambda ddots, dtype: ddots.to(dtype).to(ddots.dtype))
     v = made(**SMALL, device=device)
     actual, expected = WAYS[way](v, backend, GRAD_SCALE), exact(v, GRAD_SCALE)
     for a, b in zip(actual[1:3], expected[1:3], strict=True):
@@ -122,11 +121,11 @@ def test_the_losses_for_training(is_dense: bool, when: Any, device: str) -> None
     leaves = [v[name].clone().requires_grad_() for name in ("q", "k", "weights")]
     options: Values = {"scale": 0.3, "coefficient": GRAD_SCALE, "reduction": "sum", "when": when}
     ends = torch.full((6,), 40, dtype=torch.int32, device=device)
-    if is_dense:
-        loss = dense_indexer_kl_loss(*leaves, main_q, main_k, lse, torch.zeros_like(ends), ends, **options)
-    else:
-        indices = torch.arange(40, dtype=torch.int32, device=device).expand(6, 40).contiguous()
-        loss = indexer_kl_loss(*leaves, indices, main_q, main_k, lse, **options)
+    indices = torch.arange(40, dtype=torch.int32, device=device).expand(6, 40).contiguous()
+    selection = (
+        (None, main_q, main_k, lse, torch.zeros_like(ends), ends) if is_dense else (indices, main_q, main_k, lse)
+    )
+    loss = indexer_kl_loss(*leaves, *selection, **options)
     assert loss.dtype == torch.float32
     actual = torch.autograd.grad(loss, leaves)
     for a, b in zip(actual, exact(v, GRAD_SCALE)[1:], strict=True):

@@ -31,13 +31,13 @@ def npu_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield called
 
 
-def absorbed(name: str = "indexer_kl_loss", tokens: int = 7) -> dict[str, Any]:
+def absorbed(name: str = "selected keys", tokens: int = 7) -> dict[str, Any]:
     return losses.inputs(name, tokens, 12)
 
 
 def test_a_causal_choice_is_one_call_on_the_npu(npu_here: list[str]) -> None:
-    losses.gradients("indexer_kl_loss", absorbed())
-    losses.gradients("dense_indexer_kl_loss", absorbed("dense_indexer_kl_loss"))
+    losses.gradients(absorbed())
+    losses.gradients(absorbed("visible keys"))
     assert npu_here == [
         "npu_sparse_lightning_indexer_grad_kl_loss",
         "npu_dense_lightning_indexer_softmax_lse",
@@ -57,15 +57,15 @@ def test_what_the_npu_does_not_compute_is_computed_here(why: str, npu_here: list
         options = {"deterministic": True}
     if why == "ranks":
         options = {"reduce_target": lambda target: target}
-    actual = losses.gradients("indexer_kl_loss", values, **options)
+    actual = losses.gradients(values, **options)
     assert npu_here == []
-    for got, right in zip(actual, losses.gradients("indexer_kl_loss", values, deterministic=True), strict=True):
+    for got, right in zip(actual, losses.gradients(values, deterministic=True), strict=True):
         assert torch.equal(got, right)
 
 
 def test_dense_bounds_are_not_the_npus(npu_here: list[str]) -> None:
-    values = absorbed("dense_indexer_kl_loss")
-    losses.gradients("dense_indexer_kl_loss", values, **losses.elsewhere("dense_indexer_kl_loss", values))
+    values = absorbed("visible keys")
+    losses.gradients(values, **losses.elsewhere("visible keys", values))
     assert npu_here == []
 
 
@@ -74,7 +74,7 @@ def test_many_queries_go_to_the_npu_in_parts(name: str, npu_here: list[str], mon
     """Each with the keys up to its last query's own, so that what is causal stays so."""
     monkeypatch.setattr(kl_torch_npu, "MOST_QUERIES", 3)
     values = absorbed(name)
-    got = losses.gradients(name, values)
-    assert len(npu_here) == (6 if name.startswith("dense") else 3)
-    for g, e in zip(got, losses.gradients(name, values, **losses.elsewhere(name, values)), strict=True):
+    got = losses.gradients(values)
+    assert len(npu_here) == (6 if name == "visible keys" else 3)
+    for g, e in zip(got, losses.gradients(values, **losses.elsewhere(name, values)), strict=True):
         torch.testing.assert_close(g, e, rtol=2e-2, atol=1e-2 * e.abs().max().item())

@@ -166,15 +166,6 @@ FREE = {
     ("permute_backward", "probs"): ("float64", "float16"),
     ("unpermute_backward", "probs"): ("float64", "float16"),
     ("qk_norm_rope_backward", "cos_sin"): ("more in dim 0", "fewer in dim 0"),
-    ("hadamard_backward", "dy"): (
-        "float64",
-        "float16",
-        "more in dim 0",
-        "fewer in dim 0",
-        "a dim more",
-        "a dim fewer",
-        "meta",
-    ),
     ("token_logprobs_backward", "logits"): ("float16", "more in dim 1", "fewer in dim 1"),
     ("causal_attention_backward", "starts"): ("fewer in dim 0",),  # then the last tokens are of no sequence
     ("sparse_attention_backward", "kv"): ("more in dim 0", "fewer in dim 0"),

@@ -206,7 +206,6 @@ def test_public_names() -> None:
         "causal_attention",
         "causal_bounds",
         "choose_attention",
-        "dense_indexer_kl_loss",
         "dequantize",
         "dynamic_quant",
         "experts",
@@ -251,26 +250,19 @@ def test_operators() -> None:
     forward |= {"sparse_attention", "masked_attention", "causal_attention", "hadamard"}
     forward |= {"route", "permute", "unpermute", "grouped_matmul", "linear", "experts", "log_softmax", "token_logprobs"}
     backward = {"qk_norm_rope_backward", "rms_norm_backward", "glu_backward"}
-    backward |= {"sparse_attention_backward", "masked_attention_backward", "hadamard_backward"}
+    backward |= {"sparse_attention_backward", "masked_attention_backward"}
     backward |= {"causal_attention_backward"}
     backward |= {"route_backward", "permute_backward", "unpermute_backward", "grouped_matmul_backward"}
     backward |= {"log_softmax_backward", "token_logprobs_backward"}
     inference = {"write_kv", "paged_attention", "sample", "dynamic_quant", "dequantize"}
     inference |= {"qk_norm_rope_write", "packed_attention", "norm_linear"}
     inference |= {"selection_mask", "lightning_indexer", "index_scores", "top_k"}
-    inference |= {
-        "indexer_target",
-        "indexer_kl",
-        "dense_indexer_target",
-        "dense_indexer_kl",
-        "indexer_kl_gradients",
-        "dense_indexer_kl_gradients",
-    }  # loss and gradient in one
+    inference |= {"indexer_target", "indexer_kl", "indexer_kl_gradients"}  # loss and gradient in one
     promised = forward | backward | inference
     assert promised <= set(OPS)
     assert {name for name in promised if OPS[name].forward_only} == inference | {"rope_"}
     assert {name for name in forward if isinstance(getattr(ops, name), ops.Op)} == forward
-    hidden = {name for name in OPS if name.startswith(("indexer_", "dense_indexer_"))}
+    hidden = {name for name in OPS if name.startswith("indexer_")}
     assert {name for name in OPS if not name.endswith("_backward")} - hidden <= set(ops.__all__)
 
 
@@ -297,6 +289,7 @@ BACKWARD: dict[str, tuple[str, ...]] = {
     "add_rms_norm": ("rms_norm_backward",),
     "linear": (),  # torch's own products
     "rope": ("rope",),  # the inverse rotation
+    "hadamard": ("hadamard",),  # its matrix is symmetric
     "experts": ("permute_backward", "grouped_matmul_backward", "glu_backward", "unpermute_backward"),
 }
 

@@ -75,7 +75,7 @@ def _capture(path: str, converters: tuple[str, ...] = ()) -> dict[str, Any]:
 NODES = {
     "masked": (
         {"lightning_indexer": 1, "selection_mask": 1, "masked_attention": 1},
-        {"masked_attention_backward": 1, "dense_indexer_target": 1, "indexer_kl": 1},
+        {"masked_attention_backward": 1, "indexer_target": 1, "indexer_kl": 1},
     ),
     "absorbed": (
         {"lightning_indexer": 1, "sparse_attention": 1},

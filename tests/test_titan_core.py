@@ -84,8 +84,7 @@ def test_fused_equals_small_operators(path: str, stage: str, queries: list[int] 
 
 KERNELS = (
     *("lightning_indexer", "selection_mask", "masked_attention", "masked_attention_backward", "sparse_attention"),
-    *("sparse_attention_backward", "indexer_target", "indexer_kl", "dense_indexer_target", "dense_indexer_kl"),
-    *("indexer_kl_gradients", "dense_indexer_kl_gradients"),
+    *("sparse_attention_backward", "indexer_target", "indexer_kl", "indexer_kl_gradients"),
 )
 
 
@@ -175,7 +174,7 @@ def test_path_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", ["masked", "absorbed"])
 def test_loss_is_computed_once_under_checkpointing(path: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sparse = "indexer_kl" if path == "masked" else "indexer_kl_gradients"
-    name = sparse if stage == "sparse" else "dense_indexer_kl_gradients"
+    name = sparse if stage == "sparse" else "indexer_kl_gradients"
     calls: list[int] = []
     module = fused if stage == "sparse" else warmup
     real = getattr(module, name)

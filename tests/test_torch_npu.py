@@ -37,7 +37,6 @@ STUB, PROVE = HERE / "npu" / "cann_stub.py", HERE / "npu" / "prove.py"
 NAMES = [name for name in ascend.__all__ if name != "limits"]
 NPU_OPS = [op.name for op in OPS.values() if "torch_npu" in op.impls]
 ONLY_16_BITS = (
-    "dense_indexer_kl_gradients",
     "dynamic_quant",
     "indexer_kl_gradients",
     "int8_experts",
@@ -64,7 +63,8 @@ PLAIN = (
     "token_logprobs_backward",
 )
 # The first release that has what the call needs; in older ones the reference runs.
-LATER = {"write_kv": "2.10", "qk_norm_rope_write": "2.10", "dense_indexer_kl_gradients": "2.10"}
+LATER = {"write_kv": "2.10", "qk_norm_rope_write": "2.10"}
+PARTLY_LATER = {"indexer_kl_gradients": "2.10"}  # without indices
 
 
 @contextmanager
@@ -273,8 +273,8 @@ def test_megatron_reaches_mrope_with_an_inference_context(proof: dict[str, Any],
 
 
 FUSED = {
-    "indexer_kl_loss": ["npu_sparse_lightning_indexer_grad_kl_loss"],
-    "dense_indexer_kl_loss": ["npu_dense_lightning_indexer_grad_kl_loss", "npu_dense_lightning_indexer_softmax_lse"],
+    "selected keys": ["npu_sparse_lightning_indexer_grad_kl_loss"],
+    "visible keys": ["npu_dense_lightning_indexer_grad_kl_loss", "npu_dense_lightning_indexer_softmax_lse"],
 }
 
 
@@ -421,6 +421,10 @@ def test_call_sites_in_other_versions(version: str, tmp_path: Path) -> None:
         else:
             reasons = [row["refused"] for row in report["calls"] if row["op"] == name]
             assert any(f"needs torch_npu {since} or newer" in reason for reason in reasons)
+    for name, since in PARTLY_LATER.items():
+        reasons = [row.get("refused", "") for row in report["calls"] if row["op"] == name]
+        is_refused = any(f"needs torch_npu {since} or newer" in reason for reason in reasons)
+        assert is_refused == (contracts.release(version) < contracts.release(since))
 
 
 def judge_drift(version: str, schemas: dict[str, str]) -> None:

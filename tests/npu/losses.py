@@ -7,14 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.ops import causal_bounds, dense_indexer_kl_loss, indexer_kl_loss
+from whorl.ops import causal_bounds, indexer_kl_loss
 from whorl.ops.sparse_attention.cases import select
 
 Values = dict[str, Any]
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    "indexer_kl_loss": indexer_kl_loss,
-    "dense_indexer_kl_loss": dense_indexer_kl_loss,
-}
+LOSSES = ("selected keys", "visible keys")
 LEAVES = ("q", "k", "weights")
 SIZES = ((6, 40), (9, 9))  # queries and keys
 
@@ -22,7 +19,7 @@ SIZES = ((6, 40), (9, 9))  # queries and keys
 def inputs(name: str, queries: int, keys: int, device: str = "cpu") -> Values:
     """Inside the documented limits, in bf16."""
     more: Values = {"dtype": torch.bfloat16, "device": device}
-    is_dense = name.startswith("dense")
+    is_dense = name == "visible keys"
     dim = 192 if is_dense else 576
     values: Values = {
         "q": torch.randn(queries, 8, 128, **more),
@@ -32,22 +29,22 @@ def inputs(name: str, queries: int, keys: int, device: str = "cpu") -> Values:
         "main_k": torch.randn(keys, 32 if is_dense else 1, dim, **more),
         "main_lse": 2 + torch.rand(queries, 32, device=device),
     }
-    if not is_dense and device == "cpu":
-        values["indices"] = select(queries, keys, 17, causal=True, device=device)
-    elif not is_dense:
-        values["indices"] = torch.zeros(queries, 17, dtype=torch.int32, device=device)
-    return values
+    if is_dense:
+        return values | {"indices": None}
+    if device == "cpu":
+        return values | {"indices": select(queries, keys, 17, causal=True, device=device)}
+    return values | {"indices": torch.zeros(queries, 17, dtype=torch.int32, device=device)}
 
 
-def gradients(name: str, values: Values, **options: Any) -> tuple[Tensor, ...]:
+def gradients(values: Values, **options: Any) -> tuple[Tensor, ...]:
     leaves = {n: values[n].detach().requires_grad_() for n in LEAVES}
-    loss = LOSSES[name](**values | leaves, scale=values["main_q"].shape[2] ** -0.5, coefficient=0.3, **options)
+    loss = indexer_kl_loss(**values | leaves, scale=values["main_q"].shape[2] ** -0.5, coefficient=0.3, **options)
     return loss.detach(), *torch.autograd.grad(loss, list(leaves.values()))
 
 
 def elsewhere(name: str, values: Values) -> Values:
     """The option that the fused operators do not have: with it, target and divergence are computed one by one."""
-    if name == "indexer_kl_loss":
+    if name == "selected keys":
         return {"deterministic": True}
     return dict(zip(("starts", "ends"), causal_bounds(len(values["q"]), len(values["k"])), strict=True))
 
@@ -57,12 +54,12 @@ def rows(called: list[str], worst: Callable[..., Values]) -> Iterator[Values]:
         for sizes in SIZES:
             called.clear()
             values = inputs(name, *sizes)
-            got = gradients(name, values)
+            got = gradients(values)
             fused = sorted(set(called))
             other = elsewhere(name, values)
-            expected = gradients(name, values, **other)
-            wide = {n: v.double() if v.is_floating_point() else v for n, v in values.items()}
-            gold = gradients(name, wide, **other)
+            expected = gradients(values, **other)
+            wide = {n: v.double() if v is not None and v.is_floating_point() else v for n, v in values.items()}
+            gold = gradients(wide, **other)
             yield {"loss": name, "sizes": sizes, "called": fused, "found": worst(got, expected, gold)}
 
 
@@ -71,7 +68,7 @@ def on_fake(fake: Callable[[], AbstractContextManager[None]], reads: Callable[..
     for name in LOSSES:
         with fake(), reads([], read=lambda _: [1]):
             values = inputs(name, *SIZES[0], device=device)
-            loss, *grads = gradients(name, values)
+            loss, *grads = gradients(values)
             made = [(g.shape, g.dtype, g.device) for g in grads]
             if loss.shape == () and made == [(values[n].shape, values[n].dtype, values[n].device) for n in LEAVES]:
                 yield name

@@ -30,8 +30,6 @@ MORE_CASES: dict[str, list[dict[str, Any]]] = {
     "indexer_kl_gradients": [
         {"tokens": (6,), "keys": 40, "k": 17, "main_dim": 576, "causal": True, **_INDEX},
         {"tokens": (9,), "keys": 9, "k": 9, "main_dim": 576, "causal": True, "grad_scale": 0.25, **_INDEX},
-    ],
-    "dense_indexer_kl_gradients": [
         {"tokens": (6,), "keys": 40, "main_dim": 192, "key_heads": 32, **_INDEX},
         {"tokens": (9,), "keys": 9, "main_dim": 192, "key_heads": 32, "grad_scale": 0.25, **_INDEX},
     ],

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from whorl import contracts
 from whorl.ops._torch_npu import dtype_name
-from whorl.ops.indexer import dense_indexer_target, index_scores, indexer_kl, indexer_target
+from whorl.ops.indexer import index_scores, indexer_kl, indexer_target
 from whorl.ops.indexer.bounds import chunks, full_bounds, visible_keys
 
 from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
@@ -204,7 +204,7 @@ def npu_dense_lightning_indexer_grad_kl_loss(
         for rows in chunks(count, num_keys * query_index.shape[-2]):
             bounds = (starts[rows], ends[rows])
             visible = visible_keys(rows.stop - rows.start, num_keys, *bounds, None, q.device)
-            target = dense_indexer_target(q[queries][rows], k[keys], lse[queries][rows], scale_value, *bounds)
+            target = indexer_target(q[queries][rows], k[keys], None, lse[queries][rows], scale_value, *bounds)
             part = (*queries[:-1], slice(queries[-1].start + rows.start, queries[-1].start + rows.stop))
             target = target / query.shape[-2]
             index_q = query_index[part]

@@ -47,9 +47,6 @@ GROUPS = {
         "indexer_target",
         "indexer_kl",
         "indexer_kl_gradients",
-        "dense_indexer_target",
-        "dense_indexer_kl",
-        "dense_indexer_kl_gradients",
         "hadamard",
     ),
     "moe": (

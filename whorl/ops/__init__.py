@@ -27,7 +27,6 @@ from .attention import qk_norm_rope_write as qk_norm_rope_write
 from .attention import write_kv as write_kv
 from .glu import glu as glu
 from .indexer import causal_bounds as causal_bounds
-from .indexer import dense_indexer_kl_loss as dense_indexer_kl_loss
 from .indexer import hadamard as hadamard
 from .indexer import index_scores as index_scores
 from .indexer import indexer_kl_loss as indexer_kl_loss

@@ -1,11 +1,16 @@
 """Which keys each query sees, as bounds on the positions of keys; and iteration over chunks of queries."""
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 CHUNK = 2**25  # scores per chunk: 128 MiB in fp32
+# Statements of arguments that the indexer's operators share: the first and last position that a query sees, exclusive,
+# and the position of each key.
+Bound = Annotated[Tensor | None, "[T] int32"]
+Positions = Annotated[Tensor | None, "[S] int32"]
 
 
 def causal_bounds(
@@ -39,21 +44,9 @@ def causal_bounds(
 
 
 def check_bounds(
-    name: str,
-    num_queries: int,
-    num_keys: int,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    key_positions: Tensor | None,
+    name: str, *, starts: Tensor | None, ends: Tensor | None, key_positions: Tensor | None, **_: object
 ) -> None:
-    """Raise ValueError unless the bounds are int32 [T], key_positions is int32 [S], and neither comes without ends."""
-    for argument, x, size in (
-        ("starts", starts, num_queries),
-        ("ends", ends, num_queries),
-        ("key_positions", key_positions, num_keys),
-    ):
-        if x is not None and (x.shape != (size,) or x.dtype != torch.int32):
-            raise ValueError(f"{name}: {argument} is {list(x.shape)} {x.dtype}, expected [{size}] torch.int32")
+    """Raise ValueError if starts or key_positions come without ends."""
     if ends is None and (starts is not None or key_positions is not None):
         raise ValueError(
             f"{name}: starts or key_positions is given without ends; pass both bounds, as causal_bounds returns them"

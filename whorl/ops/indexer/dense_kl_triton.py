@@ -226,10 +226,10 @@ def kl(
     k: Tensor,
     weights: Tensor,
     target: Tensor,
+    grad_scale: float,
     starts: Tensor | None,
     ends: Tensor | None,
     key_positions: Tensor | None,
-    grad_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
     q, k, weights, target = unit_stride(q), unit_stride(k), unit_stride(weights), target.contiguous()

@@ -56,8 +56,3 @@ def forward(x: Tensor, scale: float | None) -> Tensor:
         **plan,
     )
     return y
-
-
-def backward(dy: Tensor, scale: float | None) -> Tensor:
-    """Apply the same transform, since the matrix is symmetric."""
-    return forward(dy, scale)

@@ -40,37 +40,27 @@ def _limit(q: Tensor, k: Tensor, main_q: Tensor, main_k: Tensor, main_dim: int, 
 def reason(
     q: Tensor,
     k: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     main_q: Tensor,
     main_k: Tensor,
     causal: bool,
     deterministic: bool,
+    ends: Tensor | None = None,
     **_: object,
 ) -> str | None:
-    """Return why one fused call cannot compute this, or None."""
-    if not causal:
-        return "ignores keys after the query's own and does not document rows without keys; causal is False"
+    """Return why fused calls cannot compute this, or None; torch_npu 2.9 does not have that of visible keys."""
     if deterministic:
         return "does not document the order in which it adds; deterministic is True"
+    if indices is None:
+        if ends is not None:
+            return "attends to all keys up to the query's own; bounds and positions are not taken"
+        limit = _limit(q, k, main_q, main_k, HEAD, None)
+        return limit or _torch_npu.missing("npu_dense_lightning_indexer_grad_kl_loss")
+    if not causal:
+        return "ignores keys after the query's own and does not document rows without keys; causal is False"
     if not indices.numel():
         return "empty tensors are not taken"
     return _limit(q, k, main_q, main_k, LATENT, indices.shape[1] + -indices.shape[1] % SELECTED)
-
-
-def dense_reason(
-    q: Tensor,
-    k: Tensor,
-    main_q: Tensor,
-    main_k: Tensor,
-    ends: Tensor | None,
-    key_positions: Tensor | None,
-    **_: object,
-) -> str | None:
-    """Return why one fused call cannot compute the dense loss, or None; torch_npu 2.9 does not have the operator."""
-    if ends is not None or key_positions is not None:
-        return "attends to all keys up to the query's own; bounds and positions are not taken"
-    limit = _limit(q, k, main_q, main_k, HEAD, None)
-    return limit or _torch_npu.missing("npu_dense_lightning_indexer_grad_kl_loss")
 
 
 def _arguments(q: Tensor, k: Tensor, weights: Tensor, main_q: Tensor, main_k: Tensor, dim: int) -> dict[str, Any]:
@@ -88,65 +78,45 @@ def _arguments(q: Tensor, k: Tensor, weights: Tensor, main_q: Tensor, main_k: Te
     }
 
 
-class _Sums:
-    """Accumulated results of consecutive calls, with the gradients multiplied by grad_scale."""
-
-    def __init__(self, q: Tensor, k: Tensor, weights: Tensor, grad_scale: float) -> None:
-        self.dq, self.dweights = torch.empty_like(q), torch.empty_like(weights)
-        self.dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
-        self.loss, self.scale = torch.zeros(1, dtype=torch.float32, device=q.device), grad_scale
-
-    def add(self, rows: slice, results: Results) -> None:
-        dq, dk, dweights, loss = results
-        self.dq[rows], self.dweights[rows] = dq[0].float() * self.scale, dweights[0].float() * self.scale
-        self.dk[: dk.shape[1]] += dk[0, :, 0].float() * self.scale
-        self.loss += loss
-
-    def results(self) -> Results:
-        return self.loss, self.dq, self.dk, self.dweights
-
-
-def _tensors(values: dict[str, Any]) -> tuple[Tensor, ...]:
-    return tuple(values[name] for name in ("q", "k", "weights", "main_q", "main_k"))
-
-
-def gradients(indices: Tensor, main_lse: Tensor, scale: float, grad_scale: float, **tensors: Any) -> Results:
-    q, k, weights, main_q, main_k = _tensors(tensors)
-    num_earlier_keys = k.shape[0] - q.shape[0]
-    filled = torch.nn.functional.pad(indices, (0, -indices.shape[1] % SELECTED), value=-1)
-    sums = _Sums(q, k, weights, grad_scale)
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    indices: Tensor | None,
+    main_q: Tensor,
+    main_k: Tensor,
+    main_lse: Tensor,
+    scale: float,
+    grad_scale: float,
+    **_: object,
+) -> Results:
+    """Add up the results of consecutive calls, each with the keys up to that of its last query."""
+    dq, dweights = torch.empty_like(q), torch.empty_like(weights)
+    dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+    loss = torch.zeros(1, dtype=torch.float32, device=q.device)
     for rows in chunks(q.shape[0], 1, MOST_QUERIES):
-        keys = slice(num_earlier_keys + rows.stop)
-        top = main_lse[None, None, rows].contiguous()
-        results = _torch_npu.call(
-            "npu_sparse_lightning_indexer_grad_kl_loss",
-            **_arguments(q[rows], k[keys], weights[rows], main_q[rows], main_k[keys], LATENT),
-            sparse_indices=filled[None, rows, None].contiguous(),
-            softmax_max=top,
-            softmax_sum=torch.ones_like(top),
-            scale_value=scale,
-        )
-        sums.add(rows, results)
-    return sums.results()
-
-
-def dense_gradients(main_lse: Tensor, scale: float, grad_scale: float, **tensors: Any) -> Results:
-    q, k, weights, main_q, main_k = _tensors(tensors)
-    num_earlier_keys, sums = k.shape[0] - q.shape[0], _Sums(q, k, weights, grad_scale)
-    for rows in chunks(q.shape[0], 1, MOST_QUERIES):
-        keys = slice(num_earlier_keys + rows.stop)
-        arguments = _arguments(q[rows], k[keys], weights[rows], main_q[rows], main_k[keys], HEAD)
-        index = {n: arguments[n] for n in ("query_index", "key_index", "weights", "layout", "sparse_mode")}
-        index_top, index_sum = _torch_npu.call("npu_dense_lightning_indexer_softmax_lse", **index)
-        top = main_lse[rows].T[None, ..., None].contiguous()  # every head has its own key head
-        results = _torch_npu.call(
-            "npu_dense_lightning_indexer_grad_kl_loss",
+        keys = slice(k.shape[0] - q.shape[0] + rows.stop)
+        dim = HEAD if indices is None else LATENT
+        arguments = _arguments(q[rows], k[keys], weights[rows], main_q[rows], main_k[keys], dim)
+        if indices is None:
+            name = "npu_dense_lightning_indexer_grad_kl_loss"
+            top = main_lse[rows].T[None, ..., None].contiguous()  # every head has its own key head
+            index = {n: arguments[n] for n in ("query_index", "key_index", "weights", "layout", "sparse_mode")}
+            index_top, index_sum = _torch_npu.call("npu_dense_lightning_indexer_softmax_lse", **index)
+            arguments |= {"softmax_max_index": index_top, "softmax_sum_index": index_sum}
+        else:
+            name = "npu_sparse_lightning_indexer_grad_kl_loss"
+            top = main_lse[None, None, rows].contiguous()
+            filled = torch.nn.functional.pad(indices[rows], (0, -indices.shape[1] % SELECTED), value=-1)
+            arguments["sparse_indices"] = filled[None, :, None].contiguous()
+        part_dq, part_dk, part_dweights, part_loss = _torch_npu.call(
+            name,
             **arguments,
             softmax_max=top,
             softmax_sum=torch.ones_like(top),
-            softmax_max_index=index_top,
-            softmax_sum_index=index_sum,
             scale_value=scale,
         )
-        sums.add(rows, results)
-    return sums.results()
+        dq[rows], dweights[rows] = part_dq[0].float() * grad_scale, part_dweights[0].float() * grad_scale
+        dk[: part_dk.shape[1]] += part_dk[0, :, 0].float() * grad_scale
+        loss += part_loss
+    return loss, dq, dk, dweights

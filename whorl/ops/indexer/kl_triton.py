@@ -14,6 +14,7 @@ from whorl.device import is_interpreting
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot, unit_stride
 from ..sparse_attention.triton import selection_end
+from . import dense_kl_triton
 from .bounds import chunks
 from .key_gradient_triton import add_dk, gradient_plan, load_query, split_dim, store_query_gradients
 from .scores_triton import row_strides
@@ -77,7 +78,10 @@ def _target_kernel(
             tl.store(target_ptr + entries, shares, mask=valid)
 
 
-def target(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, scale: float) -> Tensor:
+def target(q: Tensor, k: Tensor, indices: Tensor | None, lse: Tensor, scale: float, **bounds: Tensor | None) -> Tensor:
+    """Run the kernel of selected keys or, without indices, that of visible ones. bounds: starts, ends, positions."""
+    if indices is None:
+        return dense_kl_triton.target(q, k, lse, scale, **bounds)
     q, k, indices = unit_stride(q), unit_stride(k[:, 0]), indices.contiguous()
     out = torch.zeros(indices.shape, dtype=torch.float32, device=q.device)
     if out.numel() and q.shape[1] and k.shape[0]:
@@ -210,8 +214,18 @@ def _kl_kernel(
 
 
 def kl(
-    q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, target: Tensor, grad_scale: float, deterministic: bool
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    indices: Tensor | None,
+    target: Tensor,
+    grad_scale: float,
+    deterministic: bool,
+    **bounds: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the kernel of selected keys or, without indices, those of visible ones. bounds: starts, ends, positions."""
+    if indices is None:
+        return dense_kl_triton.kl(q, k, weights, target, grad_scale, **bounds)
     q, k, weights = unit_stride(q), unit_stride(k), unit_stride(weights)
     indices, target = indices.contiguous(), target.contiguous()
     loss = q.new_empty(q.shape[0], dtype=torch.float32)

@@ -4,6 +4,9 @@
 no [T, S] matrix is ever allocated.
 """
 
+from functools import partial
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -12,62 +15,39 @@ from whorl.contracts import lightning_indexer_limit
 from .. import _torch_npu
 from .._op import operator
 from .._torch_npu import dtype_name
-from .bounds import check_bounds, chunks, full_bounds, wide_dtype
-from .scores import check_indexer, index_scores, scoring_flops, triton_reason
-from .top_k import check_topk, top_k, topk_limit
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    topk: int,
-    k_scale: Tensor | None,
-    with_scores: bool,
-    **bounds: Tensor | None,
-) -> None:
-    check_indexer("lightning_indexer", q, k, weights, k_scale)
-    check_bounds("lightning_indexer", q.shape[0], k.shape[0], **bounds)
-    check_topk("lightning_indexer", topk)
-
-
-def _fake(q: Tensor, topk: int, with_scores: bool, **_: object) -> tuple[Tensor, Tensor | None]:
-    shape = (q.shape[0], topk)
-    scores = q.new_empty(shape, dtype=wide_dtype(q)) if with_scores else None
-    return q.new_empty(shape, dtype=torch.int32), scores
+from .bounds import Bound, Positions, check_bounds, chunks, full_bounds, wide_dtype
+from .scores import Keys, KeyScale, Queries, Weights, index_scores, scoring_flops, triton_reason
+from .top_k import top_k, topk_limit
 
 
 @operator(
-    check=_check,
+    check=partial(check_bounds, "lightning_indexer"),
     forward_only=True,
     absent={1: "with_scores"},
-    fake=_fake,
     flops=scoring_flops,
 )
 def lightning_indexer(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    topk: int,
-    starts: Tensor | None = None,
-    ends: Tensor | None = None,
-    key_positions: Tensor | None = None,
-    k_scale: Tensor | None = None,
+    q: Queries,
+    k: Keys,
+    weights: Weights,
+    topk: Annotated[int, "> 0"],
+    starts: Bound = None,
+    ends: Bound = None,
+    key_positions: Positions = None,
+    k_scale: KeyScale = None,
     with_scores: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Annotated[Tensor, "[T, topk] int32"], Annotated[Tensor | None, "[T, topk] fp32"]]:
     """Select for each query the `topk` keys with the highest scores: `top_k` of `index_scores`, in chunks of queries.
 
-    score[t, s] = sum over heads h of weights[t, h] * max(0, q[t, h] . k[s]), times k_scale[s]. q: [T, HI, D] and
-    k: [S, D], both bf16, fp16, fp32 or float8_e4m3fn; weights: [T, HI] floating point; k_scale: [S], for fp8 keys.
-    Query t sees the keys s with starts[t] <= key_positions[s] < ends[t], all int32; key_positions defaults to 0, 1,
-    ..., and the bounds to causal ones with the last query at the last key. `causal_bounds` makes bounds for packed
-    sequences and for slices of a longer one.
+    score[t, s] = sum over heads h of weights[t, h] * max(0, q[t, h] . k[s]), times k_scale[s], for fp8 keys. Query t
+    sees the keys s with starts[t] <= key_positions[s] < ends[t]; key_positions defaults to 0, 1, ..., and the bounds to
+    causal ones with the last query at the last key. `causal_bounds` makes bounds for packed sequences and for slices of
+    a longer one.
 
-    Returns indices [T, topk] int32, rows of k, ascending, -1 after the last, and their scores [T, topk] fp32. Ties go
-    to the lowest row, so keys that were gathered should be in the order of their positions. Only the scores of one
-    chunk of queries are in memory. With with_scores=False the scores are None; this saves work on Ascend, whose kernel
-    rounds them to q's dtype, so that plain torch computes them again. No gradient. Raises ValueError when shapes,
-    dtypes, bounds or topk do not fit.
+    Returns indices, rows of k, ascending, -1 after the last, and their scores. Ties go to the lowest row, so keys that
+    were gathered should be in the order of their positions. Only the scores of one chunk of queries are in memory. With
+    with_scores=False the scores are None; this saves work on Ascend, whose kernel rounds them to q's dtype, so that
+    plain torch computes them again. No gradient.
 
         indices, _ = ops.lightning_indexer(q, k, weights, topk=2048, with_scores=False)
     """
@@ -77,9 +57,9 @@ def lightning_indexer(
         bounds = (starts[rows], ends[rows], key_positions)
         scores = index_scores.reference(q[rows], k, weights[rows], *bounds, k_scale)
         selections.append(top_k.reference(scores, topk, *bounds))
-    if not selections:
-        return _fake(q, topk, with_scores)
-    return torch.cat([i for i, _ in selections]), torch.cat([v for _, v in selections]) if with_scores else None
+    indices = [q.new_empty(0, topk, dtype=torch.int32), *(i for i, _ in selections)]
+    values = [q.new_empty(0, topk, dtype=wide_dtype(q)), *(v for _, v in selections)]
+    return torch.cat(indices), torch.cat(values) if with_scores else None
 
 
 def _triton_reason(q: Tensor, topk: int, **_: object) -> str | None:

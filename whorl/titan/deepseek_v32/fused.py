@@ -20,18 +20,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whorl import ops
-from whorl.ops.indexer import dense_indexer_target, indexer_kl, indexer_kl_gradients, indexer_target
+from whorl.ops.indexer import indexer_kl, indexer_kl_gradients, indexer_target
 from whorl.ops.indexer.bounds import chunks
 from whorl.ops.sparse_attention import masked_attention_backward, sparse_attention_backward
 
-from . import warmup
 from .core import Core, CoreInputs, log_with_weights
 from .latents import absorb_queries, bmm_into, expand_heads, split_heads
 from .visibility import Visibility, split_sequences
 from .warmup import Dense, Gradients
 
 # The operators that compute the indexer loss, in both stages.
-LOSS = (indexer_target, indexer_kl, indexer_kl_gradients, *warmup.LOSS)
+LOSS = (indexer_target, indexer_kl, indexer_kl_gradients)
 
 # Computes the indexer loss of one sequence: (number of the sequence, q, k, weights and selected keys of the indexer,
 # options) -> loss [S] or [1], not scaled; dq, dk, dweights, scaled by the option grad_scale
@@ -135,7 +134,7 @@ class _Masked(torch.autograd.Function):
             parts, chosen = [], index_tensors[-1]
             for rows in chunks(q_one.shape[0], k_one.shape[0]):
                 bounds = visibility.chunk_bounds(sequence, rows, q.device)
-                dense_target = dense_indexer_target(q_one[rows], k_one, lse_one[rows], settings.scale, **bounds)
+                dense_target = indexer_target(q_one[rows], k_one, None, lse_one[rows], settings.scale, **bounds)
                 selected = dense_target.gather(1, chosen[rows].clamp_min(0).long())
                 parts.append(torch.where(chosen[rows] >= 0, selected, 0))
             target = torch.cat(parts)

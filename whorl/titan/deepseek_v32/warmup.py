@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whorl import ops
-from whorl.ops.indexer import dense_indexer_kl, dense_indexer_kl_gradients, dense_indexer_target
-from whorl.ops.indexer.bounds import chunks
+from whorl.ops.indexer import indexer_kl, indexer_kl_gradients, indexer_target
+from whorl.ops.indexer.kl import target_then_kl
 
 from .core import Core
 from .latents import expand_heads
 from .visibility import Visibility, split_sequences, visible_bits
 
 Gradients = tuple[Tensor | None, ...]
-LOSS = (dense_indexer_target, dense_indexer_kl, dense_indexer_kl_gradients)  # the operators of the indexer loss
 
 
 def dense_attention(core: Core, visibility: Visibility, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,24 +46,16 @@ def dense_gradients(
     index: queries, keys and weights of the indexer. q, k, lse: those of the attention. factor: multiplies the
     gradients, not the loss. With tensor parallelism the targets are summed over ranks, a chunk of queries at a time.
     """
-    scale = core.settings.scale
+    tensors: tuple[Any, ...] = (*index, None, q, k, lse)
+    options: dict[str, Any] = {"scale": core.settings.scale, "grad_scale": factor, **visibility.bounds(sequence)}
     if core.reduce_target is None:
-        bounds = visibility.bounds(sequence)
-        return dense_indexer_kl_gradients(*index, q, k, lse, **bounds, scale=scale, grad_scale=factor)
-    q_index, k_index, weights = index
-    total = torch.zeros(1, dtype=lse.dtype, device=q.device)
-    dk = torch.zeros(k_index.shape, dtype=lse.dtype, device=q.device)
-    dq, dweights = [], []
-    for rows in chunks(q.shape[0], k.shape[0]):
-        bounds = visibility.chunk_bounds(sequence, rows, q.device)
-        target = core.reduce_target(dense_indexer_target(q[rows], k, lse[rows], scale, **bounds))
-        loss, dq_part, dk_part, dweights_part = dense_indexer_kl(
-            q_index[rows], k_index, weights[rows], target, **bounds, grad_scale=factor
-        )
-        total, dk = total + loss.sum(), dk + dk_part
-        dq.append(dq_part)
-        dweights.append(dweights_part)
-    return total, torch.cat(dq), dk, torch.cat(dweights)
+        return indexer_kl_gradients(*tensors, **options)
+
+    def all_targets(*tensors: Any, **bounds: Any) -> Tensor:
+        assert core.reduce_target is not None
+        return core.reduce_target(indexer_target(*tensors, **bounds))
+
+    return target_then_kl(all_targets, indexer_kl, *tensors, **options, deterministic=False)
 
 
 class Dense(torch.autograd.Function):
