@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from whorl.device import BACKENDS
 from whorl.ops import OPS
-from whorl.titan.deepseek_v32 import fused, warmup
+from whorl.ops.indexer import kl
+from whorl.titan.deepseek_v32 import fused
 from whorl.titan.deepseek_v32.core import AttentionSettings, Core, SmallOps, attach_loss, new_log, pop_log
 from whorl.titan.deepseek_v32.fused import FusedDSA
 
@@ -173,10 +174,8 @@ def test_path_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
 @pytest.mark.parametrize("path", ["masked", "absorbed"])
 def test_loss_is_computed_once_under_checkpointing(path: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sparse = "indexer_kl" if path == "masked" else "indexer_kl_gradients"
-    name = sparse if stage == "sparse" else "indexer_kl_gradients"
+    name, module = ("indexer_kl", fused) if (path, stage) == ("masked", "sparse") else ("indexer_kl_gradients", kl)
     calls: list[int] = []
-    module = fused if stage == "sparse" else warmup
     real = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *a, **k: calls.append(1) or real(*a, **k))
     plain = run(core_of(path, stage=stage), make_inputs(1, torch.float32))

@@ -6,7 +6,7 @@
 The keys of a query are the selected ones, listed in its row of `indices` (sparse training) or, with indices None, every
 key that it sees (warm-up, where attention is dense). `indexer_target` computes the target, `indexer_kl` the loss and
 its gradients. `indexer_kl_gradients` does both; the target is not part of its interface, so that a device may compute
-all in one kernel. Where ranks add up their targets, the two are called separately. `loss.py` adds autograd.
+all in one kernel. Where ranks add up their targets, `gradients_over_ranks` calls the two. `loss.py` adds autograd.
 """
 
 from collections.abc import Callable
@@ -315,26 +315,27 @@ def target_then_kl(
     main_q: Tensor,
     main_k: Tensor,
     main_lse: Tensor,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    key_positions: Tensor | None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    key_positions: Tensor | None = None,
     *,
     scale: float,
     grad_scale: float,
-    deterministic: bool,
+    deterministic: bool = False,
 ) -> Results:
     """Compute `indexer_kl_gradients` from functions with the parameters of `indexer_target` and `indexer_kl`."""
     options = {"grad_scale": grad_scale, "deterministic": deterministic}
+    bounds: Values = {"starts": starts, "ends": ends, "key_positions": key_positions}
     if indices is not None:
-        target = compute_target(main_q, main_k, indices, main_lse, scale)
-        loss, dq, dk, dweights = compute_kl(q, k, weights, indices, target, **options)
+        target = compute_target(main_q, main_k, indices, main_lse, scale, **bounds)
+        loss, dq, dk, dweights = compute_kl(q, k, weights, indices, target, **bounds, **options)
         return loss.sum()[None], dq, dk, dweights
     starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
     wide = wide_dtype(q)
     total, dk = (torch.zeros(shape, dtype=wide, device=q.device) for shape in ((1,), k.shape))
     dq, dweights = q.new_empty(q.shape), weights.new_empty(weights.shape)
     for rows in chunks(q.shape[0], k.shape[0]):
-        bounds = {"starts": starts[rows], "ends": ends[rows], "key_positions": key_positions}
+        bounds |= {"starts": starts[rows], "ends": ends[rows]}
         target = compute_target(main_q[rows], main_k, None, main_lse[rows], scale, **bounds)
         loss, dq[rows], chunk_dk, dweights[rows] = compute_kl(
             q[rows], k, weights[rows], None, target, **bounds, **options
@@ -342,6 +343,24 @@ def target_then_kl(
         total = total + loss.sum()
         dk = dk + chunk_dk
     return total, dq, dk, dweights
+
+
+def gradients_over_ranks(
+    reduce_target: Callable[[Tensor], Tensor] | None, *tensors: Any, causal: bool = False, **options: Any
+) -> Results:
+    """Compute `indexer_kl_gradients` where other ranks hold other heads; reduce_target (an all-reduce) adds up targets.
+
+    None: this rank holds all heads.
+    """
+    results: Results
+    if reduce_target is None:
+        results = indexer_kl_gradients(*tensors, causal=causal, **options)
+        return results
+
+    def target(*tensors: Any, **bounds: Any) -> Tensor:
+        return reduce_target(indexer_target(*tensors, **bounds))
+
+    return target_then_kl(target, indexer_kl, *tensors, **options)
 
 
 @indexer_kl_gradients.impl("triton", accepts=lambda q, main_q, **_: triton_reason(q) or _target_reason(main_q))

@@ -11,7 +11,7 @@ from whorl.device import unavailable
 
 from .. import _torch_npu
 from . import kl_torch_npu
-from .kl import Results, indexer_kl, indexer_kl_gradients, indexer_target, is_causal_choice, target_then_kl
+from .kl import Results, gradients_over_ranks, is_causal_choice
 
 Reduction = Literal["mean", "sum"]
 When = Literal["forward", "backward"]
@@ -131,17 +131,12 @@ def indexer_kl_loss(
     factor = _factor(coefficient, reduction, when, len(q), log)
     options: dict[str, Any] = {"scale": scale, "grad_scale": factor, "deterministic": deterministic}
 
-    def all_targets(*tensors: Any, **bounds: Any) -> Tensor:
-        target: Tensor = indexer_target(*tensors, **bounds)
-        return target if reduce_target is None else reduce_target(target)
-
     def compute(*tensors: Any) -> Results:
-        if reduce_target is not None:
-            return target_then_kl(all_targets, indexer_kl, *tensors, **options)
         q, k, _, indices, main_q, main_k, *_ = tensors
-        causal = _is_causal(indices, k, q=q, main_q=main_q, main_k=main_k, deterministic=deterministic)
-        results: Results = indexer_kl_gradients(*tensors, causal=causal, **options)
-        return results
+        causal = reduce_target is None and _is_causal(
+            indices, k, q=q, main_q=main_q, main_k=main_k, deterministic=deterministic
+        )
+        return gradients_over_ranks(reduce_target, *tensors, causal=causal, **options)
 
     main = (main_q.detach(), main_k.detach(), main_lse.detach())
     tensors = (q, k, weights, indices, *main, starts, ends, key_positions)

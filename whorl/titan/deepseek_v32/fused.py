@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from whorl import ops
 from whorl.ops.indexer import indexer_kl, indexer_kl_gradients, indexer_target
 from whorl.ops.indexer.bounds import chunks
+from whorl.ops.indexer.kl import gradients_over_ranks
 from whorl.ops.sparse_attention import masked_attention_backward, sparse_attention_backward
 
 from .core import Core, CoreInputs, log_with_weights
@@ -188,13 +189,8 @@ class _Absorbed(torch.autograd.Function):
 
         def step(sequence: int, *index_tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             q_one, keys_one, lse_one = split_sequences(visibility.batch, q, keys, lse)[sequence]
-            if core.reduce_target is None:
-                attention_inputs = (q_one, keys_one, lse_one)
-                return indexer_kl_gradients(
-                    *index_tensors, *attention_inputs, scale=settings.scale, causal=visibility.ends is None, **options
-                )
-            target = core.reduce_target(indexer_target(q_one, keys_one, index_tensors[-1], lse_one, settings.scale))
-            return indexer_kl(*index_tensors, target, **options)
+            tensors, causal = (*index_tensors, q_one, keys_one, lse_one), visibility.ends is None
+            return gradients_over_ranks(core.reduce_target, *tensors, scale=settings.scale, causal=causal, **options)
 
         index_gradients: Gradients = (None,) * 4
         if settings.coefficient:

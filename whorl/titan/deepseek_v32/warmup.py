@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whorl import ops
-from whorl.ops.indexer import indexer_kl, indexer_kl_gradients, indexer_target
-from whorl.ops.indexer.kl import target_then_kl
+from whorl.ops.indexer.kl import gradients_over_ranks
 
 from .core import Core
 from .latents import expand_heads
@@ -46,16 +45,8 @@ def dense_gradients(
     index: queries, keys and weights of the indexer. q, k, lse: those of the attention. factor: multiplies the
     gradients, not the loss. With tensor parallelism the targets are summed over ranks, a chunk of queries at a time.
     """
-    tensors: tuple[Any, ...] = (*index, None, q, k, lse)
-    options: dict[str, Any] = {"scale": core.settings.scale, "grad_scale": factor, **visibility.bounds(sequence)}
-    if core.reduce_target is None:
-        return indexer_kl_gradients(*tensors, **options)
-
-    def all_targets(*tensors: Any, **bounds: Any) -> Tensor:
-        assert core.reduce_target is not None
-        return core.reduce_target(indexer_target(*tensors, **bounds))
-
-    return target_then_kl(all_targets, indexer_kl, *tensors, **options, deterministic=False)
+    options = {"scale": core.settings.scale, "grad_scale": factor, **visibility.bounds(sequence)}
+    return gradients_over_ranks(core.reduce_target, *index, None, q, k, lse, **options)
 
 
 class Dense(torch.autograd.Function):
