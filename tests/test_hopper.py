@@ -178,9 +178,8 @@ SMALL_WRITES = {
     "_latent_fold_kernel",
     "_target_kernel",
     "_top_k_kernel",
-    "_sparse_delta_kernel",
+    "delta_kernel",
     "_sparse_entries_kernel",
-    "_masked_delta_kernel",
     "_selection_kernel",
     "_extent_kernel",
 }

@@ -158,7 +158,7 @@ class _Backward:
         """Return the sum over channels of dout * out, less dlse, [T, H] fp32."""
         delta = torch.empty(self.lse.shape, dtype=torch.float32, device=self.lse.device)
         if delta.numel():
-            plain._sparse_delta_kernel[(ceil_div(delta.numel(), 4),)](
+            plain.delta_kernel[(ceil_div(delta.numel(), 4),)](
                 out,
                 self.dout,
                 delta if dlse is None else dlse.contiguous(),

@@ -11,10 +11,7 @@ from whorl.device import is_interpreting
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot
 from .bits import causal_bits, num_words
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e30)  # start of the running maximum: finite, so that rows without keys give no NaN
+from .triton import LN_2, LOG2_E, LOWEST, delta_kernel
 
 
 @triton.jit
@@ -125,20 +122,6 @@ def _masked_forward_kernel(
     _store_tile(out_ptr + head * DV, out / safe[:, None], rows, T, HQ * DV, 0, DV, BLOCK_DV)
     lse = tl.where(total > 0, (top + tl.log2(safe)) * LN_2, float("-inf"))
     tl.store(lse_ptr + rows.to(tl.int64) * HQ + head, lse, mask=rows < T)
-
-
-@triton.jit
-def _masked_delta_kernel(
-    out_ptr, dout_ptr, dlse_ptr, delta_ptr, num_rows, DV: tl.constexpr, HAS_DLSE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Compute delta = sum of out * dout - dlse."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    out = _tile(out_ptr, rows, num_rows, DV, 0, DV, BLOCK_DV).to(tl.float32)
-    delta = tl.sum(out * _tile(dout_ptr, rows, num_rows, DV, 0, DV, BLOCK_DV).to(tl.float32), 1)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + rows, mask=rows < num_rows, other=0.0)
-    tl.store(delta_ptr + rows, delta, mask=rows < num_rows)
 
 
 @triton.jit
@@ -370,7 +353,7 @@ def backward(
     delta = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     sizes = _sizes(q, k, v)
     if delta.numel():
-        _masked_delta_kernel[(ceil_div(delta.numel(), 16),)](
+        delta_kernel[(ceil_div(delta.numel(), 16),)](
             out, dout, delta if dlse is None else dlse.contiguous(), delta, delta.numel(), DV=v.shape[2],
             HAS_DLSE=dlse is not None, ROWS=16, BLOCK_DV=sizes["BLOCK_DV"], num_warps=4,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from ..linear_triton import dot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e30)  # start of the running maximum: finite, so that a block without keys gives no NaN
+LOWEST = tl.constexpr(-1e30)  # start of the running maximum: finite, so that rows and blocks without keys give no NaN
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def _sparse_forward_kernel(
 
 
 @triton.jit
-def _sparse_delta_kernel(
+def delta_kernel(
     out_ptr, dout_ptr, dlse_ptr, delta_ptr, num_rows, DV: tl.constexpr, HAS_DLSE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
