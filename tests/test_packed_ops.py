@@ -218,13 +218,25 @@ def test_int8_is_the_exact_integer(backend: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"codes": lambda t: t[:, :8]}, r"codes is \[40, 8\] torch.int32, expected \[N, 16\] for 128 columns"),
-        ({"codes": lambda t: t.long()}, "codes is torch.int64, expected torch.int32 in layout int4_tiled"),
-        ({"scales": lambda t: t[:, :1]}, r"scales of codes are \[40, 1\] .*, expected \[40, 4\]"),
-        ({"zeros": lambda t: t.float()}, "zeros of codes are .*, expected .* integers"),
-        ({"rows": 0}, "rows is 0"),
-        ({"bias": torch.ones(3)}, r"bias is \[3\]"),
-        ({"x": lambda t: t[0]}, r"x is \[128\]"),
+        (
+            {"codes": lambda t: t[:, :8]},
+            r"codes is \[40, 8\] torch.int32, expected \[.., 16\] torch.int32: 128 columns",
+        ),
+        (
+            {"codes": lambda t: t.long()},
+            r"codes is \[40, 16\] torch.int64, expected \[.., 16\] torch.int32: .* int4_tiled",
+        ),
+        ({"codes": lambda t: t[0]}, r"codes is \[16\] torch.int32, expected \[CN, CK\]"),
+        ({"scales": lambda t: t[:, :1]}, r"scales is \[40, 1\] .*, expected \[40, 4\]"),
+        ({"scales": lambda t: t.int()}, "scales is .* torch.int32, expected .* floating point"),
+        ({"zeros": lambda t: t[:, :1]}, r"zeros is \[40, 1\] torch.int16, expected \[40, 4\]"),
+        ({"zeros": lambda t: t.float()}, r"zeros is .* torch.float32, expected .* torch.int16 or .*"),
+        ({"rows": 0}, "rows is 0, expected a positive number"),
+        ({"columns": -1}, "columns is -1, expected 0 or more"),
+        ({"bias": torch.ones(3)}, r"bias is \[3\] torch.float32, expected \[40\]"),
+        ({"bias": torch.ones(40).double()}, r"bias is \[40\] torch.float64, expected .* or torch.float32"),
+        ({"x": lambda t: t[0]}, r"x is \[128\] .*, expected \[T, K > 0\] floating point"),
+        ({"x": lambda t: t[:, :0]}, r"x is \[2, 0\] .*, expected \[2, K > 0\] floating point"),
     ],
 )
 def test_wrong_weights_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -232,6 +244,58 @@ def test_wrong_weights_are_refused(changes: dict[str, Any], message: str) -> Non
     wrong = {name: change(values[name]) if callable(change) else change for name, change in changes.items()}
     with pytest.raises(ValueError, match=f"packed_linear: .*{message}"):
         ops.packed_linear(**values | wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate_up": lambda t: t[:, :-1]}, r"gate_up is \[4, 63, 16\], down \[4, 64, 16\], expected codes of"),
+        ({"gate_up": lambda t: t[..., :8]}, r"gate_up is \[4, 64, 8\] torch.int32, expected \[.., 16\] torch.int32"),
+        ({"gate_up_scales": lambda t: t[:, 1:]}, r"gate_up_scales is \[4, 63, 2\] .*, expected \[4, 64, 2\]"),
+        ({"down": lambda t: t[:, :-1]}, r"down \[4, 63, 16\], expected codes of \[E, 2F, ..\] and \[E, 64, ..\]"),
+        ({"down": lambda t: t[:3]}, r"down is \[3, 64, 16\] torch.int32, expected \[4, .*"),
+        ({"down": lambda t: t.long()}, "down is .* torch.int64, expected .* torch.int32"),
+        ({"down_zeros": lambda t: t[..., :0]}, r"down_zeros is \[4, 64, 0\] .*, expected \[4, 64, 1\]"),
+        ({"weights": lambda t: t.int()}, r"weights is \[3, 2\] torch.int32, expected \[3, .*\] floating point"),
+        ({"ids": lambda t: t[:, :1]}, r"ids is \[3, 1\] .*, expected \[3, 2\]"),
+        ({"ids": lambda t: t.float()}, "ids is .* torch.float32, expected .* torch.int32 or torch.int64"),
+        ({"ids": lambda t: t + 4}, "ids has values from 4 to 7, expected 0 to 3"),
+        ({"x": lambda t: t[0]}, r"x is \[64\] .*, expected \[T, C > 0\] floating point"),
+        ({"columns": -1}, "columns is -1, expected 0 or more"),
+        ({"layout": "other"}, "layout is 'other', expected one of"),
+    ],
+)
+def test_wrong_experts_are_refused(changes: dict[str, Any], message: str) -> None:
+    case = {"tokens": (3,), "hidden": 64, "width": 32, "experts": 4, "k": 2, "kind": "int4", "columns": 32}
+    values = OPS["packed_experts"].make(**case, zeros=True, dtype=torch.float32, device="cpu")
+    values["ids"][0, 0], values["ids"][1, 0] = 0, 3
+    wrong = {name: change(values[name]) if callable(change) else change for name, change in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        ops.packed_experts(**values | wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate_up": lambda t: t.short()}, r"gate_up is \[4, 24, 16\] torch.int16, expected \[4, 24, 16\] torch.int8"),
+        ({"gate_up": lambda t: t[:, :-1]}, r"gate_up is \[4, 23, 16\] .*, expected \[4, 24, 16\]"),
+        ({"gate_up_scales": lambda t: t[:, 1:]}, r"gate_up_scales is \[4, 23\] .*, expected \[4, 2\*F\]"),
+        ({"down": lambda t: t[:, :-1]}, r"down is \[4, 15, 12\] .*, expected \[4, 16, 12\]"),
+        (
+            {"down_scales": lambda t: t.int()},
+            r"down_scales is \[4, 16\] torch.int32, expected \[4, 16\] floating point",
+        ),
+        ({"weights": lambda t: t[:1]}, r"weights is \[1, 2\] .*, expected \[3, "),
+        ({"ids": lambda t: t - 1}, "ids has values from -1 to 2, expected 0 to 3"),
+    ],
+)
+def test_wrong_int8_experts_are_refused(changes: dict[str, Any], message: str) -> None:
+    case = {"tokens": (3,), "hidden": 16, "width": 12, "experts": 4, "k": 2}
+    values = OPS["int8_experts"].make(**case, dtype=torch.float32, device="cpu")
+    values["ids"][0, 0], values["ids"][1, 0] = 0, 3
+    wrong = {name: change(values[name]) for name, change in changes.items()}
+    with pytest.raises(ValueError, match=f"int8_experts: {message}"):
+        ops.int8_experts(**values | wrong)
 
 
 # ---- the engine

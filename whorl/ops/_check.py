@@ -26,12 +26,6 @@ def or_fp32(dtype: torch.dtype) -> str:
     return " or ".join(str(kind) for kind in dict.fromkeys((dtype, torch.float32)))
 
 
-def check_bias(name: str, bias: Tensor | None, count: int, dtype: torch.dtype) -> None:
-    """Raise ValueError unless the bias is None or [count] in x's dtype or fp32. dtype: that of x."""
-    if bias is not None and (bias.shape != (count,) or bias.dtype not in (dtype, torch.float32)):
-        raise ValueError(f"{name}: bias is {list(bias.shape)} {bias.dtype}, expected [{count}] in {or_fp32(dtype)}")
-
-
 def check_range(name: str, argument: str, ids: Tensor, end: int, *, start: int = 0) -> None:
     """Raise ValueError if an id lies outside [start, end); ids that are not `is_readable` are not checked."""
     if ids.numel() and is_readable(ids) and not start <= int(ids.min()) <= int(ids.max()) < end:

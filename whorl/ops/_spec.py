@@ -51,6 +51,7 @@ NAMED = {
     "fp8": torch.float8_e4m3fn,
     "int64": torch.int64,
     "int32": torch.int32,
+    "int16": torch.int16,
     "int8": torch.int8,
     "uint8": torch.uint8,
     "bool": torch.bool,

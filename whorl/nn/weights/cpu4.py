@@ -25,7 +25,7 @@ from whorl.nn.weight import Destination, Formats, Matrix, Part
 from whorl.ops._trial_store import TrialStore
 from whorl.ops.linear import multiply as multiply_plain
 from whorl.ops.linear import pack
-from whorl.ops.quantised.routed import activate, run_routed_experts
+from whorl.ops.moe.experts import activate, run_routed
 
 from .dense import DENSE
 from .packed import packed as packed_words
@@ -155,7 +155,7 @@ class Cpu4(Quantised):
             hidden = activate(multiply(rows, *gate_up.entries[e]).to(x.dtype))
             return multiply(hidden, *down.entries[e]).to(x.dtype)
 
-        return run_routed_experts(x, weights, ids, run_expert)
+        return run_routed(x, weights, ids, run_expert)
 
     def lookup(self, matrix: Any, row_ids: Tensor) -> Tensor:
         return nn.functional.embedding(row_ids, matrix.rows).to(matrix.dtype)

@@ -1,5 +1,6 @@
 """The fused experts of a mixture of experts: each token through its chosen SwiGLU networks, weighted and summed."""
 
+from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from .._draw import Draw, Sizes
 from .._gradient import Arguments
-from .._op import Values, operator, widen
+from .._op import Values, narrow, operator, widen
 from ..glu import glu
 from ..linear import multiply
 from . import experts_torch_npu
@@ -15,50 +16,49 @@ from .grouped_matmul import grouped_matmul
 from .permute import permute, unpermute
 
 
-def _activate(both: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return silu(gate) * up of both [T, 2F] as [T, F], rounded to `dtype` and widened again for the second matmul.
+def activate(both: Tensor) -> Tensor:
+    """Return silu(gate) * up of both [.., 2F], gate first, as [.., F]; computed in fp32, rounded to both's dtype.
 
     It uses exp instead of torch.sigmoid for the reason that `route.py` gives.
     """
-    gate, up = both.chunk(2, -1)
-    return _round_to(gate / (1 + torch.exp(-gate)) * up, dtype)
+    gate, up = widen(both).chunk(2, -1)
+    return narrow(gate / (1 + torch.exp(-gate)) * up, both.dtype)
 
 
-def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to `dtype`, and return it in the dtype of accumulation."""
-    return widen(x.to(dtype))
+def run_routed(x: Tensor, weights: Tensor, ids: Tensor, run_expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Return y like x: for each token the weighted sum of its experts' results, added in the order of its choices.
 
-
-def _expert_outputs(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the output of each token's experts, [T, K, C]; an expert computes all its tokens at once.
-
-    x: [T, C] in the dtype of accumulation; dtype: what the matmuls round their results to.
+    x: [T, C]; weights, ids: [T, K]; run_expert(e, rows) computes expert e on rows [n, C] of x, in x's dtype.
     """
-    flat = ids.flatten()
-    order = torch.sort(flat, stable=True).indices
-    counts = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
-    outputs = []
-    for e, pairs in enumerate(order.split(counts)):
-        if len(pairs) or not len(flat):
-            both = _round_to(multiply(x[pairs // ids.shape[1]], widen(gate_up[e])), dtype)
-            outputs.append(_round_to(multiply(_activate(both, dtype), widen(down[e])), dtype))
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return torch.cat(outputs)[inverse].view(*ids.shape, x.shape[1])
+    flat, y = ids.flatten(), widen(x.new_zeros(x.shape))
+    if ids.shape[1]:
+        order = torch.sort(flat, stable=True).indices
+        pairs_by_expert = enumerate(order.split(torch.bincount(flat).tolist() or [0]))
+        # Without tokens the first expert runs with none, so that gradients have a graph.
+        chosen = [(e, pairs) for e, pairs in pairs_by_expert if len(pairs) or not len(flat)]
+        outputs = torch.cat([run_expert(e, x[pairs // ids.shape[1]]) for e, pairs in chosen])
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        parts = widen(outputs[inverse].view(*ids.shape, x.shape[1]))
+        for choice in range(ids.shape[1]):
+            y = y + parts[:, choice] * weights[:, choice, None].to(y.dtype)
+    return narrow(y, x.dtype)
 
 
-def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
+def expert_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     """Return the bytes of the weights of the experts that were chosen, and of the tokens in and out."""
-    x, ids, gate_up, down = values["x"], values["ids"], values["gate_up"], values["down"]
-    used = ids.unique().numel() if ids.device.type != "meta" else min(ids.numel(), gate_up.shape[0])
-    return x.element_size() * (2 * x.numel() + used * (gate_up[0].numel() + down[0].numel()))
+    x, ids = values["x"], values["ids"]
+    used = ids.unique().numel() if ids.device.type != "meta" else min(ids.numel(), values["gate_up"].shape[0])
+    stacks = [v for name, v in values.items() if name.startswith(("gate_up", "down")) and v is not None]
+    return int(2 * x.nbytes + used * sum(stack[0].nbytes for stack in stacks))
 
 
-def _flops(values: Values) -> int:
+def expert_flops(values: Values) -> int:
+    """Return the floating point operations of both matmuls, for weights whose numbers are not packed."""
     expert = values["gate_up"][0].numel() + values["down"][0].numel()
     return 2 * values["ids"].numel() * expert
 
 
-@operator(bytes=_bytes, flops=_flops)
+@operator(bytes=expert_bytes, flops=expert_flops)
 def experts(
     x: Annotated[Tensor, "[T, C] float"],
     gate_up: Annotated[Tensor, "[E, 2*F, C] x"],
@@ -77,14 +77,12 @@ def experts(
 
         y = ops.experts(x, gate_up, down, *ops.route(logits, k=8))
     """
-    if not ids.shape[1]:
-        return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    parts = _expert_outputs(widen(x).contiguous(), gate_up, down, ids.long(), x.dtype)
-    scaled = parts * weights.to(parts.dtype).unsqueeze(-1)
-    y = scaled[:, 0]
-    for choice in range(1, ids.shape[1]):
-        y = y + scaled[:, choice]
-    return y.to(x.dtype).contiguous()
+
+    def run_expert(e: int, rows: Tensor) -> Tensor:
+        hidden = activate(narrow(multiply(widen(rows), widen(gate_up[e])), x.dtype))
+        return narrow(multiply(widen(hidden), widen(down[e])), x.dtype)
+
+    return run_routed(x, weights, ids, run_expert)
 
 
 @experts.gradient(save=("x", "gate_up", "down", "weights", "ids"))
@@ -127,12 +125,16 @@ _QWEN = {"hidden": 2048, "width": 768, "experts": 128, "k": 8}
 _BENCH: list[Values] = [{"tokens": (tokens,), **_QWEN} for tokens in (1, 4, 64, 8192)]
 
 
-def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: int) -> Values:
-    count = tokens[0]
-    x, gate_up = draw.scaled(count, hidden), draw.weight(experts, 2 * width, hidden)
-    down = torch.randn(experts, hidden, width, **draw.kind) / width**0.5
+def draw_routing(draw: Draw, count: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
+    """Draw weights and ids, [count, k] each, as `route` returns them."""
     weights = torch.rand(count, k, device=draw.device).to(draw.wide) + 0.1
-    ids = torch.rand(count, experts, device=draw.device).argsort(-1)[:, :k].int()
+    return weights, torch.rand(count, experts, device=draw.device).argsort(-1)[:, :k].int()
+
+
+def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: int) -> Values:
+    x, gate_up = draw.scaled(tokens[0], hidden), draw.weight(experts, 2 * width, hidden)
+    down = torch.randn(experts, hidden, width, **draw.kind) / width**0.5
+    weights, ids = draw_routing(draw, tokens[0], experts, k)
     return {"x": x, "gate_up": gate_up, "down": down, "weights": weights, "ids": ids}
 
 

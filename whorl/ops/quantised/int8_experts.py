@@ -1,71 +1,47 @@
 """Fused experts with int8 weights and int8 activations."""
 
+from typing import Annotated
+
 from torch import Tensor
 
 from .._draw import Draw, Sizes
 from .._op import Values, operator
+from ..moe.experts import activate, draw_routing, expert_bytes, expert_flops, run_routed
 from . import int8_torch_npu
-from .int8_linear import check_int8, int8_product
-from .packed_experts import draw_routing, expert_flops, num_used_experts
-from .packed_linear import draw_weight, triton_reason
-from .routed import activate, check_routing, run_routed_experts
+from .int8_linear import int8_linear
+from .packed_linear import draw_weight
 
 NAMES = ("gate_up", "gate_up_scales", "down", "down_scales")
 
 
-def _check(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-) -> None:
-    name = "int8_experts"
-    check_routing(name, x, gate_up, down, weights, ids)
-    check_int8(name, "gate_up", gate_up, gate_up_scales, x.shape[1])
-    check_int8(name, "down", down, down_scales, gate_up.shape[1] // 2)
-
-
-def _fake(x: Tensor, **_: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _bytes(inputs: Values, outputs: tuple[Tensor, ...]) -> int:
-    bytes_per_expert = sum(inputs[n][0].nbytes for n in NAMES)
-    return 2 * inputs["x"].nbytes + num_used_experts(inputs) * int(bytes_per_expert)
-
-
-@operator(check=_check, fake=_fake, bytes=_bytes, flops=expert_flops, forward_only=True)
+@operator(bytes=expert_bytes, flops=expert_flops, forward_only=True)
 def int8_experts(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-) -> Tensor:
+    x: Annotated[Tensor, "[T, C>0] float"],
+    gate_up: Annotated[Tensor, "[E, 2*F, C] int8"],
+    gate_up_scales: Annotated[Tensor, "[E, 2*F] float"],
+    down: Annotated[Tensor, "[E, C, F>0] int8"],
+    down_scales: Annotated[Tensor, "[E, C] float"],
+    weights: Annotated[Tensor, "[T, K] float"],
+    ids: Annotated[Tensor, "[T, K] int, from 0 to E - 1"],
+) -> Annotated[Tensor, "[T, C] x"]:
     """Compute `experts` with the matmuls of `int8_linear`; the input of the second matmul is quantised as well.
 
-    x: [T, C] bf16, fp16 or fp32; gate_up: [E, 2F, C], F rows of gate and then F of up, and down: [E, C, F], int8, each
-    with one scale per row, [E, 2F] and [E, C]; weights and ids: [T, K] as `route` returns them; y: like x, contiguous.
-    Rounding is that of `experts`: gate, up, silu(gate) * up and each expert's result to x's dtype; y once, after the
-    choices are added in order in fp32. No gradient. Raises ValueError when shapes or dtypes do not fit, and on the CPU
-    when an id is outside [0, E).
+    gate_up: F rows of gate and then F of up; gate_up_scales and down_scales: one for each row of the weight; weights
+    and ids: as `route` returns them. Returns y contiguous. Rounding is that of `experts`: gate, up, silu(gate) * up and
+    each expert's result to x's dtype; y once, after the choices are added in order in fp32. An id outside [0, E) raises
+    ValueError on the CPU; other devices do not check ids. No gradient.
 
         y = ops.int8_experts(x, gate_up, s1, down, s2, *ops.route(logits, k=8))
     """
 
     def run_expert(e: int, rows: Tensor) -> Tensor:
-        hidden = activate(int8_product(rows, gate_up[e], gate_up_scales[e], None))
-        return int8_product(hidden, down[e], down_scales[e], None)
+        hidden = activate(int8_linear.reference(rows, gate_up[e], gate_up_scales[e]))
+        return int8_linear.reference(hidden, down[e], down_scales[e])  # type: ignore[no-any-return]
 
-    return run_routed_experts(x, weights, ids, run_expert)
+    return run_routed(x, weights, ids, run_expert)
 
 
-int8_experts.impl("triton", "int8_triton:experts", accepts=triton_reason)
+int8_experts.impl("triton", "int8_triton:experts")
 int8_experts.impl("torch_npu", "int8_torch_npu:experts", accepts=int8_torch_npu.experts_reason)
 
 

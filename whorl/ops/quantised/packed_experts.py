@@ -1,107 +1,76 @@
 """Fused experts whose weights are stored in 4 or 8 bits."""
 
-from typing import Any
+from typing import Annotated, Any
 
-import torch
 from torch import Tensor
 
 from .._draw import Draw, Sizes
-from .._op import Values, narrow, operator, widen
+from .._op import Values, operator
+from ..moe.experts import activate, draw_routing, expert_bytes, run_routed
 from . import packed_torch_npu
-from .layout import find, values
-from .packed_linear import check_weight, draw_weight, multiply_in_chunks, packed_triton_reason, weight_options
-from .routed import activate, check_routing, run_routed_experts
+from .layout import find
+from .packed_linear import ZERO_DTYPES, check_weight, draw_weight, packed_linear, triton_reason, weight_options
 
 
-def _check(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    gate_up_zeros: Tensor | None,
-    down: Tensor,
-    down_scales: Tensor,
-    down_zeros: Tensor | None,
-    weights: Tensor,
-    ids: Tensor,
-    rows: int,
-    columns: int,
-    layout: str,
-) -> None:
-    name, num_rows = "packed_experts", find(layout).num_rows
-    check_routing(name, x, gate_up, down, weights, ids, num_rows)
-    size = {"dims": 3, "rows": rows, "group": columns}
-    check_weight(name, "gate_up", gate_up, gate_up_scales, gate_up_zeros, layout, columns=x.shape[1], **size)
-    check_weight(name, "down", down, down_scales, down_zeros, layout, columns=num_rows(gate_up) // 2, **size)
+def _check(**values: Any) -> None:
+    width, num_rows = values["x"].shape[1], find(values["layout"]).num_rows
+    high = num_rows(values["gate_up"])
+    if high % 2 or not high or num_rows(values["down"]) != width:
+        raise ValueError(
+            f"packed_experts: gate_up is {list(values['gate_up'].shape)}, down {list(values['down'].shape)}, expected "
+            f"codes of [E, 2F, ..] and [E, {width}, ..]"
+        )
+    check_weight("packed_experts", values, width, ("gate_up", "gate_up_scales", "gate_up_zeros"))
+    check_weight("packed_experts", values, high // 2, ("down", "down_scales", "down_zeros"))
 
 
-def _fake(x: Tensor, **_: object) -> Tensor:
-    return x.new_empty(x.shape)
+def _flops(values: Values) -> int:
+    rows = find(values["layout"]).num_rows(values["gate_up"])
+    return 6 * values["ids"].numel() * values["x"].shape[1] * (rows // 2)
 
 
-def num_used_experts(inputs: Values) -> int:
-    """Return how many experts the ids name; on meta tensors the most that they can."""
-    ids, count = inputs["ids"], inputs["gate_up"].shape[0]
-    return int(ids.unique().numel()) if ids.device.type != "meta" else min(ids.numel(), count)
-
-
-def _bytes(inputs: Values, outputs: tuple[Tensor, ...]) -> int:
-    """Return the bytes of the weights of the experts that were chosen, and of the tokens in and out."""
-    names = ("gate_up", "gate_up_scales", "gate_up_zeros", "down", "down_scales", "down_zeros")
-    bytes_per_expert = sum(inputs[n][0].nbytes for n in names if inputs.get(n) is not None)
-    return 2 * inputs["x"].nbytes + num_used_experts(inputs) * int(bytes_per_expert)
-
-
-def expert_flops(inputs: Values) -> int:
-    """Return the floating point operations of both matmuls, for x [T, C] and gate_up [E, 2F, ..]."""
-    rows = find(inputs.get("layout", "bytes")).num_rows(inputs["gate_up"])
-    return 6 * inputs["ids"].numel() * inputs["x"].shape[1] * (rows // 2)
-
-
-@operator(check=_check, fake=_fake, bytes=_bytes, flops=expert_flops, forward_only=True)
+@operator(check=_check, bytes=expert_bytes, flops=_flops, forward_only=True)
 def packed_experts(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    gate_up_zeros: Tensor | None,
-    down: Tensor,
-    down_scales: Tensor,
-    down_zeros: Tensor | None,
-    weights: Tensor,
-    ids: Tensor,
+    x: Annotated[Tensor, "[T, C>0] float"],
+    gate_up: Annotated[Tensor, "[E, GN, GK] any"],
+    gate_up_scales: Annotated[Tensor, "[E, GSN, GSK] float"],
+    gate_up_zeros: Annotated[Tensor | None, f"[E, GZN, GZK] {ZERO_DTYPES}"],
+    down: Annotated[Tensor, "[E, DN, DK] gate_up"],
+    down_scales: Annotated[Tensor, "[E, DSN, DSK] float"],
+    down_zeros: Annotated[Tensor | None, f"[E, DZN, DZK] {ZERO_DTYPES}"],
+    weights: Annotated[Tensor, "[T, K] float"],
+    ids: Annotated[Tensor, "[T, K] int, from 0 to E - 1"],
     *,
-    rows: int = 1,
-    columns: int = 0,
+    rows: Annotated[int, "> 0"] = 1,
+    columns: Annotated[int, ">= 0"] = 0,
     layout: str = "bytes",
-) -> Tensor:
+) -> Annotated[Tensor, "[T, C] x"]:
     """Compute `experts` with weights packed as in `packed_linear`.
 
-    x: [T, C] bf16, fp16 or fp32; gate_up: codes of [E, 2F, C], F rows of gate and then F of up, and down: codes of [E,
-    C, F], in one dtype and layout, each with scales and with zeros or None; there is one scale per `rows` rows and
-    `columns` columns (0: all columns) of every expert, [E, ..] in all.
-    weights and ids: [T, K], as `route` returns them. y: like x, contiguous. Every matmul is that of `packed_linear`:
-    rounded values, K in chunks of 1024 from zero, added in order. gate, up, silu(gate) * up and each expert's result
-    are rounded to x's dtype; the choices are added in order, in fp32, and y is rounded once. A token's bits do not
-    depend on the other tokens. No gradient. Raises ValueError when shapes or dtypes do not fit, and on the CPU when an
-    id is outside [0, E); other devices do not check ids.
+    gate_up: codes of [E, 2F, C], F rows of gate and then F of up, and down: codes of [E, C, F], in one layout, each
+    with scales and with zeros or None; there is one scale per `rows` rows and `columns` columns (0: all columns) of
+    every expert, [E, ..] in all. weights and ids: as `route` returns them. Returns y contiguous. Every matmul is that
+    of `packed_linear`: rounded values, K in chunks of 1024 from zero, added in order. gate, up, silu(gate) * up and
+    each expert's result are rounded to x's dtype; the choices are added in order, in fp32, and y is rounded once. A
+    token's bits do not depend on the other tokens. An id outside [0, E) raises ValueError on the CPU; other devices do
+    not check ids. No gradient.
 
         y = ops.packed_experts(x, gate_up, s1, None, down, s2, None, *ops.route(logits, k=8), columns=128)
     """
 
-    order = find(layout)
+    def product(x: Tensor, e: int, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        weight = codes[e], scales[e], None if zeros is None else zeros[e]
+        y: Tensor = packed_linear.reference(x, *weight, rows=rows, columns=columns, layout=layout)
+        return y
 
     def run_expert(e: int, rows_of_expert: Tensor) -> Tensor:
-        def product(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-            numbers, zero_points = order.unpack(codes[e], x.shape[1]), None if zeros is None else zeros[e]
-            weight = values(numbers, scales[e], zero_points, x.dtype, block=(rows, columns), middle=order.middle)
-            return narrow(multiply_in_chunks(widen(x), widen(weight)), x.dtype)
+        hidden = activate(product(rows_of_expert, e, gate_up, gate_up_scales, gate_up_zeros))
+        return product(hidden, e, down, down_scales, down_zeros)
 
-        hidden = activate(product(rows_of_expert, gate_up, gate_up_scales, gate_up_zeros))
-        return product(hidden, down, down_scales, down_zeros)
-
-    return run_routed_experts(x, weights, ids, run_expert)
+    return run_routed(x, weights, ids, run_expert)
 
 
-packed_experts.impl("triton", "packed_experts_triton:forward", accepts=packed_triton_reason)
+packed_experts.impl("triton", "packed_experts_triton:forward", accepts=triton_reason)
 packed_experts.impl("torch_npu", "packed_torch_npu:experts", accepts=packed_torch_npu.experts_reason)
 
 
@@ -138,12 +107,6 @@ _BENCH: list[Values] = [
     )
     for tokens in (1, 64, 8192)
 ]
-
-
-def draw_routing(draw: Draw, count: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
-    """Draw weights and ids, [count, k] each, as `route` returns them."""
-    weights = torch.rand(count, k, device=draw.device).to(draw.wide) + 0.1
-    return weights, torch.rand(count, experts, device=draw.device).argsort(-1)[:, :k].int()
 
 
 def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: int, **weight: Any) -> Values:

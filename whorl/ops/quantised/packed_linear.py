@@ -1,67 +1,46 @@
 """A linear layer whose weight is stored in 4 or 8 bits; kernels read the codes and unpack them in registers."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from .._check import check_bias
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from ..linear import multiply
 from . import packed_torch_npu
 from .layout import CHUNK, find, packed_int4, paired_int4, tiled_bytes, values
 
+ZERO_DTYPES = "uint8 or int8 or int16 or int32 or int64"
 
-def check_weight(
-    op: str, argument: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, layout: str, **size: int
-) -> None:
-    """Raise ValueError unless codes, scales and zeros fit each other, the layout and `size`.
 
-    size: dims, 2 or 3 for a stack of weights; columns, of the unpacked weight; rows and group, the rows and the columns
-    that share one scale, group 0 meaning all columns.
+def check_weight(op: str, values: Values, length: int, names: Sequence[str]) -> None:
+    """Raise ValueError unless codes, scales and zeros, named in this order, store a weight with `length` columns.
+
+    values: the operator's arguments.
     """
-    dims, columns, rows, group = size["dims"], size["columns"], size["rows"], size["group"]
-    order = find(layout)
+    order, codes = find(values["layout"]), values[names[0]]
+    width, dtypes = order.width(length), " or ".join(map(str, order.dtypes))
     # Tests that compute the ground truth in fp64 pass fp8 codes as float64.
-    if codes.dtype not in order.dtypes and codes.dtype != torch.float64:
+    if codes.dtype not in (*order.dtypes, torch.float64) or codes.shape[-1] != width:
         raise ValueError(
-            f"{op}: {argument} is {codes.dtype}, expected {' or '.join(map(str, order.dtypes))} in layout {layout}"
+            f"{op}: {names[0]} is {list(codes.shape)} {codes.dtype}, expected [.., {width}] {dtypes}: {length} columns "
+            f"in layout {values['layout']}"
         )
-    wide = order.width(columns)
-    if codes.dim() != dims or codes.shape[-1] != wide:
-        lead = ("E, " if dims == 3 else "") + ("N" if order.rows == 1 else f"N / {order.rows}")
-        raise ValueError(
-            f"{op}: {argument} is {list(codes.shape)} {codes.dtype}, expected [{lead}, {wide}] for {columns} columns"
-        )
-    if rows < 1 or group < 0:
-        raise ValueError(f"{op}: rows is {rows} and columns {group}, expected rows >= 1 and columns >= 0")
-    expected = *codes.shape[:-2], -(-order.num_rows(codes) // rows), -(-columns // (group or columns))
-    if scales.shape != expected or not scales.is_floating_point():
-        raise ValueError(
-            f"{op}: scales of {argument} are {list(scales.shape)} {scales.dtype}, expected {list(expected)}"
-        )
-    if zeros is not None and (zeros.shape != expected or zeros.is_floating_point()):
-        raise ValueError(
-            f"{op}: zeros of {argument} are {list(zeros.shape)} {zeros.dtype}, expected {list(expected)} integers"
-        )
+    rows, columns = values["rows"], values["columns"] or length
+    expected = [*codes.shape[:-2], -(-order.num_rows(codes) // rows), -(-length // columns)]
+    for name in names[1:]:
+        x = values[name]
+        if x is not None and list(x.shape) != expected:
+            raise ValueError(f"{op}: {name} is {list(x.shape)} {x.dtype}, expected {expected}")
 
 
-def _check(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-    columns: int,
-    layout: str,
-) -> None:
-    name = "packed_linear"
-    if x.dim() != 2 or not x.is_floating_point() or not x.shape[1]:
-        raise ValueError(f"{name}: x is {list(x.shape)} {x.dtype}, expected [T, K] floating point")
-    check_weight(name, "codes", codes, scales, zeros, layout, dims=2, columns=x.shape[1], rows=rows, group=columns)
-    check_bias(name, bias, find(layout).num_rows(codes), x.dtype)
+def _check(**values: Any) -> None:
+    check_weight("packed_linear", values, values["x"].shape[1], ("codes", "scales", "zeros"))
+    bias, count = values["bias"], find(values["layout"]).num_rows(values["codes"])
+    if bias is not None and len(bias) != count:
+        raise ValueError(f"packed_linear: bias is {list(bias.shape)} {bias.dtype}, expected [{count}]")
 
 
 def _fake(x: Tensor, codes: Tensor, layout: str, **_: object) -> Tensor:
@@ -88,29 +67,27 @@ def multiply_in_chunks(x: Tensor, weight: Tensor) -> Tensor:
 
 @operator(check=_check, fake=_fake, flops=_flops, forward_only=True)
 def packed_linear(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None = None,
-    bias: Tensor | None = None,
+    x: Annotated[Tensor, "[T, K>0] float"],
+    codes: Annotated[Tensor, "[CN, CK] any"],
+    scales: Annotated[Tensor, "[SN, SK] float"],
+    zeros: Annotated[Tensor | None, f"[ZN, ZK] {ZERO_DTYPES}"] = None,
+    bias: Annotated[Tensor | None, "[N] x or fp32"] = None,
     *,
-    rows: int = 1,
-    columns: int = 0,
+    rows: Annotated[int, "> 0"] = 1,
+    columns: Annotated[int, ">= 0"] = 0,
     layout: str = "bytes",
 ) -> Tensor:
     """Linear layer with a packed weight: y = x @ value.T + bias.
 
-    value = (number - zero) * scale in fp32, rounded to x's dtype. x: [T, K] bf16, fp16 or fp32. codes: the numbers [N,
-    K] as `layout` holds them, see `quantised/layout.py`. "bytes": int8 or float8_e4m3fn [N, K]. "bytes_tiled": the
-    same, [N, 64 * ceil(K / 64)]. "int4_tiled": int32 [N, 16 * ceil(K / 128)]. "int4_paired", torch_npu's: uint8 [N / 2,
-    K]. scales: [ceil(N / rows), ceil(K / columns)] floating point, one per `rows` rows and `columns` columns (0: all
-    columns); the last block may be partial. zeros: integers of the same shape; None means 0, or 8 in layout int4_tiled.
-    bias: [N] in x's dtype or fp32. y: [T, N] like x, contiguous. y equals `linear` of the rounded values except that K
-    is summed in chunks of 1024 columns: each chunk from zero, upwards, in fp32, then the chunks in order; up to K =
-    1024 that is the sum of `linear`. The bias is added last and y is rounded once. A token's bits depend on the token
-    and the weight alone, as in `linear`. On Ascend torch_npu documents neither where values are rounded nor the order
-    of sums, and promises no bits. No gradient.
-    Raises ValueError when shapes or dtypes do not fit.
+    value = (number - zero) * scale in fp32, rounded to x's dtype. codes: the numbers [N, K] as `layout` holds them, see
+    `quantised/layout.py`. "bytes": int8 or float8_e4m3fn [N, K]. "bytes_tiled": the same, [N, 64 * ceil(K / 64)].
+    "int4_tiled": int32 [N, 16 * ceil(K / 128)]. "int4_paired", torch_npu's: uint8 [N / 2, K]. scales: [ceil(N / rows),
+    ceil(K / columns)], one per `rows` rows and `columns` columns (0: all columns); the last block may be partial.
+    zeros: of the same shape; None means 0, or 8 in layout int4_tiled. y: [T, N] like x, contiguous. y equals `linear`
+    of the rounded values except that K is summed in chunks of 1024 columns: each chunk from zero, upwards, in fp32,
+    then the chunks in order; up to K = 1024 that is the sum of `linear`. The bias is added last and y is rounded once.
+    A token's bits depend on the token and the weight alone, as in `linear`. On Ascend torch_npu documents neither where
+    values are rounded nor the order of sums, and promises no bits. No gradient.
 
         y = ops.packed_linear(x, codes, scales, columns=128)
     """
@@ -123,22 +100,15 @@ def packed_linear(
     return narrow(y, x.dtype)
 
 
-def triton_reason(x: Tensor, **_: object) -> str | None:
-    """Return None, or the reason that the Triton kernels of quantised layers cannot take x."""
-    return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
-
-
 TRITON_LAYOUTS = ("bytes", "bytes_tiled", "int4_tiled")
 
 
-def packed_triton_reason(x: Tensor, layout: str, **_: object) -> str | None:
-    """Return None, or the reason that the Triton kernels of packed weights cannot take x and codes in this layout."""
-    if layout not in TRITON_LAYOUTS:
-        return f"reads the layouts {', '.join(TRITON_LAYOUTS)}, got {layout}"
-    return triton_reason(x)
+def triton_reason(layout: str, **_: object) -> str | None:
+    """Return None, or the reason that the Triton kernels of packed weights cannot read codes in this layout."""
+    return None if layout in TRITON_LAYOUTS else f"reads the layouts {', '.join(TRITON_LAYOUTS)}, got {layout}"
 
 
-packed_linear.impl("triton", "packed_linear_triton:forward", accepts=packed_triton_reason)
+packed_linear.impl("triton", "packed_linear_triton:forward", accepts=triton_reason)
 packed_linear.impl("torch_npu", "packed_torch_npu:linear", accepts=packed_torch_npu.reason)
 
 
