@@ -27,8 +27,7 @@ from whorl.ops.moe.experts_triton import combine
 from whorl.ops.quantised import few_gluon_triton as few
 from whorl.ops.quantised import packed_experts_triton as tiles_of_experts
 from whorl.ops.quantised import packed_linear_triton as tiles
-from whorl.ops.quantised.layout import CHUNK, LAYOUTS, packed_int4, tiled_bytes, values
-from whorl.ops.quantised.product_triton import Weight
+from whorl.ops.quantised.layout import CHUNK, LAYOUTS, Weight, packed_int4, tiled_bytes, values
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 PEAK = 4.2e12  # bytes per second of a copy on an H200

@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs
-"""The arithmetic of `dynamic_quant` on one row, for kernels that quantise values they hold in registers."""
+"""The arithmetic of codes in registers: of `dynamic_quant` on one row, and of 4-bit codes.
+
+Gluon kernels wrap these functions, `gluon.jit(function.fn)`, as Gluon does with functions of Triton itself.
+"""
 
 import triton
 import triton.language as tl
@@ -42,3 +45,48 @@ def to_codes(x, scale, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
 def _round_to_even(x):
     """Round to nearest, ties to even, for magnitudes below 2^22: adding 1.5 * 2^23 leaves no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def pairs_bf16(words, zeros, scales):
+    """Return the eight values of each word of 4-bit codes, in the order of pairs of quantised/layout.py.
+
+    zeros: the bf16 bits of 128 + zero, in both halves of a word; scales: their bf16 bits, likewise. A nibble or-ed
+    into 0x4300 is the bf16 128 + code; the difference is exact, and the product is rounded once.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        shr.u32 b, $8, 4;
+        shr.u32 c, $8, 8;
+        shr.u32 d, $8, 12;
+        lop3.b32 a, $8, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
+        sub.rn.bf16x2 a, a, $9;
+        sub.rn.bf16x2 b, b, $9;
+        sub.rn.bf16x2 c, c, $9;
+        sub.rn.bf16x2 d, d, $9;
+        mul.rn.bf16x2 a, a, $10;
+        mul.rn.bf16x2 b, b, $10;
+        mul.rn.bf16x2 c, c, $10;
+        mul.rn.bf16x2 d, d, $10;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        mov.b32 {$4, $5}, c;
+        mov.b32 {$6, $7}, d;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+        [words, zeros, scales],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def duplicate_halves(bits):
+    """Copy 16 bits to both halves of a 32-bit word."""
+    bits = bits.to(tl.int32) & 0xFFFF
+    return bits | (bits << 16)

@@ -3,13 +3,15 @@
 No value is read back to the host. The device does not promise that a token's bits are independent of the batch.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from whorl.contracts import grouped_matmul_limit, moe_init_routing_limit
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
-from .routing_torch_npu import run_routed_experts
 
 
 def reason(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, **_: object) -> str | None:
@@ -36,23 +38,64 @@ def _product_reason(x: Tensor, rows: int, weight: Tensor) -> str | None:
 
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    def run_experts(rows: Tensor, counts: Tensor) -> Tensor:
-        hidden = _torch_npu.call("npu_swiglu", input=_product(rows, gate_up, counts), dim=-1)
-        return _product(hidden, down, counts)
+    def product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        return grouped_product(rows, weight.mT, counts)
 
-    return run_routed_experts(x, weights, ids, gate_up.shape[0], run_experts)
+    return run_routed(x, weights, ids, gate_up.shape[0], product, gate_up, down)
 
 
-def _product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Return rows @ weight[e].T for the counts[e] rows of each expert e; weight: [E, N, K]."""
+def run_routed(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    num_experts: int,
+    product: Callable[[Tensor, Any, Tensor], Tensor],
+    gate_up: Any,
+    down: Any,
+) -> Tensor:
+    """Run experts on the tokens sorted by expert, and return each token's weighted sum.
+
+    product(rows, weight, counts) returns the product of the rows, counts[e] of each expert e, and gate_up or down.
+    """
+    sorted_rows, positions, counts, _ = _torch_npu.call(
+        "npu_moe_init_routing_v2",
+        x=x.contiguous(),
+        expert_idx=ids.int().contiguous(),
+        active_num=ids.numel(),
+        expert_num=num_experts,
+        drop_pad_mode=0,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        quant_mode=-1,
+        active_expert_range=[0, num_experts],
+        row_idx_type=0,
+    )
+    hidden = _torch_npu.call("npu_swiglu", input=product(sorted_rows, gate_up, counts), dim=-1)
+    y = _torch_npu.call(
+        "npu_moe_finalize_routing",
+        expanded_permuted_rows=product(hidden, down, counts).float(),  # must share the fp32 of the weights
+        skip1=None,
+        skip2=None,
+        bias=None,
+        scales=weights.float().contiguous(),
+        expanded_src_to_dst_row=positions.view(ids.shape).t().reshape(-1),  # the operator expects choice-major order
+        export_for_source_row=None,
+        drop_pad_mode=0,
+    )
+    return y.to(x.dtype).contiguous()  # type: ignore[no-any-return]
+
+
+def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor, **options: Any) -> Tensor:
+    """Return rows @ weight[e] for the counts[e] rows of each expert e. options: scales of the rows and the weight."""
     (y,) = _torch_npu.call(
         "npu_grouped_matmul",
         x=[rows],
-        weight=[weight.transpose(1, 2)],
+        weight=[weight],
         group_list=counts,
         split_item=2,
         group_type=0,
         group_list_type=1,
         act_type=0,
+        **options,
     )
-    return y
+    return y  # type: ignore[no-any-return]

@@ -14,54 +14,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from .._codes_triton import duplicate_halves, pairs_bf16
 from .._gluon_triton import begin, follow, sync
 from .._overlap_triton import overlap
 from .._rows import ceil_div, power_of_2
-from .layout import CHUNK
-from .product_triton import Weight
+from .layout import CHUNK, Weight
 
 TOKENS = 8  # the fewest columns of a tensor core matmul
 ENOUGH_WARPS = 2112  # 16 on each of an H200's multiprocessors; each has 8 KB of 4-bit codes in flight
-
-
-@gluon.jit
-def _pairs(words, zeros, scales):
-    """Do the same as `product_triton._pairs_bf16`, in Gluon."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d;
-        shr.u32 b, $8, 4;
-        shr.u32 c, $8, 8;
-        shr.u32 d, $8, 12;
-        lop3.b32 a, $8, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
-        sub.rn.bf16x2 a, a, $9;
-        sub.rn.bf16x2 b, b, $9;
-        sub.rn.bf16x2 c, c, $9;
-        sub.rn.bf16x2 d, d, $9;
-        mul.rn.bf16x2 a, a, $10;
-        mul.rn.bf16x2 b, b, $10;
-        mul.rn.bf16x2 c, c, $10;
-        mul.rn.bf16x2 d, d, $10;
-        mov.b32 {$0, $1}, a;
-        mov.b32 {$2, $3}, b;
-        mov.b32 {$4, $5}, c;
-        mov.b32 {$6, $7}, d;
-        }""",
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-        [words, zeros, scales],
-        dtype=(gl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _duplicate_halves(bits):
-    bits = bits.to(gl.int32) & 0xFFFF
-    return bits | (bits << 16)
+_pairs, _duplicate_halves = gluon.jit(pairs_bf16.fn), gluon.jit(duplicate_halves.fn)
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from whorl.contracts import (
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
-from ..moe.routing_torch_npu import run_routed_experts
+from ..moe.experts_torch_npu import grouped_product, run_routed
 
 
 def reason(x: Tensor, codes: Tensor, **_: object) -> str | None:
@@ -76,25 +76,12 @@ def experts(
     weights: Tensor,
     ids: Tensor,
 ) -> Tensor:
-    def product(rows: Tensor, codes: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
-        q, token_scales = _quantise(rows)
-        (y,) = _torch_npu.call(
-            "npu_grouped_matmul",
-            x=[q],
-            weight=[codes.transpose(1, 2)],
-            scale=[scales.contiguous()],
-            per_token_scale=[token_scales],
-            group_list=counts,
-            split_item=2,
-            group_type=0,
-            group_list_type=1,
-            act_type=0,
-            output_dtype=x.dtype,
-        )
-        return y  # type: ignore[no-any-return]
+    parts = (gate_up, gate_up_scales), (down, down_scales)
+    return run_routed(x, weights, ids, gate_up.shape[0], _product, *parts)
 
-    def run_experts(rows: Tensor, counts: Tensor) -> Tensor:
-        hidden = _torch_npu.call("npu_swiglu", input=product(rows, gate_up, gate_up_scales, counts), dim=-1)
-        return product(hidden, down, down_scales, counts)
 
-    return run_routed_experts(x, weights, ids, gate_up.shape[0], run_experts)
+def _product(rows: Tensor, weight: tuple[Tensor, Tensor], counts: Tensor) -> Tensor:
+    codes, scales = weight
+    q, token_scales = _quantise(rows)
+    options = {"scale": [scales.contiguous()], "per_token_scale": [token_scales], "output_dtype": rows.dtype}
+    return grouped_product(q, codes.mT, counts, **options)

@@ -22,6 +22,7 @@ shift and one mask extract a pair of 4-bit codes in order.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,3 +179,37 @@ def expand_blocks(x: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tenso
     if rows > 1:
         x = x.repeat_interleave(rows, -2)[..., : shape[-2], :]
     return x.repeat_interleave(columns, -1)[..., : shape[-1]]
+
+
+class Weight(NamedTuple):
+    """A packed weight, or a stack of them, as the operators receive it."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    rows: int  # rows per scale
+    columns: int  # columns per scale; 0: all
+    layout: str
+
+    @property
+    def is_int4(self) -> bool:
+        return self.layout == "int4_tiled"
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales and zeros for a kernel; without zeros the third is a placeholder that is not read."""
+        scales = self.scales.contiguous()
+        return self.codes.contiguous(), scales, scales if self.zeros is None else self.zeros.contiguous()
+
+    def group(self, length: int) -> int:
+        """Return the columns per scale of a weight with `length` columns; 0: all of them."""
+        return 0 if self.columns >= length else self.columns
+
+
+def expert_weights(*, rows: int, columns: int, layout: str, **tensors: Any) -> tuple[Weight, Weight]:
+    """Return gate_up and down of `packed_experts`, from its arguments."""
+    gate_up, down = (
+        Weight(tensors[name], tensors[f"{name}_scales"], tensors[f"{name}_zeros"], rows, columns, layout)
+        for name in ("gate_up", "down")
+    )
+    return gate_up, down

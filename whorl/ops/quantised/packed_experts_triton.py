@@ -17,7 +17,8 @@ from .._rows import ceil_div, power_of_2
 from ..linear_triton import unit_stride
 from ..moe.experts_tiles_triton import activate, find_tile, sort_pairs
 from ..moe.experts_triton import combine
-from .product_triton import Weight, fp32_block, product, weight_arguments
+from .layout import Weight, expert_weights
+from .product_triton import fp32_block, product, weight_arguments
 
 FEW_TOKENS = 8  # up to here each token reads the weights of its experts for itself in the Gluon kernel
 FEWEST_TOKENS = 4  # the same in the tiled kernel
@@ -123,51 +124,34 @@ def _packed_experts_kernel(
         tl.store(at, y.to(y_ptr.dtype.element_ty), mask=is_pair[None, :] & (rows < N)[:, None])
 
 
-def forward(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    gate_up_zeros: Tensor | None,
-    down: Tensor,
-    down_scales: Tensor,
-    down_zeros: Tensor | None,
-    weights: Tensor,
-    ids: Tensor,
-    rows: int,
-    columns: int,
-    layout: str,
-) -> Tensor:
+def forward(x: Tensor, weights: Tensor, ids: Tensor, **packed: Any) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not y.numel() or not ids.numel():
         return y.zero_()
     x, ids = unit_stride(x), ids.contiguous()
-    gate_up_weight = Weight(gate_up, gate_up_scales, gate_up_zeros, rows, columns, layout)
-    down_weight = Weight(down, down_scales, down_zeros, rows, columns, layout)
-    hidden, parts = (
-        torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device) for n in (gate_up.shape[1] // 2, x.shape[1])
-    )
-    if len(x) > FEW_TOKENS or not _run_few(x, gate_up_weight, down_weight, ids, hidden, parts):
+    gate_up, down = expert_weights(**packed)
+    num_experts, width, _ = gate_up.codes.shape
+    hidden, parts = (torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device) for n in (width // 2, x.shape[1]))
+    if len(x) > FEW_TOKENS or not _run_few(x, gate_up, down, ids, hidden, parts):
         is_by_token = len(x) <= FEWEST_TOKENS and x.element_size() == 2
-        routing = route_by_token(ids) if is_by_token else route_by_expert(ids, len(gate_up))
-        sizes = plan(len(x)) if x.element_size() == 2 else fp32_plan(gate_up_weight)
-        launch(x, gate_up_weight, hidden, routing, sizes[0], pairs_per_row=ids.shape[1], is_activated=True)
-        launch(hidden, down_weight, parts, routing, sizes[1], pairs_per_row=1, is_activated=False)
+        routing = route_by_token(ids) if is_by_token else route_by_expert(ids, num_experts)
+        sizes = plan(len(x)) if x.element_size() == 2 else fp32_plan(gate_up)
+        launch(x, gate_up, hidden, routing, sizes[0], pairs_per_row=ids.shape[1], is_activated=True)
+        launch(hidden, down, parts, routing, sizes[1], pairs_per_row=1, is_activated=False)
     combine(parts, weights.float().contiguous(), y)
     return y
 
 
-def _run_few(
-    x: Tensor, gate_up_weight: Weight, down_weight: Weight, ids: Tensor, hidden: Tensor, parts: Tensor
-) -> bool:
+def _run_few(x: Tensor, gate_up: Weight, down: Weight, ids: Tensor, hidden: Tensor, parts: Tensor) -> bool:
     """Write both matmuls of few tokens to hidden and parts by the Gluon kernel; return whether it takes them."""
     if gluon_reason(x.device) is not None:
         return False
     from . import few_gluon_triton as few
 
-    if few.reason(x, gate_up_weight) is not None or few.reason(hidden, down_weight) is not None:
+    if few.reason(x, gate_up) is not None or few.reason(hidden, down) is not None:
         return False
-    few.experts(x, gate_up_weight, ids, hidden, pairs_per_row=ids.shape[1], is_activated=True)
-    few.experts(hidden, down_weight, ids, parts, pairs_per_row=1, is_activated=False)
+    few.experts(x, gate_up, ids, hidden, pairs_per_row=ids.shape[1], is_activated=True)
+    few.experts(hidden, down, ids, parts, pairs_per_row=1, is_activated=False)
     return True
 
 

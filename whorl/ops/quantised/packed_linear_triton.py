@@ -16,8 +16,8 @@ from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div
 from ..linear_triton import unit_stride
-from .layout import CHUNK
-from .product_triton import Weight, fp32_block, product, weight_arguments
+from .layout import CHUNK, Weight
+from .product_triton import fp32_block, product, weight_arguments
 
 FEWEST = 8  # up to so many tokens the Gluon kernel runs
 FEW = 16  # tokens of the narrowest tile

@@ -6,6 +6,7 @@ that a token's bits are independent of the batch. None of this has run on a devi
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from whorl.contracts import antiquant_grouped_matmul_limit, moe_init_routing_lim
 
 from .. import _torch_npu
 from .._torch_npu import dtype_name
-from ..moe.routing_torch_npu import run_routed_experts
-from .layout import find
+from ..moe.experts_torch_npu import grouped_product, run_routed
+from .layout import Weight, expert_weights, find
 
 WEIGHTS = {"bytes": "int8", "int4_paired": "int4"}  # by layout, torch_npu's name of the weight's dtype
 _OFFSETS = WeakTensorKeyDictionary()  # by zero points
@@ -124,73 +125,30 @@ def no_offset(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def experts_reason(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    gate_up_zeros: Tensor | None,
-    down: Tensor,
-    down_scales: Tensor,
-    down_zeros: Tensor | None,
-    ids: Tensor,
-    rows: int,
-    columns: int,
-    layout: str,
-    **_: object,
-) -> str | None:
+def experts_reason(x: Tensor, ids: Tensor, weights: Tensor, **packed: Any) -> str | None:
     """Return None, or the reason that torch_npu's operators cannot compute `packed_experts`."""
     if not ids.numel():
         return "empty tensors are not taken"
-    count, width, inner = gate_up.shape[0], x.shape[1], find(layout).num_rows(gate_up) // 2
-    refusal = _layout_reason(gate_up, rows, layout)
+    gate_up, down = expert_weights(**packed)
+    layout, count, width = gate_up.layout, len(gate_up.codes), x.shape[1]
+    inner = find(layout).num_rows(gate_up.codes) // 2
+    refusal = _layout_reason(gate_up.codes, gate_up.rows, layout)
     refusal = refusal or moe_init_routing_limit(shape=x.shape, dtype=dtype_name(x), ids_dtype="int32", expert_num=count)
-    sizes = (count, 2 * inner, width), (count, width, inner)
-    parameters = (gate_up_scales, gate_up_zeros), (down_scales, down_zeros)
-    for size, (scales, zeros) in zip(sizes, parameters, strict=True):
-        refusal = refusal or weight_reason(size, layout, x.dtype, scales, zeros, columns)
+    for size, part in (((count, 2 * inner, width), gate_up), ((count, width, inner), down)):
+        refusal = refusal or weight_reason(size, layout, x.dtype, part.scales, part.zeros, part.columns)
     return refusal
 
 
-def experts(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    gate_up_zeros: Tensor | None,
-    down: Tensor,
-    down_scales: Tensor,
-    down_zeros: Tensor | None,
-    weights: Tensor,
-    ids: Tensor,
-    rows: int,
-    columns: int,
-    layout: str,
-) -> Tensor:
-    def run_experts(sorted_rows: Tensor, counts: Tensor) -> Tensor:
-        gate_and_up = _grouped_product(sorted_rows, gate_up, gate_up_scales, gate_up_zeros, counts, layout)
-        hidden = _torch_npu.call("npu_swiglu", input=gate_and_up, dim=-1)
-        return _grouped_product(hidden, down, down_scales, down_zeros, counts, layout)
-
-    return run_routed_experts(x, weights, ids, gate_up.shape[0], run_experts)
+def experts(x: Tensor, weights: Tensor, ids: Tensor, **packed: Any) -> Tensor:
+    gate_up, down = expert_weights(**packed)
+    return run_routed(x, weights, ids, len(gate_up.codes), _grouped_product, gate_up, down)
 
 
-def _grouped_product(
-    rows: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, counts: Tensor, layout: str
-) -> Tensor:
+def _grouped_product(rows: Tensor, weight: Weight, counts: Tensor) -> Tensor:
     """Return rows @ values[e].T for the counts[e] rows of each expert e."""
-    scales = scales.mT.contiguous()
+    scales, zeros = weight.scales.mT.contiguous(), weight.zeros
     offset = no_offset(scales.shape, scales.dtype, scales.device) if zeros is None else _offset(zeros, scales.dtype)
     if scales.shape[1] == 1:  # one scale per row is [E, N], groups are [E, groups, N]
         scales, offset = scales.squeeze(1), offset.squeeze(1)
-    (y,) = _torch_npu.call(
-        "npu_grouped_matmul",
-        x=[rows],
-        weight=[_weight(codes, layout)],
-        antiquant_scale=[scales],
-        antiquant_offset=[offset],
-        group_list=counts,
-        split_item=2,
-        group_type=0,
-        group_list_type=1,
-        act_type=0,
-    )
-    return y  # type: ignore[no-any-return]
+    codes = _weight(weight.codes, weight.layout)
+    return grouped_product(rows, codes, counts, antiquant_scale=[scales], antiquant_offset=[offset])

@@ -7,7 +7,7 @@ time, in chunks of 1024 that start from zero and are added in order. fp32 has no
 one, in chains that start from zero and are added in order, which gives a chunk's sum.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -16,48 +16,11 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from .._codes_triton import duplicate_halves, pairs_bf16
 from ..linear_triton import dot
-from .layout import CHUNK
+from .layout import CHUNK, Weight
 
 RUN = 32  # a word of 4-bit codes holds columns from within a run of this length
-
-
-@triton.jit
-def _pairs_bf16(words, zeros, scales):
-    """Return the eight values of each word, in the order of pairs.
-
-    zeros: the bf16 bits of 128 + zero, in both halves of a word; scales: their bf16 bits, likewise. A nibble or-ed
-    into 0x4300 is the bf16 128 + code; the difference is exact, and the product is rounded once.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d;
-        shr.u32 b, $8, 4;
-        shr.u32 c, $8, 8;
-        shr.u32 d, $8, 12;
-        lop3.b32 a, $8, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
-        sub.rn.bf16x2 a, a, $9;
-        sub.rn.bf16x2 b, b, $9;
-        sub.rn.bf16x2 c, c, $9;
-        sub.rn.bf16x2 d, d, $9;
-        mul.rn.bf16x2 a, a, $10;
-        mul.rn.bf16x2 b, b, $10;
-        mul.rn.bf16x2 c, c, $10;
-        mul.rn.bf16x2 d, d, $10;
-        mov.b32 {$0, $1}, a;
-        mov.b32 {$2, $3}, b;
-        mov.b32 {$4, $5}, c;
-        mov.b32 {$6, $7}, d;
-        }""",
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-        [words, zeros, scales],
-        dtype=(tl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -92,13 +55,6 @@ def _order_byte_columns(codes, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rearrange tiled bytes to [ROWS, BLOCK_K] in column order, likewise without moving data between threads."""
     parts = tl.reshape(codes, (ROWS, BLOCK_K // 64, 4, 8, 2))  # i, p, second, as in layout.py
     return tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), (ROWS, BLOCK_K))
-
-
-@triton.jit
-def _duplicate_halves(bits):
-    """Copy 16 bits to both halves of a 32-bit word."""
-    bits = bits.to(tl.int32) & 0xFFFF
-    return bits | (bits << 16)
 
 
 @triton.jit
@@ -149,13 +105,13 @@ def _values(
         codes = tl.load(codes_ptr + first + offset, mask=first + offset < width, other=0.0)
     if IS_INT4 and FAST:
         k = start + offset // 16 * 128 + offset % 4 * 32  # the first column of each word
-        scales = _duplicate_halves(_load_groups(scales_ptr, start, k, K, GROUP, IS_ONE).to(tl.int16, bitcast=True))
+        scales = duplicate_halves(_load_groups(scales_ptr, start, k, K, GROUP, IS_ONE).to(tl.int16, bitcast=True))
         if HAS_ZEROS:
-            zeros = _duplicate_halves(_load_groups(zeros_ptr, start, k, K, GROUP, IS_ONE).to(tl.int32) + 0x4300)
+            zeros = duplicate_halves(_load_groups(zeros_ptr, start, k, K, GROUP, IS_ONE).to(tl.int32) + 0x4300)
         else:
             zeros = tl.full((1, 1), 0x43084308, tl.int32)
         zeros, scales = tl.broadcast_to(zeros, codes.shape), tl.broadcast_to(scales, codes.shape)
-        a, b, c, d, e, f, g, h = _pairs_bf16(codes, zeros, scales)
+        a, b, c, d, e, f, g, h = pairs_bf16(codes, zeros, scales)
         return _order_int4_columns(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
     else:
         if IS_INT4:
@@ -166,7 +122,7 @@ def _values(
                     tl.full(codes.shape, 0x43004300, tl.int32),
                     tl.full(codes.shape, 0x3F803F80, tl.int32),
                 )
-                a, b, c, d, e, f, g, h = _pairs_bf16(codes, zero_offset, ones)
+                a, b, c, d, e, f, g, h = pairs_bf16(codes, zero_offset, ones)
             codes = _order_int4_columns(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
         elif LAYOUT == "bytes_tiled":
             codes = _order_byte_columns(codes, ROWS, BLOCK_K)
@@ -295,31 +251,6 @@ def product(
     if CHAIN < CHUNK:
         part, second_part = chunk + part, second_chunk + second_part
     return total + part, second + second_part
-
-
-class Weight(NamedTuple):
-    """A packed weight, or a stack of them, as the operators receive it."""
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    rows: int  # rows per scale
-    columns: int  # columns per scale; 0: all
-    layout: str
-
-    @property
-    def is_int4(self) -> bool:
-        return self.layout == "int4_tiled"
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, scales and zeros for a kernel; without zeros the third is a placeholder that is not read."""
-        scales = self.scales.contiguous()
-        return self.codes.contiguous(), scales, scales if self.zeros is None else self.zeros.contiguous()
-
-    def group(self, length: int) -> int:
-        """Return the columns per scale of a weight with `length` columns; 0: all of them."""
-        return 0 if self.columns >= length else self.columns
 
 
 def chain_length(x: Tensor, weight: Weight) -> int:
