@@ -21,8 +21,8 @@ def routed(tokens: int, experts: int, choices: int, how: str) -> torch.Tensor:
 
 def both(tokens: int, size: tuple[int, int, int, int], dtype: torch.dtype, how: str = EVEN) -> list[torch.Tensor]:
     """What the kernel for Hopper wrote to hidden and to parts, then what the plain kernels wrote."""
-    from whorl.ops.moe import experts_gluon_triton as hopper
-    from whorl.ops.moe import experts_tiles_triton as plain
+    from whorl.ops.moe import experts_many_rows_hopper_triton as hopper
+    from whorl.ops.moe import experts_many_tokens_triton as plain
 
     experts, choices, channels, width = size
     shapes: dict[str, Any] = {"x": (tokens, channels), "up": (experts, 2 * width, channels)}
@@ -68,7 +68,7 @@ def test_repeated_calls_agree() -> None:
 
 @pytest.mark.parametrize("change", ["channels", "width", "dtype", "strides"])
 def test_what_does_not_fit(change: str) -> None:
-    from whorl.ops.moe import experts_gluon_triton as hopper
+    from whorl.ops.moe import experts_many_rows_hopper_triton as hopper
 
     channels, width = 128 + 8 * (change == "channels"), 64 + 8 * (change == "width")
     dtype = torch.float32 if change == "dtype" else torch.bfloat16
@@ -111,14 +111,14 @@ def few_values(tokens: int, size: tuple[int, int, int], dtype: torch.dtype) -> d
 def without_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     from whorl.ops.moe import experts_triton
 
-    monkeypatch.setattr(experts_triton, "_few_on_hopper", lambda down, ids: None)
+    monkeypatch.setattr(experts_triton, "few_tokens_on_hopper", lambda down, ids: None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", FEW_SIZES, ids=str)
 def test_bits_of_few_tokens(size: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from whorl import ops
-    from whorl.ops.moe import experts_few_gluon_triton as few
+    from whorl.ops.moe import experts_few_tokens_hopper_triton as few
 
     torch.manual_seed(3)
     drawn = [few_values(tokens, size, dtype) for tokens in (1, 2, 1, 2)]
@@ -162,7 +162,7 @@ def test_layers_that_run_ahead(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("change", ["tokens", "choices", "width", "channels", "dtype", "strides"])
 def test_what_does_not_fit_few_tokens(change: str) -> None:
-    from whorl.ops.moe import experts_few_gluon_triton as few
+    from whorl.ops.moe import experts_few_tokens_hopper_triton as few
 
     width, channels = {"width": 1024}.get(change, 256), 64 + 4 * (change == "channels")
     dtype = torch.float32 if change == "dtype" else torch.bfloat16

@@ -15,9 +15,9 @@ RING = [(4096, 6144), (4096, 24576), (12288, 4096), (2560, 9728), (256, 2112), (
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    from whorl.ops import few_rows_gluon_triton
+    from whorl.ops import few_rows_hopper_triton
 
-    return few_rows_gluon_triton
+    return few_rows_hopper_triton
 
 
 def drawn(count: int, length: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -81,7 +81,7 @@ def test_which_kernel_takes_what(kernels: Any) -> None:
 def test_which_products_flow_through_the_ring(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from whorl import ops
 
-    ring, taken = kernels.few_rows_ring_gluon_triton, []
+    ring, taken = kernels.few_rows_large_hopper_triton, []
     linear = ring.linear
     monkeypatch.setattr(ring, "linear", lambda x, weight: taken.append(tuple(weight.shape)) or linear(x, weight))
     for count in (1, 8):

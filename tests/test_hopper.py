@@ -62,7 +62,7 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_down_combine_kernel",
         "_gate_up_kernel",
         "_down_kernel",
-        "_experts_gluon_kernel",
+        "_many_rows_kernel",
         "_sort_kernel",
         "_places_kernel",
         "_gather_rows_kernel",

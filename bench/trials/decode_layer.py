@@ -64,7 +64,7 @@ def changed(**functions: Callable[..., Any]) -> Iterator[None]:
 def variants() -> Iterator[tuple[str, dict[str, Callable[..., Any]]]]:
     """Yield names and the functions that they replace."""
     yield "in use", {}
-    yield "the choices summed by a kernel", {"_few_on_hopper": lambda down, ids: None}
+    yield "the choices summed by a kernel", {"few_tokens_on_hopper": lambda down, ids: None}
     for columns, block, num_warps, num_stages in PLANS:
         sizes = {"COLUMNS": columns, "BLOCK_C": block, "num_warps": num_warps, "num_stages": num_stages}
         second = experts_triton.few_plan(CHANNELS, 1)[1]

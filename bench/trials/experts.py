@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from whorl.ops import OPS
-from whorl.ops.moe import experts_gluon_triton as hopper
-from whorl.ops.moe import experts_tiles_triton as tiles
+from whorl.ops.moe import experts_many_rows_hopper_triton as hopper
+from whorl.ops.moe import experts_many_tokens_triton as tiles
 from whorl.timing import measure
 
 TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)

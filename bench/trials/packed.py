@@ -24,7 +24,7 @@ from torch import Tensor
 
 from whorl import ops
 from whorl.ops.moe.experts_triton import combine
-from whorl.ops.quantised import few_gluon_triton as few
+from whorl.ops.quantised import few_tokens_hopper_triton as few
 from whorl.ops.quantised import packed_experts_triton as tiles_of_experts
 from whorl.ops.quantised import packed_linear_triton as tiles
 from whorl.ops.quantised.layout import CHUNK, LAYOUTS, Weight, packed_int4, tiled_bytes, values

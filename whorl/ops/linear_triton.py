@@ -1,9 +1,19 @@
 # mypy: allow-untyped-defs
-"""Matrix products in Triton: the order in which a row's products are summed never depends on the number of rows."""
+"""Matrix products in Triton: the order in which a row's products are summed never depends on the number of rows.
+
+| regime                                | kernel                                                                 |
+|---------------------------------------|------------------------------------------------------------------------|
+| more than 64 rows                     | torch's own product, where linear_library.py finds equal bits          |
+| fp32                                  | that of linear_fp32_triton.py                                          |
+| up to 8 rows without a bias on Hopper | those of few_rows_hopper_triton.py and few_rows_large_hopper_triton.py |
+| up to 16 rows                         | `_few_kernel`                                                          |
+| all others                            | `_tile_kernel`                                                         |
+
+The kernels for Hopper are in Gluon and run where `fits` of few_rows_hopper_triton.py takes the tensors.
+"""
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 import triton
@@ -13,7 +23,7 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from . import linear_fp32_triton, linear_library
-from ._hopper import gluon_reason
+from ._hopper import on_hopper
 from ._launch_triton import launched, prepare
 from ._overlap_triton import begin, follow, overlap_level, overlap_options
 from ._rows import ceil_div
@@ -23,6 +33,8 @@ MODERATE = 64  # rows of one tile; up to here torch's product is no faster
 MANY = 256  # rows up to which reading the weight takes longer than multiplying by it
 WIDE = 32768  # columns from which a weight (such as an LM head) has many more tiles than run at once
 NARROW = 4096  # columns below which large tiles would leave multiprocessors idle; with few rows, at that many, too
+
+few_rows_on_hopper = on_hopper(f"{__package__}.few_rows_hopper_triton")
 
 
 @triton.jit
@@ -139,7 +151,7 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `linear` by our kernels; x and weight have unit stride along K."""
     if x.element_size() == 4:
         return linear_fp32_triton.forward(x, weight, bias)
-    if bias is None and (hopper := few_rows(x, weight)) is not None and hopper.fits(x, weight):
+    if bias is None and len(x) <= FEW and (hopper := few_rows_on_hopper(x, weight)) is not None:
         return hopper.linear(x, weight)  # type: ignore[no-any-return]
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     if y.numel():
@@ -160,16 +172,6 @@ def _launch(
     options = {"HAS_BIAS": has_bias, "WIDEN": is_interpreting(), **plan, **overlap_options(level)}
     grid = (ceil_div(count, height) * ceil_div(columns, plan["COLUMNS"]),)
     return prepare(kernel, grid, stride, weight_stride, count, columns, length, **options)
-
-
-def few_rows(x: Tensor, weight: Tensor) -> ModuleType | None:
-    """Return the Hopper kernels for few rows, or None where this device has none or they cannot load the weight."""
-    is_fit = x.shape[0] <= FEW and x.element_size() == 2 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
-    if not is_fit or gluon_reason(x.device) is not None:
-        return None
-    from . import few_rows_gluon_triton
-
-    return few_rows_gluon_triton
 
 
 def few_plan(columns: int, length: int) -> dict[str, int]:

@@ -3,14 +3,16 @@
 from torch import Tensor
 
 from . import linear_triton, rms_norm_triton
+from ._hopper import on_hopper
+
+one_row_on_hopper = on_hopper(f"{__package__}.few_rows_hopper_triton", "fits_norm")
 
 
 def forward(
     x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, residual, weight = (linear_triton.unit_stride(t) for t in (x, residual, weight))
-    hopper = linear_triton.few_rows(x, weight)
-    if hopper is not None and (hopper.fits_warpgroup(x, weight, normed=True) or hopper.fits_one_warp(x, weight)):
+    if len(x) == 1 and (hopper := one_row_on_hopper(x, weight)) is not None:
         return hopper.norm_linear(x, residual, norm_weight.contiguous(), weight, eps)  # type: ignore[no-any-return]
     normed, total = rms_norm_triton.add_forward(x, residual, norm_weight, eps, False)
     return linear_triton.forward(normed, weight, None), normed, total

@@ -1,10 +1,16 @@
 # mypy: allow-untyped-defs
-"""Experts in Triton: one program per (token, choice) for few tokens, tiles of one expert's tokens for many.
+"""Experts in Triton: the entry, and the kernels of few tokens. All kernels give the same bits.
 
-Both give the same bits.
+| regime                                | kernels of both products and of the sum                                |
+|---------------------------------------|------------------------------------------------------------------------|
+| 1 or 2 tokens on Hopper               | `_gate_up_few_kernel`, then one of experts_few_tokens_hopper_triton.py |
+| up to 4 tokens                        | `_gate_up_few_kernel`, `_down_few_kernel`, `_combine_kernel`           |
+| more than 64 rows an expert on Hopper | that of experts_many_rows_hopper_triton.py twice, `_combine_kernel`    |
+| all others, and fp32                  | both of experts_many_tokens_triton.py, `_combine_kernel`               |
+
+For few tokens there is one program per (token, choice), for many there are tiles of one expert's tokens. The kernels
+for Hopper are in Gluon and run where `fits` of their module takes the tensors.
 """
-
-from types import ModuleType
 
 import torch
 import triton
@@ -13,14 +19,17 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from .._hopper import gluon_reason
+from .._hopper import on_hopper
 from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot, unit_stride
-from .experts_tiles_triton import MANY_ROWS, activate, run_down, run_gate_up, sort_pairs, tile_plan
+from .experts_many_tokens_triton import MANY_ROWS, activate, run_down, run_gate_up, sort_pairs, tile_plan
 
 FEW_TOKENS = 4  # up to here each token reads the weights of its experts for itself
+
+few_tokens_on_hopper = on_hopper(f"{__package__}.experts_few_tokens_hopper_triton")
+many_rows_on_hopper = on_hopper(f"{__package__}.experts_many_rows_hopper_triton")
 
 
 @launched
@@ -162,7 +171,7 @@ def _run_by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids
         **gate_up_plan,
         **options,
     )
-    if (hopper := _few_on_hopper(down, ids)) is not None:
+    if (hopper := few_tokens_on_hopper(down, ids)) is not None:
         hopper.run_down_combine(hidden, down, weights, ids, y)
         return
     parts = torch.empty(pairs, channels, dtype=x.dtype, device=x.device)
@@ -170,15 +179,6 @@ def _run_by_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids
         hidden, down, ids, parts, *down.stride()[:2], channels, width, **down_plan, **options
     )
     combine(parts, weights, y)
-
-
-def _few_on_hopper(down: Tensor, ids: Tensor) -> ModuleType | None:
-    """Return the Hopper kernel for few tokens, or None where this device has none or it cannot take these."""
-    if gluon_reason(down.device) is not None:
-        return None
-    from . import experts_few_gluon_triton
-
-    return experts_few_gluon_triton if experts_few_gluon_triton.fits(down, ids) else None
 
 
 def few_plan(channels: int, tokens: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -213,7 +213,7 @@ def _run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, id
     order, counts = sort_pairs(ids, num_experts)
     hidden, parts = (torch.empty(pairs, n, dtype=x.dtype, device=x.device) for n in (width, channels))
     rows = pairs / num_experts
-    if rows > MANY_ROWS and (hopper := _hopper_kernels(x, gate_up, down)) is not None:
+    if rows > MANY_ROWS and (hopper := many_rows_on_hopper(x, gate_up, down)) is not None:
         hopper.run_gate_up(x, gate_up, order, counts, hidden, ids.shape[1])
         hopper.run_down(hidden, down, order, counts, parts)
     else:
@@ -221,12 +221,3 @@ def _run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, id
         run_gate_up(x, gate_up, order, counts, hidden, ids.shape[1], gate_up_plan)
         run_down(hidden, down, order, counts, parts, down_plan)
     combine(parts, weights, y)
-
-
-def _hopper_kernels(x: Tensor, gate_up: Tensor, down: Tensor) -> ModuleType | None:
-    """Return the Hopper kernels for many rows, or None where this device has none or they cannot take these."""
-    if gluon_reason(x.device) is not None:
-        return None
-    from . import experts_gluon_triton
-
-    return experts_gluon_triton if experts_gluon_triton.fits(x, gate_up, down) else None

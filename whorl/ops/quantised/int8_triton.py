@@ -13,7 +13,7 @@ from whorl.device import is_interpreting
 from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
-from ..moe.experts_tiles_triton import activate
+from ..moe.experts_many_tokens_triton import activate
 from ..moe.experts_triton import combine
 from ..quant_triton import quantize
 from .packed_experts_triton import FEW_TOKENS, Routing, launch_grid, load_pairs, route_by_expert, route_by_token

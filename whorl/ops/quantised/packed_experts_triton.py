@@ -1,5 +1,9 @@
 # mypy: allow-untyped-defs
-"""`packed_experts` in Triton: one program per (token, choice) for few tokens, tiles of an expert's tokens for many."""
+"""`packed_experts` in Triton: one program per (token, choice) for few tokens, tiles of an expert's tokens for many.
+
+Up to 8 tokens on Hopper the kernel is that of few_tokens_hopper_triton.py, where its `fits` takes both products; for
+all others it is `_packed_experts_kernel`.
+"""
 
 from typing import Any
 
@@ -10,14 +14,14 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from .._hopper import gluon_reason
 from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import unit_stride
-from ..moe.experts_tiles_triton import activate, find_tile, sort_pairs
+from ..moe.experts_many_tokens_triton import activate, find_tile, sort_pairs
 from ..moe.experts_triton import combine
 from .layout import Weight, expert_weights
+from .packed_linear_triton import few_tokens_on_hopper
 from .product_triton import fp32_block, product, weight_arguments
 
 FEW_TOKENS = 8  # up to here each token reads the weights of its experts for itself in the Gluon kernel
@@ -144,11 +148,8 @@ def forward(x: Tensor, weights: Tensor, ids: Tensor, **packed: Any) -> Tensor:
 
 def _run_few(x: Tensor, gate_up: Weight, down: Weight, ids: Tensor, hidden: Tensor, parts: Tensor) -> bool:
     """Write both matmuls of few tokens to hidden and parts by the Gluon kernel; return whether it takes them."""
-    if gluon_reason(x.device) is not None:
-        return False
-    from . import few_gluon_triton as few
-
-    if few.reason(x, gate_up) is not None or few.reason(hidden, down) is not None:
+    few = few_tokens_on_hopper(x, gate_up)
+    if few is None or not few.fits(hidden, down):
         return False
     few.experts(x, gate_up, ids, hidden, pairs_per_row=ids.shape[1], is_activated=True)
     few.experts(hidden, down, ids, parts, pairs_per_row=1, is_activated=False)

@@ -1,5 +1,9 @@
 # mypy: allow-untyped-defs
-"""`packed_linear` in Triton: tiles of weight rows by tokens. The tile sizes affect speed alone, never bits."""
+"""`packed_linear` in Triton: tiles of weight rows by tokens. The tile sizes affect speed alone, never bits.
+
+Up to 8 tokens on Hopper the kernel is that of few_tokens_hopper_triton.py, where its `fits` takes them; for all others
+it is `_packed_kernel`.
+"""
 
 from typing import Any
 
@@ -11,7 +15,7 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from .._chunks_triton import add_chunks, make_parts, shared_chunks
-from .._hopper import gluon_reason
+from .._hopper import on_hopper
 from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div
@@ -21,6 +25,8 @@ from .product_triton import fp32_block, product, weight_arguments
 
 FEWEST = 8  # up to so many tokens the Gluon kernel runs
 FEW = 16  # tokens of the narrowest tile
+
+few_tokens_on_hopper = on_hopper(f"{__package__}.few_tokens_hopper_triton")
 
 
 @launched
@@ -121,12 +127,9 @@ def forward(
     y = torch.empty(len(x), len(codes), dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    if len(x) <= FEWEST and gluon_reason(x.device) is None:
-        from . import few_gluon_triton as few
-
-        if few.reason(x, weight) is None:
-            few.linear(x, weight, bias, y)
-            return y
+    if len(x) <= FEWEST and (few := few_tokens_on_hopper(x, weight)) is not None:
+        few.linear(x, weight, bias, y)
+        return y
     launch(x, weight, bias, y, plan(len(x)) if x.element_size() == 2 else fp32_plan(weight))
     return y
 

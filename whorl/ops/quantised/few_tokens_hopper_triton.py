@@ -288,16 +288,12 @@ def _powers(start: int, end: int) -> list[int]:
     return powers
 
 
-def reason(x: Tensor, weight: Weight) -> str | None:
-    """Return None if this kernel accepts the arguments, else why the Triton kernel must run instead."""
+def fits(x: Tensor, weight: Weight) -> bool:
+    """Return whether this kernel takes these: tiled codes, and groups that a thread's loads do not cross."""
     group = weight.group(x.shape[-1])
-    if x.element_size() != 2:
-        return f"multiplies in 16 bits, got {x.dtype}"
-    if weight.is_int4:
-        return None if group in (32, 64) or group % 128 == 0 else f"groups of {group} columns"
-    if weight.layout != "bytes_tiled":
-        return f"reads tiled codes, got layout {weight.layout}"
-    return None if group % 64 == 0 else f"groups of {group} columns"
+    is_tiled = weight.is_int4 or weight.layout == "bytes_tiled"
+    is_even = group in (32, 64) or group % 128 == 0 if weight.is_int4 else group % 64 == 0
+    return x.element_size() == 2 and is_tiled and is_even
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, sizes: dict[str, Any] | None = None) -> None:

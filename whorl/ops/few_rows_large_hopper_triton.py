@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
 """Matrix products of up to 8 rows with large weights on Hopper, in Gluon: the weight flows through a ring.
 
-few_rows_gluon_triton.py is for weights of which each multiprocessor holds its share. Larger ones pass through a ring in
-shared memory: the copy engine (TMA) fills it before the program waits for the previous kernel, and refills every slot
-as soon as it has been multiplied. With more tiles than multiprocessors, a program takes several, and the ring never
-runs empty between them. The bits are equal to those of linear_triton.py.
+few_rows_hopper_triton.py is for weights of which each multiprocessor holds its share. Larger ones pass through a ring
+in shared memory: the copy engine (TMA) fills it before the program waits for the previous kernel, and refills every
+slot as soon as it has been multiplied. With more tiles than multiprocessors, a program takes several, and the ring
+never runs empty between them. The bits are equal to those of linear_triton.py.
 """
 
 import torch

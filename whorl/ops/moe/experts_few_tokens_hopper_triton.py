@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._gluon_triton import barriers, begin, follow, load_block, reinterpret, sync
 from .._overlap_triton import overlap
-from ..few_rows_gluon_triton import copy_rows, wait_rows
+from ..few_rows_hopper_triton import copy_rows, wait_rows
 
 TOKENS = 2  # up to here this is faster than two kernels
 WIDEST = 768  # channels of `hidden` up to which a multiprocessor has room for two programs

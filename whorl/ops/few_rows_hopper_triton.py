@@ -7,8 +7,8 @@ engine (TMA), before it waits for the previous kernel. Warpgroup instructions (w
 the shortest step, about 20 cycles instead of 50, but multiply 64 rows of the weight where 16 to 64 are needed, so they
 are faster where a multiprocessor has one program. Where it has more, one warp per program is faster. One row is
 normalised by every program; for more, the norm has a kernel of its own. Weights of which a multiprocessor cannot hold
-its share are multiplied in few_rows_ring_gluon_triton.py. The bits are equal to those of linear_triton.py, and to those
-of rms_norm_triton.py for the norm.
+its share are multiplied in few_rows_large_hopper_triton.py. The bits are equal to those of linear_triton.py, and to
+those of rms_norm_triton.py for the norm.
 """
 
 import torch
@@ -25,12 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import few_rows_ring_gluon_triton
+from . import few_rows_large_hopper_triton
 from ._gluon_triton import async_load, barriers, begin, entries_from, follow, load_block, reinterpret, row_sum, sync
 from ._hopper import MULTIPROCESSORS
 from ._overlap_triton import overlap
 from ._rows import ceil_div
-from .few_rows_ring_gluon_triton import ACC, COPY, TILE, store
+from .few_rows_large_hopper_triton import ACC, COPY, TILE, store
 
 ROWS = 8  # rows of x, at most
 ENTRY = 16  # rows of the weight that the copy engine loads at once
@@ -232,20 +232,30 @@ def fits_one_warp(x: Tensor, weight: Tensor) -> bool:
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Return whether `linear` takes these."""
-    return fits_warpgroup(x, weight) or few_rows_ring_gluon_triton.fits(x, weight)
+    return _can_load(x, weight) and (fits_warpgroup(x, weight) or few_rows_large_hopper_triton.fits(x, weight))
+
+
+def fits_norm(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `norm_linear` takes these."""
+    return _can_load(x, weight) and (fits_warpgroup(x, weight, normed=True) or fits_one_warp(x, weight))
+
+
+def _can_load(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the copy engine can load the weight for rows of 16 bits."""
+    return x.element_size() == 2 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T, where `fits` is true."""
     if not fits_warpgroup(x, weight):
-        return few_rows_ring_gluon_triton.linear(x, weight)
+        return few_rows_large_hopper_triton.linear(x, weight)
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     _warpgroup(x, weight, y, (x, x, x, x, 0.0), normed=False)
     return y
 
 
 def norm_linear(x: Tensor, residual: Tensor, norm: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `norm_linear` of one row, where `fits_warpgroup` or `fits_one_warp` is true; norm: the norm's weight."""
+    """Compute `norm_linear` of one row, where `fits_norm` is true; norm: the norm's weight."""
     total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     norm_arguments = residual, norm, total, normed, eps

@@ -3,7 +3,7 @@
 
 A tile has 128 rows of one expert and 256 rows of its weight. Each program computes several tiles, one after the other:
 the producer gathers rows with asynchronous copies, has the copy engine (TMA) load the weight, and goes on to the next
-tile while the consumers store the last one. The bits are those of experts_tiles_triton.py.
+tile while the consumers store the last one. The bits are those of experts_many_tokens_triton.py.
 """
 
 from torch import Tensor
@@ -127,7 +127,7 @@ def _pass_by(ready, free, done, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _activate(total, dtype: gl.constexpr):
-    """Columns are the gate's, then those of up; `activate` of experts_tiles_triton.py."""
+    """Columns are the gate's, then those of up; `activate` of experts_many_tokens_triton.py."""
     gate, up = gl.split(total.reshape([HALF, 2, BOX]).permute((0, 2, 1)))
     gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
     return gate / (1 + gl.exp(-gate)) * up
@@ -167,7 +167,7 @@ def _consumer(
 
 
 @gluon.jit
-def _experts_gluon_kernel(
+def _many_rows_kernel(
     x_ptr, weight, order_ptr, counts_ptr, y_ptr, x_stride, choices, E, weight_rows, second,
     N: gl.constexpr, BLOCKS: gl.constexpr, COLUMN_TILES: gl.constexpr, WIDTH: gl.constexpr, BLOCK_E: gl.constexpr,
     ACTIVATE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
@@ -241,7 +241,7 @@ def _launch(
     column_tiles = ceil_div(columns, width)
     # Every expert may have one partly filled tile.
     tiles = min(len(order), ceil_div(len(order), ROWS.value) + num_experts) * column_tiles
-    _experts_gluon_kernel[(min(tiles, MULTIPROCESSORS),)](
+    _many_rows_kernel[(min(tiles, MULTIPROCESSORS),)](
         x,
         TensorDescriptor.from_tensor(weight.view(-1, channels), [box, BLOCK.value], _TILE.value),
         order,
