@@ -81,6 +81,23 @@ def test_values_are_compared_in_every_call() -> None:
         spread(**values)
 
 
+def test_a_check_that_reads_no_values_runs_once_for_equal_shapes() -> None:
+    checks: list[Tensor] = []
+
+    @operator(check=lambda x, ids: checks.append(x))
+    def keep(
+        x: Annotated[Tensor, "[T] float"], ids: Annotated[Tensor, "[T] int, from 0 to T"]
+    ) -> Annotated[Tensor, "[T] x"]:
+        """x, where ids is read in every call."""
+        return x.clone()
+
+    del OPS["keep"]
+    x, ids = torch.zeros(2), torch.tensor([0, 1])
+    for _ in range(3):
+        keep(x, ids)
+    assert len(checks) == 1
+
+
 def test_the_fake_follows_from_the_outputs() -> None:
     expected = spread(**arguments())
     fakes = spread(**{name: value.to("meta") for name, value in arguments().items()})

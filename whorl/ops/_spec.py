@@ -227,7 +227,10 @@ class TensorSpec:
         if self.leading and sizes.setdefault(self.leading, leading) != leading:
             return False
         for dim, size in zip(self.dims, shape[num_leading:], strict=True):
-            if len(dim.unknowns(sizes)) > 1:
+            if dim.text.isidentifier() and not dim.is_positive:  # most are one letter, and every call waits for this
+                if sizes.setdefault(dim.text, size) != size:
+                    return False
+            elif len(dim.unknowns(sizes)) > 1:
                 later.append((self, dim, size))
             elif not dim.fits(size, sizes):
                 return False
@@ -282,6 +285,7 @@ class Spec:
     letters: list[str] = field(default_factory=list)  # integer arguments, which dims may name
     outputs: list[TensorSpec] = field(default_factory=list)
     statements: dict[str, str] = field(default_factory=dict)  # as they are written, by argument and "returns"
+    bound_letters: set[str] = field(default_factory=set)  # letters in the bounds of tensors
 
     @property
     def is_complete(self) -> bool:
@@ -345,6 +349,8 @@ class Spec:
         """Raise ValueError for tensor values outside their bounds, in calls whose shapes were checked before."""
         sizes, _ = self._known(values)
         for spec in self.tensors:
+            if self.bound_letters <= sizes.keys():
+                break
             if values[spec.name] is not None:
                 spec.fits(values[spec.name].shape, sizes, [])
         self._check_values(values, sizes)
@@ -398,6 +404,8 @@ def spec_of(reference: Callable[..., Any]) -> Spec:
             spec.numbers.append((parameter.name, Bounds.parse(text)))
         if annotation in (int, int | None):
             spec.letters.append(parameter.name)
+    ends = [end for tensor in spec.tensors if tensor.bounds for end in (tensor.bounds.low, tensor.bounds.high) if end]
+    spec.bound_letters = {letter for end in ends for _, letters in end.terms for letter in letters}
     names = {tensor.name for tensor in spec.tensors}
     # Errors name what differs from the tensors that an operator is about: these come first, what is like others last.
     optional = {p.name for p in plain if p.annotation == Tensor | None}
