@@ -204,16 +204,24 @@ def test_a_window_as_long_as_the_sequence_hides_nothing(device: str) -> None:
 # ---- refusals
 
 WRONG: list[tuple[str, Values, str]] = [
-    ("heads", {"q": torch.zeros(5, 3, 32)}, "HQ a multiple of HK"),
-    ("dtype", {"v": torch.zeros(5, 2, 32).half()}, "expected one floating point dtype"),
-    ("keys elsewhere", {"k": torch.zeros(6, 2, 32), "v": torch.zeros(6, 2, 32)}, r"two of \[T, HK, D\]"),
+    ("heads", {"q": torch.zeros(5, 3, 32)}, r"q is \[5, 3, 32\] torch.float32, expected \[5, G\*2, 32\]"),
+    (
+        "dtype",
+        {"v": torch.zeros(5, 2, 32).half()},
+        r"v is \[5, 2, 32\] torch.float16, expected \[5, 2, 32\] torch.float32",
+    ),
+    (
+        "keys elsewhere",
+        {"k": torch.zeros(6, 2, 32), "v": torch.zeros(6, 2, 32)},
+        r"k is \[6, 2, 32\] torch.float32, expected \[5, HK > 0, 32\]",
+    ),
     ("starts long", {"starts": torch.tensor([0, 5])}, r"starts is \[2\] torch.int64"),
-    ("none", {"starts": torch.zeros(0, dtype=torch.int32)}, r"expected \[B \+ 1\]"),
+    ("none", {"starts": torch.zeros(0, dtype=torch.int32)}, r"starts is \[0\] torch.int32, expected \[B \+ 1\]"),
     ("falling", {"starts": torch.tensor([0, 4, 3]).int()}, "none below the one before"),
     ("past the end", {"starts": torch.tensor([0, 6]).int()}, "5 tokens at most"),
     ("not from 0", {"starts": torch.tensor([1, 5]).int()}, "expected 0 first"),
     ("scale", {"scale": 0.0}, "scale is 0.0, expected a positive number"),
-    ("window", {"window": -1}, "window is -1"),
+    ("window", {"window": -1}, "window is -1, expected 0 or more"),
 ]
 
 

@@ -156,9 +156,9 @@ def test_attention_sees_the_numbers_that_codes_stand_for(
     ("changes", "message"),
     [
         ({"v_scale": None}, "one of k_scale and v_scale is given"),
-        ({"k_scale": torch.zeros(1, 2, 3)}, r"k_scale is \[1, 2, 3\]"),
+        ({"k_scale": torch.zeros(1, 2, 3)}, r"k_scale is \[1, 2, 3\] torch.float32, expected \[7, 2, 8\]"),
         ({"k_cache": torch.zeros(7, 8, 2, 32), "v_cache": torch.zeros(7, 8, 2, 32)}, "expected int8 or float8_e4m3fn"),
-        ({"k_scale": None, "v_scale": None}, "expected the cache's torch.int8"),
+        ({"k_scale": None, "v_scale": None}, "k_cache is torch.int8 and k_scale is None, expected the scales"),
         ({"k_scale": torch.zeros(7, 8, 2).transpose(1, 2)}, "expected a contiguous tensor"),
     ],
 )

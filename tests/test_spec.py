@@ -48,6 +48,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no floating point dtype": ({"q": torch.zeros(3, 4, 8).int()}, "q is [3, 4, 8] torch.int32, expected"),
     "above": ({"ids": torch.tensor([0, 1, 7, 0])}, "ids has values from 0 to 7, expected -1 to 6"),
     "below": ({"ids": torch.tensor([0, 1, -2, 0])}, "ids has values from -2 to 1, expected -1 to 6"),
+    "what may be absent": ({"scales": torch.ones(3)}, "scales is [3] torch.float32, expected [2] torch.float32"),
+    "absent": ({"k": None}, "k is None, expected a tensor"),
     "strides": ({"scales": torch.ones(4)[::2]}, "scales has strides [2], expected a contiguous tensor"),
     "gradient": ({"scales": torch.ones(2).requires_grad_()}, "scales requires a gradient, expected a constant"),
     "empty": ({"slots": torch.zeros(0).int()}, "slots is [0] torch.int32, expected [M > 0] torch.int32"),

@@ -35,6 +35,17 @@ def check_range(name: str, argument: str, ids: Tensor, end: int, *, start: int =
 # ---- a paged cache
 
 
+def check_scales(name: str, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """Raise ValueError unless both scales are given for a cache of codes, and none for another."""
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError(f"{name}: one of k_scale and v_scale is given, expected both or neither")
+    is_coded = k_cache.dtype in [kind for kind, _ in FORMATS.values()]
+    if k_scale is not None and not is_coded:
+        raise ValueError(f"{name}: k_scale is given and k_cache is {k_cache.dtype}, expected int8 or float8_e4m3fn")
+    if k_scale is None and is_coded:
+        raise ValueError(f"{name}: k_cache is {k_cache.dtype} and k_scale is None, expected the scales of its codes")
+
+
 def check_cache(
     name: str, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> None:
@@ -90,6 +101,16 @@ def check_lengths(name: str, starts: Sequence[int], contexts: Sequence[int], num
                 f"{name}: sequence {b} has {end - start} queries and context_lens {context}; expected no more queries "
                 f"than keys, and no more keys than the {num_keys} that its row of block_tables holds"
             )
+
+
+def check_sequences(
+    name: str, q: Tensor, cache: Tensor, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor
+) -> None:
+    """Raise ValueError for lengths that describe no batch, or blocks outside the cache, if all are `is_readable`."""
+    if all(map(is_readable, (block_tables, query_starts, context_lens))):
+        starts, contexts = query_starts.tolist(), context_lens.tolist()
+        check_lengths(name, starts, contexts, len(q), block_tables.shape[1] * cache.shape[1])
+        check_tables(name, block_tables, starts, contexts, cache)
 
 
 def check_tables(name: str, tables: Tensor, starts: Sequence[int], contexts: Sequence[int], cache: Tensor) -> None:

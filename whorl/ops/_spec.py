@@ -196,9 +196,10 @@ class TensorSpec:
     is_contiguous: bool
     is_constant: bool
     hint: str  # what to do where it does not fit
+    is_optional: bool = False  # it may be None
 
     @classmethod
-    def parse(cls, name: str, text: str) -> "TensorSpec":
+    def parse(cls, name: str, text: str, *, is_optional: bool = False) -> "TensorSpec":
         match = _TENSOR.fullmatch(text)
         if match is None:
             raise SyntaxError(f"{name} is stated as {text!r}, expected '[dims] dtypes, ...' as in _spec.py")
@@ -213,6 +214,7 @@ class TensorSpec:
             is_contiguous=match["contiguous"] is not None,
             is_constant=match["constant"] is not None,
             hint=f"; {match['hint']}" if match["hint"] else "",
+            is_optional=is_optional,
         )
 
     def fits(self, shape: Sequence[Any], sizes: Sizes, later: list[tuple["TensorSpec", Expression, Any]]) -> bool:
@@ -304,6 +306,8 @@ class Spec:
         later: list[tuple[TensorSpec, Expression, Any]] = []
         for spec in self.tensors:
             x = values[spec.name]
+            if x is None and not spec.is_optional:
+                raise ValueError(f"{self.operator}: {spec.name} is None, expected a tensor")
             if x is None:
                 continue
             known, has_dtype = dict(sizes), any(_is_kind(x.dtype, kind, dtypes, wide) for kind in spec.kinds)
@@ -399,7 +403,7 @@ def spec_of(reference: Callable[..., Any]) -> Spec:
         if text is not None:
             spec.statements[parameter.name] = text
         if text is not None and annotation in (Tensor, Tensor | None):
-            spec.tensors.append(TensorSpec.parse(parameter.name, text))
+            spec.tensors.append(TensorSpec.parse(parameter.name, text, is_optional=annotation is not Tensor))
         elif text is not None:
             spec.numbers.append((parameter.name, Bounds.parse(text)))
         if annotation in (int, int | None):
@@ -407,9 +411,11 @@ def spec_of(reference: Callable[..., Any]) -> Spec:
     ends = [end for tensor in spec.tensors if tensor.bounds for end in (tensor.bounds.low, tensor.bounds.high) if end]
     spec.bound_letters = {letter for end in ends for _, letters in end.terms for letter in letters}
     names = {tensor.name for tensor in spec.tensors}
-    # Errors name what differs from the tensors that an operator is about: these come first, what is like others last.
-    optional = {p.name for p in plain if p.annotation == Tensor | None}
-    spec.tensors.sort(key=lambda one: (not names.isdisjoint(one.kinds), one.name in optional, "float" not in one.kinds))
+    # Errors name what differs from the tensors that an operator is about: these come first, what is like others and
+    # what may be absent last.
+    spec.tensors.sort(
+        key=lambda tensor: (tensor.is_optional, not names.isdisjoint(tensor.kinds), "float" not in tensor.kinds)
+    )
     outputs = [_statement(part) for part in parts]
     if None not in outputs:
         spec.statements["returns"] = "; ".join(filter(None, outputs))

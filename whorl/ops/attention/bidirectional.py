@@ -1,38 +1,17 @@
 """Bidirectional attention within packed segments, such as the patches of one picture in a vision tower."""
 
+from functools import partial
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
-from .._tracing import is_readable
 from . import bidirectional_torch_npu
-from .packed import check_starts, read, sequences
+from .packed import Starts, check_starts, head_reason, read, sequences
 
 ROWS = 512  # queries whose scores are in memory at once
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> None:
-    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"packed_attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}, expected one floating point dtype"
-        )
-    if q.dim() != 3 or not q.shape == k.shape == v.shape:
-        raise ValueError(
-            f"packed_attention: q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, expected three of [T, H, D]"
-        )
-    if starts.dim() != 1 or not len(starts) or starts.dtype != torch.int32:
-        raise ValueError(
-            f"packed_attention: starts is {list(starts.shape)} {starts.dtype}, expected [B + 1] torch.int32"
-        )
-    if not scale > 0:
-        raise ValueError(f"packed_attention: scale is {scale}, expected a positive number")
-    if is_readable(starts):
-        check_starts("packed_attention", starts.tolist(), len(q))
-
-
-def _fake(q: Tensor, **_: object) -> Tensor:
-    return q.new_empty(q.shape)
 
 
 def _flops(values: Values) -> int:
@@ -43,15 +22,21 @@ def _flops(values: Values) -> int:
     return 4 * pairs * values["q"].shape[1] * values["q"].shape[2]
 
 
-@operator(check=_check, fake=_fake, flops=_flops, forward_only=True)
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float) -> Tensor:
+@operator(check=partial(check_starts, "packed_attention"), flops=_flops, forward_only=True)
+def packed_attention(
+    q: Annotated[Tensor, "[T, H, D] float"],
+    k: Annotated[Tensor, "[T, H, D] q"],
+    v: Annotated[Tensor, "[T, H, D] q"],
+    starts: Starts,
+    *,
+    scale: Annotated[float, "> 0"],
+) -> Annotated[Tensor, "[T, H, D] q"]:
     """Attention within packed segments: a token attends to every token of its segment.
 
-    q, k, v: [T, H, D] bf16, fp16 or fp32, any strides; starts: [B + 1] int32; segment b is tokens starts[b] to
-    starts[b + 1] (exclusive); scale multiplies the scores; returns out like q, contiguous. Tokens past the last start
-    are zero. Scores, softmax and sums are in fp32, rounded once. The bits of a segment depend on that segment alone,
-    not on what is packed beside it (not even a NaN) nor on where it lies. Ascend does not promise this, since it
-    promises no order of sums. No gradient.
+    Segment b is tokens starts[b] to starts[b + 1] (exclusive); scale multiplies the scores; returns out contiguous.
+    Tokens past the last start are zero. Scores, softmax and sums are in fp32, rounded once. The bits of a segment
+    depend on that segment alone, not on what is packed beside it (not even a NaN) nor on where it lies. Ascend does not
+    promise this, since it promises no order of sums. No gradient.
 
     starts must begin at 0, must not decrease and must not exceed T. The CPU and Ascend raise ValueError otherwise; CUDA
     kernels do not check. On CUDA starts are not read back to the host; elsewhere they are, once, which waits for the
@@ -78,13 +63,7 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.cat(rows, 1).transpose(0, 1)
 
 
-def _triton_reason(q: Tensor, **_: object) -> str | None:
-    if q.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
-    return None if q.shape[2] <= 256 else f"a head of {q.shape[2]} channels does not fit one program (256)"
-
-
-packed_attention.impl("triton", "bidirectional_triton:forward", accepts=_triton_reason)
+packed_attention.impl("triton", "bidirectional_triton:forward", accepts=head_reason)
 packed_attention.impl("torch_npu", "bidirectional_torch_npu:forward", accepts=bidirectional_torch_npu.reason)
 
 

@@ -1,52 +1,24 @@
 """Causal attention of packed sequences, with a gradient: what `paged_attention` is for inference, for training."""
 
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
-from .._tracing import is_readable
-from ..sparse_attention.contract import check_outputs
 from ..sparse_attention.masked import masked_attention_backward
 from . import causal_torch_npu
-from .packed import backward_by_sequence, check_starts, read, sequences
+from .packed import Starts, backward_by_sequence, check_starts, head_reason, read, sequences
 from .tiles import attend, log_sum_exp
 
-
-def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, window: int) -> None:
-    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"{name}: q is {q.dtype}, k {k.dtype}, v {v.dtype}, expected one floating point dtype")
-    fits = q.dim() == k.dim() == 3 and k.shape == v.shape and q.shape[::2] == k.shape[::2]
-    if not fits or not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"{name}: q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, expected [T, HQ, D] and two of "
-            "[T, HK, D] with HQ a multiple of HK"
-        )
-    if starts.dim() != 1 or not len(starts) or starts.dtype != torch.int32:
-        raise ValueError(f"{name}: starts is {list(starts.shape)} {starts.dtype}, expected [B + 1] torch.int32")
-    if not scale > 0:
-        raise ValueError(f"{name}: scale is {scale}, expected a positive number")
-    if window < 0:
-        raise ValueError(f"{name}: window is {window}, expected 0 (none) or a positive number of keys")
-    if is_readable(starts):
-        check_starts(name, starts.tolist(), len(q))
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, window: int) -> None:
-    _check_shapes("causal_attention", q, k, v, starts, scale, window)
-
-
-def _check_backward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, window: int, **outputs: Any) -> None:
-    name = "causal_attention_backward"
-    _check_shapes(name, q, k, v, starts, scale, window)
-    check_outputs(name, q, q.shape[2], **outputs)
-
-
-def _fake(q: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype)
+_QUERIES = Annotated[Tensor, "[T, G*HK, D] float"]
+_KEYS = Annotated[Tensor, "[T, HK>0, D] q"]
+_OUT = Annotated[Tensor, "[T, G*HK, D] q"]
+_LSE = Annotated[Tensor, "[T, G*HK] fp32"]
+_SCALE = Annotated[float, "> 0"]
+_WINDOW = Annotated[int, ">= 0"]
 
 
 def _num_pairs(values: Values) -> int:
@@ -68,17 +40,16 @@ def _backward_flops(values: Values) -> int:
     return 10 * _num_pairs(values) * values["q"].shape[1] * values["q"].shape[2]
 
 
-@operator(check=_check, fake=_fake, flops=_flops)
+@operator(check=partial(check_starts, "causal_attention"), flops=_flops)
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float, window: int = 0
-) -> tuple[Tensor, Tensor]:
+    q: _QUERIES, k: _KEYS, v: _KEYS, starts: Starts, *, scale: _SCALE, window: _WINDOW = 0
+) -> tuple[_OUT, _LSE]:
     """Causal attention within packed sequences.
 
-    q: [T, HQ, D] bf16, fp16 or fp32; k, v: [T, HK, D] in q's dtype, HQ a multiple of HK; starts: [B + 1] int32;
-    sequence b is tokens starts[b] to starts[b + 1] (exclusive); scale multiplies the scores. A token attends to the
-    keys of its sequence up to its own; with window > 0 only to the last `window` of them. Returns out like q,
-    contiguous, and lse [T, HQ] fp32, the natural log-sum-exp of the scores. Tokens past the last start are padding:
-    their out is zero and their lse -inf. Scores, softmax and sums are in fp32, and out is rounded once.
+    Sequence b is tokens starts[b] to starts[b + 1] (exclusive); scale multiplies the scores. A token attends to the
+    keys of its sequence up to its own; with window > 0 only to the last `window` of them. Returns out, contiguous, and
+    lse, the natural log-sum-exp of the scores. Tokens past the last start are padding: their out is zero and their lse
+    -inf. Scores, softmax and sums are in fp32, and out is rounded once.
 
     The bits of out are equal to those of `paged_attention` for the same tokens, whether it decodes them or prefills
     them whole or in chunks, and whatever else is packed with them. This does not hold on Ascend, where neither operator
@@ -107,29 +78,24 @@ def causal_attention(
     return narrow(out.flatten(1, 2), q.dtype).contiguous(), lse.flatten(1, 2).contiguous()
 
 
-def _fake_backward(q: Tensor, k: Tensor, v: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-@operator(check=_check_backward, fake=_fake_backward, flops=_backward_flops)
+@operator(check=partial(check_starts, "causal_attention_backward"), flops=_backward_flops)
 def causal_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None = None,
+    dout: _OUT,
+    q: _QUERIES,
+    k: _KEYS,
+    v: _KEYS,
+    starts: Starts,
+    out: _OUT,
+    lse: _LSE,
+    dlse: Annotated[Tensor | None, "[T, G*HK] fp32"] = None,
     *,
-    scale: float,
-    window: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    scale: _SCALE,
+    window: _WINDOW = 0,
+) -> tuple[_OUT, Annotated[Tensor, "[T, HK, D] q"], Annotated[Tensor, "[T, HK, D] q"]]:
     """Gradients of `causal_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
 
-    dout, out: [T, HQ, D], lse, dlse: [T, HQ]; the other arguments are those of the forward. Returns dq, dk and dv like
-    q, k and v. Each sequence is computed by itself, as in `masked_attention_backward`: sums are in fp32 and rounded
-    once, and the gradients of padding tokens are zero. starts are read back to the host once.
+    Each sequence is computed by itself, as in `masked_attention_backward`: sums are in fp32 and rounded once, and the
+    gradients of padding tokens are zero. starts are read back to the host once.
     """
     backward = masked_attention_backward.reference
     return backward_by_sequence(backward, dout, q, k, v, read(starts, len(q)), out, lse, dlse, scale, window)
@@ -152,14 +118,8 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
     return {"q": dq, "k": dk, "v": dv}
 
 
-def _triton_reason(q: Tensor, **_: object) -> str | None:
-    if q.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
-    return None if q.shape[2] <= 256 else f"a head of {q.shape[2]} channels does not fit one program (256)"
-
-
-causal_attention.impl("triton", "causal_triton:forward", accepts=_triton_reason)
-causal_attention_backward.impl("triton", "causal_triton:backward", accepts=_triton_reason)
+causal_attention.impl("triton", "causal_triton:forward", accepts=head_reason)
+causal_attention_backward.impl("triton", "causal_triton:backward", accepts=head_reason)
 causal_attention.impl("torch_npu", "causal_torch_npu:forward", accepts=causal_torch_npu.reason)
 causal_attention_backward.impl("torch_npu", "causal_torch_npu:backward", accepts=causal_torch_npu.backward_reason)
 
@@ -205,7 +165,7 @@ def _make(
 
 def _make_backward(draw: Draw, with_dlse: bool = False, **case: Any) -> Values:
     args = _make(draw, **case)
-    out, lse = _fake(**args) if args["q"].is_meta else causal_attention(**args)
+    out, lse = causal_attention(**args)
     dlse = torch.randn_like(lse) if with_dlse else None
     return {"dout": torch.randn_like(out), **args, "out": out, "lse": lse, "dlse": dlse}
 

@@ -2,21 +2,29 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from .._tracing import is_readable
 from ..sparse_attention.bits import causal_bits
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+Starts = Annotated[Tensor, "[B + 1] int32"]  # sequence b is tokens starts[b] to starts[b + 1] (exclusive)
+MOST_CHANNELS = 256  # of a head, in one program of the Triton kernels
 
 
-def check_starts(name: str, starts: list[int], num_tokens: int) -> None:
-    """Raise ValueError unless starts begin at 0, do not decrease and do not exceed the number of tokens."""
-    if starts[0] != 0 or starts != sorted(starts) or starts[-1] > num_tokens:
-        raise ValueError(
-            f"{name}: starts are {starts}, expected 0 first, none below the one before, and {num_tokens} tokens at most"
-        )
+def check_starts(name: str, q: Tensor, starts: Tensor, **_: object) -> None:
+    """Raise ValueError unless starts describe sequences of q's tokens, if `is_readable`."""
+    if is_readable(starts):
+        sequences(name, starts.tolist(), len(q))
+
+
+def head_reason(q: Tensor, **_: object) -> str | None:
+    """Return None, or the reason that the Triton kernels cannot take heads of q's size."""
+    size = q.shape[2]
+    return None if size <= MOST_CHANNELS else f"a head of {size} channels does not fit one program ({MOST_CHANNELS})"
 
 
 def read(starts: Tensor, num_tokens: int) -> list[int]:
@@ -25,8 +33,14 @@ def read(starts: Tensor, num_tokens: int) -> list[int]:
 
 
 def sequences(name: str, starts: list[int], num_tokens: int) -> Iterator[slice]:
-    """Check starts, and return an iterator over the slice of tokens of each sequence that is not empty."""
-    check_starts(name, starts, num_tokens)
+    """Return an iterator over the slice of tokens of each sequence that is not empty.
+
+    Raises ValueError unless starts begin at 0, do not decrease and do not exceed the number of tokens.
+    """
+    if starts[0] != 0 or starts != sorted(starts) or starts[-1] > num_tokens:
+        raise ValueError(
+            f"{name}: starts are {starts}, expected 0 first, none below the one before, and {num_tokens} tokens at most"
+        )
     return (slice(first, end) for first, end in itertools.pairwise(starts) if end > first)
 
 

@@ -2,45 +2,23 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._check import check_cache, check_lengths, check_tables
+from .._check import check_scales, check_sequences
 from .._op import Values, narrow, operator, widen
-from .._tracing import is_readable
 from . import paged_torch_npu
+from .packed import head_reason
 from .paged_cases import BENCH, CASES, make
 from .tiles import KEYS, STEP, TOGETHER, attend, attend_together, rows_together
 
 
-def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int, **arguments: Any) -> None:
-    block_tables, query_starts, context_lens = (arguments[n] for n in ("block_tables", "query_starts", "context_lens"))
-    is_coded = arguments["k_scale"] is not None
-    check_cache("paged_attention", k_cache, v_cache, arguments["k_scale"], arguments["v_scale"])
-    if not q.is_floating_point() or (q.dtype.itemsize < 2 if is_coded else q.dtype != k_cache.dtype):
-        expected = "bf16, fp16 or fp32" if is_coded else f"the cache's {k_cache.dtype}"
-        raise ValueError(f"paged_attention: q is {q.dtype}, expected {expected}")
-    if q.dim() != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
-        raise ValueError(
-            f"paged_attention: q is {list(q.shape)}, expected [T, HQ, {k_cache.shape[3]}] with HQ a multiple of "
-            f"{k_cache.shape[2]}"
-        )
-    count = len(context_lens) if context_lens.dim() == 1 else -1
-    if block_tables.dim() != 2 or block_tables.shape[0] != count or query_starts.shape != (count + 1,):
-        raise ValueError(
-            f"paged_attention: block_tables is {list(block_tables.shape)}, query_starts {list(query_starts.shape)}, "
-            f"context_lens {list(context_lens.shape)}, expected [B, MB], [B + 1] and [B]"
-        )
-    if {block_tables.dtype, query_starts.dtype, context_lens.dtype} != {torch.int32}:
-        raise ValueError("paged_attention: block_tables, query_starts and context_lens must be int32")
-    if window < 0:
-        raise ValueError(f"paged_attention: window is {window}, expected 0 (none) or a positive number of keys")
-    if all(map(is_readable, (block_tables, query_starts, context_lens))):
-        starts, contexts = query_starts.tolist(), context_lens.tolist()
-        check_lengths("paged_attention", starts, contexts, len(q), block_tables.shape[1] * k_cache.shape[1])
-        check_tables("paged_attention", block_tables, starts, contexts, k_cache)
+def _check(q: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, **arguments: Any) -> None:
+    check_scales("paged_attention", k_cache, k_scale, v_scale)
+    tables = (arguments[name] for name in ("block_tables", "query_starts", "context_lens"))
+    check_sequences("paged_attention", q, k_cache, *tables)
 
 
 class _Cache(NamedTuple):
@@ -122,10 +100,6 @@ def _companions(starts: list[int], lengths: list[int], wide: Tensor) -> Iterator
                 at += count
 
 
-def _fake(q: Tensor, **_: object) -> Tensor:
-    return q.new_empty(q.shape)
-
-
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     """Return the bytes of queries and result, and of the keys and values that block_tables has room for."""
     q, cache = values["q"], values["k_cache"]
@@ -134,35 +108,36 @@ def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     return 2 * q.numel() * q.element_size() + 2 * keys * cache.shape[2] * head
 
 
-@operator(check=_check_attention, forward_only=True, fake=_fake, bytes=_bytes)
+_SCALE = Annotated[Tensor | None, "[blocks, HK, block_size] fp32, contiguous"]
+
+
+@operator(check=_check, forward_only=True, bytes=_bytes)
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    q: Annotated[Tensor, "[T, G*HK, D] float"],
+    k_cache: Annotated[Tensor, "[blocks, block_size, HK, D] q or int8 or fp8"],
+    v_cache: Annotated[Tensor, "[blocks, block_size, HK, D] k_cache"],
+    block_tables: Annotated[Tensor, "[B, MB] int32"],
+    query_starts: Annotated[Tensor, "[B + 1] int32"],
+    context_lens: Annotated[Tensor, "[B] int32"],
+    k_scale: _SCALE = None,
+    v_scale: _SCALE = None,
     *,
     scale: float,
-    window: int = 0,
-) -> Tensor:
+    window: Annotated[int, ">= 0"] = 0,
+) -> Annotated[Tensor, "[T, G*HK, D] q"]:
     """Causal attention of new tokens over the cached keys and values of their sequences.
 
-    q: [T, HQ, D] bf16, fp16 or fp32, HQ a multiple of HK; the new tokens of sequence b are query_starts[b] to
-    query_starts[b + 1] (exclusive); k_cache, v_cache: [blocks, block size, HK, D] in q's dtype, which already hold the
-    keys and values of the new tokens; block_tables: [B, MB] int32, the blocks of each sequence, in order;
-    query_starts: [B + 1] int32; context_lens: [B] int32, the number of keys of each sequence; scale multiplies the
-    scores; returns out like q, contiguous. Query i of the n of sequence b has position context_lens[b] - n + i and
-    attends to the keys up to its own, with window > 0 only to the last `window` of them. Scores, softmax and sums are
-    in fp32, rounded once. A query's bits depend on the query and the keys it attends to alone: not on other sequences,
-    not on how a prompt is divided into chunks, and not on whether it is prefilled or decoded; docs/arithmetic.md says
-    how, and where this does not hold. Tokens past the last of query_starts are padding and zero. No gradient.
+    The new tokens of sequence b are query_starts[b] to query_starts[b + 1] (exclusive); k_cache and v_cache already
+    hold their keys and values; block_tables: the blocks of each sequence, in order; context_lens: the number of keys of
+    each sequence; scale multiplies the scores; returns out contiguous. Query i of the n of sequence b has position
+    context_lens[b] - n + i and attends to the keys up to its own, with window > 0 only to the last `window` of them.
+    Scores, softmax and sums are in fp32, rounded once. A query's bits depend on the query and the keys it attends to
+    alone: not on other sequences, not on how a prompt is divided into chunks, and not on whether it is prefilled or
+    decoded; docs/arithmetic.md says how, and where this does not hold. Tokens past the last of query_starts are padding
+    and zero. No gradient.
 
-    With k_scale and v_scale, [blocks, HK, block size] fp32, contiguous, the caches hold codes, int8 or float8_e4m3fn,
-    as `write_kv` stores them. A key or value is then code * scale in fp32, rounded to q's dtype; the result is that of
-    a cache that holds these numbers.
+    With k_scale and v_scale the caches hold codes, int8 or float8_e4m3fn, as `write_kv` stores them. A key or value is
+    then code * scale in fp32, rounded to q's dtype; the result is that of a cache that holds these numbers.
 
     query_starts must begin at 0 and must not decrease; a sequence with queries must have no more of them than keys, and
     a row of block_tables long enough for its keys. Violations raise ValueError where they can be seen without waiting
@@ -192,11 +167,9 @@ def paged_attention(
 
 
 def _triton_reason(q: Tensor, scale: float, **_: object) -> str | None:
-    if q.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
     if scale <= 0:
         return f"takes the highest score before scaling, so scale must be positive, got {scale}"
-    return None if q.shape[2] <= 256 else f"a head of {q.shape[2]} channels does not fit one program (256)"
+    return head_reason(q)
 
 
 paged_attention.impl("triton", "paged_triton:attention", accepts=_triton_reason)

@@ -1,11 +1,11 @@
 """Write keys and values of new tokens into the paged KV cache."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from .._check import check_cache, check_slots
+from .._check import check_scales
 from .._draw import Draw, Sizes
 from .._formats import FORMATS
 from .._op import Values, operator
@@ -13,47 +13,31 @@ from ..quant import dynamic_quant
 from . import paged_torch_npu
 
 
-def _check(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
-    check_cache("write_kv", k_cache, v_cache, k_scale, v_scale)
-    if k.shape != v.shape or k.dim() != 3 or k.shape[1:] != k_cache.shape[2:]:
-        raise ValueError(
-            f"write_kv: k is {list(k.shape)}, v {list(v.shape)}, expected [T, HK, D] of the cache's "
-            f"{list(k_cache.shape[2:])}"
-        )
-    if k_scale is None and not k.dtype == v.dtype == k_cache.dtype:
-        raise ValueError(f"write_kv: k is {k.dtype}, v {v.dtype}, expected the cache's {k_cache.dtype}")
-    if k_scale is not None and (k.dtype != v.dtype or not k.is_floating_point() or k.dtype.itemsize < 2):
-        raise ValueError(f"write_kv: k is {k.dtype}, v {v.dtype}, expected both in bf16, fp16 or fp32")
-    check_slots("write_kv", slots, k.shape[0], k_cache)
+def _check(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, **_: object) -> None:
+    check_scales("write_kv", k_cache, k_scale, v_scale)
+
+
+_SCALE = Annotated[Tensor | None, "[blocks, HK, block_size] fp32, contiguous"]
 
 
 @operator(check=_check, mutates=("k_cache", "v_cache", "k_scale", "v_scale"))
 def write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k: Annotated[Tensor, "[T, HK, D] float"],
+    v: Annotated[Tensor, "[T, HK, D] k"],
+    k_cache: Annotated[Tensor, "[blocks, block_size, HK, D] k or int8 or fp8"],
+    v_cache: Annotated[Tensor, "[blocks, block_size, HK, D] k_cache"],
+    slots: Annotated[Tensor, "[T] int, up to blocks*block_size - 1"],
+    k_scale: _SCALE = None,
+    v_scale: _SCALE = None,
 ) -> None:
     """Store the keys and values of new tokens in the cache.
 
-    k, v: [T, HK, D]; k_cache, v_cache: [blocks, block size, HK, D] in k's dtype, written in place; slots: [T] int32 or
-    int64: token t is written to offset slots[t] % block size of block slots[t] // block size, and is skipped when
-    slots[t] is negative. Where two tokens have one slot, either may win. A slot past the cache raises ValueError on the
-    CPU and is not checked elsewhere. Returns nothing.
+    Token t is written to offset slots[t] % block size of block slots[t] // block size, and is skipped when slots[t] is
+    negative. Where two tokens have one slot, either may win. A slot past the cache raises ValueError on the CPU and is
+    not checked elsewhere. Returns nothing.
 
-    With k_scale and v_scale, [blocks, HK, block size] fp32, contiguous, written in place, the caches are int8 or
-    float8_e4m3fn: every head of a token is quantised over its D channels as by `dynamic_quant`.
+    With k_scale and v_scale, which are written too, the caches are int8 or float8_e4m3fn: every head of a token is
+    quantised over its D channels as by `dynamic_quant`.
 
         ops.write_kv(k, v, k_cache, v_cache, slots)
     """
@@ -97,7 +81,7 @@ def _triton_reason(k: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor 
     return None if k_cache.stride(-1) == v_cache.stride(-1) == 1 else "writes contiguous channels only"
 
 
-write_kv.impl("triton", "paged_triton:write_kv", accepts=_triton_reason)
+write_kv.impl("triton", "paged_triton:write_kv", accepts=_triton_reason, takes_fp64=True)
 write_kv.impl("torch_npu", "paged_torch_npu:write_kv", accepts=paged_torch_npu.write_kv_reason)
 
 
@@ -154,7 +138,7 @@ def draw_caches(draw: Draw, shape: Sizes, format: str, scale: float = 1.0) -> Va
             caches[f"{name}_cache"] = values
             continue
         codes, scales = dynamic_quant.reference(values, format=format)  # type: ignore[arg-type]
-        caches |= {f"{name}_cache": codes, f"{name}_scale": scales.float().transpose(1, 2).contiguous()}
+        caches |= {f"{name}_cache": codes, f"{name}_scale": scales.transpose(1, 2).contiguous()}
     return caches
 
 

@@ -1,10 +1,12 @@
 """Attention of absorbed queries over the latents in a paged cache: over all visible keys, or over selected ones."""
 
 from collections.abc import Iterator
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from .._check import check_sequences
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
@@ -15,7 +17,6 @@ from .codes import alignment_reason, latent_bytes, pack_latents, unpack_latents
 from .pages import (
     ONE_CACHE,
     check_latents,
-    check_sequences,
     gather_latents,
     make_pages,
     make_sequences,
@@ -27,35 +28,17 @@ ROWS = 1024  # (query, head) rows that are multiplied at once
 
 
 def _check(
-    q: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    indices: Tensor | None,
-    rotary_cache: Tensor | None,
-    scale: float,
-    value_dim: int,
+    q: Tensor, cache: Tensor, indices: Tensor | None, rotary_cache: Tensor | None, value_dim: int, **arguments: Any
 ) -> None:
-    name = "latent_attention"
-    if q.dim() != 3 or not q.is_floating_point():
-        raise ValueError(f"{name}: q is {list(q.shape)} {q.dtype}, expected [T, HQ, D] floating point")
-    if not 1 <= value_dim <= q.shape[2]:
-        raise ValueError(f"{name}: value_dim is {value_dim}, expected 1 to D, {q.shape[2]}")
-    sizes = value_dim, q.shape[2] - value_dim
-    check_latents(name, cache, rotary_cache, q.dtype, sizes, latent_bytes(*sizes))
-    check_sequences(name, q.shape[0], cache, block_tables, query_starts, context_lens)
-    if not scale > 0:
-        raise ValueError(f"{name}: scale is {scale}, expected a positive number")
+    name, sizes = "latent_attention", (value_dim, q.shape[2] - value_dim)
+    check_latents(name, cache, rotary_cache, sizes, latent_bytes(*sizes))
+    tables = {n: arguments[n] for n in ("block_tables", "query_starts", "context_lens")}
+    check_sequences(name, q, cache, **tables)
     if indices is None:
         return
-    if indices.dim() != 2 or indices.shape[0] != q.shape[0] or indices.dtype != torch.int32:
-        raise ValueError(
-            f"{name}: indices is {list(indices.shape)} {indices.dtype}, expected [{q.shape[0]}, K] torch.int32"
-        )
-    check_indices(name, indices, block_tables.shape[1] * cache.shape[1])
+    check_indices(name, indices, tables["block_tables"].shape[1] * cache.shape[1])
     if is_readable(indices) and indices.numel():
-        _check_written(name, indices, query_starts.tolist(), context_lens.tolist())
+        _check_written(name, indices, tables["query_starts"].tolist(), tables["context_lens"].tolist())
 
 
 def _check_written(name: str, indices: Tensor, starts: list[int], lengths: list[int]) -> None:
@@ -136,40 +119,33 @@ def _attend_sequence(q: Tensor, keys: Tensor, indices: Tensor | None, value_dim:
     return torch.cat(outputs)
 
 
-def _fake(q: Tensor, value_dim: int, **_: object) -> Tensor:
-    return q.new_empty(*q.shape[:2], value_dim)
-
-
-@operator(check=_check, forward_only=True, fake=_fake)
+@operator(check=_check, forward_only=True)
 def latent_attention(
-    q: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    indices: Tensor | None = None,
-    rotary_cache: Tensor | None = None,
+    q: Annotated[Tensor, "[T, HQ, D] float"],
+    cache: Annotated[Tensor, "[blocks, block_size, width] q or uint8"],
+    block_tables: Annotated[Tensor, "[B, MB] int32"],
+    query_starts: Annotated[Tensor, "[B + 1] int32"],
+    context_lens: Annotated[Tensor, "[B] int32"],
+    indices: Annotated[Tensor | None, "[T, K] int32"] = None,
+    rotary_cache: Annotated[Tensor | None, "[blocks, block_size, D - value_dim] q"] = None,
     *,
-    scale: float,
-    value_dim: int,
-) -> Tensor:
+    scale: Annotated[float, "> 0"],
+    value_dim: Annotated[int, "1 to D"],
+) -> Annotated[Tensor, "[T, HQ, value_dim] q"]:
     """Attend from new tokens to the latents of their sequences, which all heads share as keys and as values.
 
-    q: [T, HQ, D] bf16, fp16 or fp32, absorbed, so D channels are those of a latent and the rotary channels after it;
-    cache: [blocks, block size, D] in q's dtype, which already holds the new tokens, and whose first `value_dim`
-    channels are the latent, which is also the value; block_tables, query_starts, context_lens as in `paged_attention`;
-    indices: [T, K] int32, the positions in its sequence that a token sees, ascending, each once, -1 after the last, as
-    `paged_indexer` returns them; None: every position up to the token's own. scale: that of the heads before
-    absorption, 192^-0.5 times YaRN's factor. Returns [T, HQ, value_dim] like q, contiguous. Raises ValueError when
-    shapes, dtypes, lengths or indices do not fit.
+    q: absorbed, so D channels are those of a latent and the rotary channels after it; cache: D wide, already holds the
+    new tokens, and its first `value_dim` channels are the latent, which is also the value; block_tables, query_starts,
+    context_lens as in `paged_attention`; indices: the positions in its sequence that a token sees, ascending, each
+    once, -1 after the last, as `paged_indexer` returns them; None: every position up to the token's own. scale: that of
+    the heads before absorption, 192^-0.5 times YaRN's factor. Returns out contiguous.
 
     A token's list of keys is divided into cuts of 128. Each cut has its own softmax, and the cuts are merged in order.
     Scores, softmax and sums are in fp32, rounded once. So a token's bits depend on itself and the keys in its list
     alone: not on other sequences, on how a prompt is chunked, on prefill or decode, nor on whether the list was
     selected or contains every key. Tokens without keys, and rows of q after the last query_starts, are zero. A uint8
-    cache is read as `latent_write` writes it: code times scale, which is exact in bf16. With rotary_cache
-    [blocks, block size, D - value_dim] the rotary channels are there, and cache is [blocks, block size, value_dim]. No
-    gradient.
+    cache is read as `latent_write` writes it: code times scale, which is exact in bf16. With rotary_cache the
+    rotary channels are there, and cache is value_dim wide. No gradient.
 
         out = ops.latent_attention(q, cache, *tables_and_lengths, indices, scale=192**-0.5, value_dim=512)
     """
@@ -190,8 +166,6 @@ def latent_attention(
 def _triton_reason(q: Tensor, cache: Tensor, rotary_cache: Tensor | None, value_dim: int, **_: object) -> str | None:
     if rotary_cache is not None:
         return ONE_CACHE
-    if q.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
     if value_dim > 512 or q.shape[2] - value_dim > 128:
         return f"{value_dim} value channels and {q.shape[2] - value_dim} more do not fit one program (512 and 128)"
     return alignment_reason(cache, value_dim) if cache.dtype == torch.uint8 else None

@@ -1,5 +1,7 @@
 """A linear layer with one weight per head: it maps a head's channels to the channels of latents, or back."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -12,31 +14,18 @@ from .._torch_npu import dtype_name
 from ..linear import multiply
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
-    if x.dim() != 3 or not x.is_floating_point():
-        raise ValueError(f"head_linear: x is {list(x.shape)} {x.dtype}, expected [T, H, K] floating point")
-    if weight.dim() != 3 or (weight.shape[0], weight.shape[2]) != tuple(x.shape[1:]) or weight.dtype != x.dtype:
-        raise ValueError(
-            f"head_linear: weight is {list(weight.shape)} {weight.dtype}, expected [{x.shape[1]}, N, {x.shape[2]}] "
-            f"{x.dtype}"
-        )
-
-
-def _fake(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:2], weight.shape[1])
-
-
 def _flops(values: Values) -> int:
     return 2 * values["x"].shape[0] * values["weight"].numel()
 
 
-@operator(check=_check, forward_only=True, fake=_fake, flops=_flops)
-def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+@operator(forward_only=True, flops=_flops)
+def head_linear(
+    x: Annotated[Tensor, "[T, H, K] float"], weight: Annotated[Tensor, "[H, N, K] x"]
+) -> Annotated[Tensor, "[T, H, N] x"]:
     """Apply a linear layer to every head: y[t, h] = weight[h] @ x[t, h].
 
-    x: [T, H, K] bf16, fp16 or fp32, weight: [H, N, K] in x's dtype, any strides; y: [T, H, N] like x, contiguous. Sums
-    in fp32, rounded once. A token's bits depend on the token and its head's weight alone, as in `linear`. No gradient.
-    Raises ValueError when shapes or dtypes do not fit.
+    Returns y contiguous. Sums in fp32, rounded once. A token's bits depend on the token and its head's weight alone, as
+    in `linear`. No gradient.
 
         absorbed = ops.head_linear(q, weight)
     """
@@ -47,11 +36,7 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     return narrow(y, x.dtype)
 
 
-def _triton_reason(x: Tensor, **_: object) -> str | None:
-    return "computes in fp32, got torch.float64" if x.dtype == torch.float64 else None
-
-
-head_linear.impl("triton", "heads_triton:forward", accepts=_triton_reason)
+head_linear.impl("triton", "heads_triton:forward")
 NPU_INNER = 65536  # npu_transpose_batchmatmul takes [tokens, heads, channels] if heads * channels is below this
 
 

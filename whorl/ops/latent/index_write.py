@@ -1,47 +1,47 @@
 """Normalise and rotate the indexer's keys of new tokens, and write them to a paged cache."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from .._check import or_fp32
 from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from ..rope import rope
 from . import write_torch_npu
 from .codes import alignment_reason, index_bytes, store_index
-from .pages import check_pages, check_rows, make_angles, make_pages, make_slots, store
+from .pages import check_pages, make_angles, make_pages, make_slots, store
 from .write import triton_reason
 
 
-def _check(k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float) -> None:
-    name = "index_write"
-    if k.dim() != 2 or not k.is_floating_point() or not weight.shape == bias.shape == k.shape[1:]:
-        raise ValueError(
-            f"{name}: k is {list(k.shape)} {k.dtype}, weight {list(weight.shape)}, bias {list(bias.shape)}, expected "
-            "[T, D] floating point and two of [D]"
-        )
-    check_pages(name, cache, k.dtype, k.shape[1], index_bytes(k.shape[1]))
-    check_rows(name, slots, cos_sin, k.shape[0], cache)
+def _check(k: Tensor, cos_sin: Tensor, cache: Tensor, **_: object) -> None:
+    check_pages("index_write", cache, k.shape[1], index_bytes(k.shape[1]))
     if cos_sin.shape[1] > k.shape[1]:
-        raise ValueError(f"{name}: cos_sin has {cos_sin.shape[1]} channels, expected at most {k.shape[1]} as k has")
-    if not {weight.dtype, bias.dtype} <= {k.dtype, torch.float32}:
-        raise ValueError(f"{name}: weight is {weight.dtype}, bias {bias.dtype}, expected k's {or_fp32(k.dtype)}")
-    if not eps > 0:
-        raise ValueError(f"{name}: eps is {eps}, expected a positive number")
+        raise ValueError(
+            f"index_write: cos_sin has {cos_sin.shape[1]} channels, expected at most {k.shape[1]} as k has"
+        )
+
+
+_NORM = Annotated[Tensor, "[D] k or fp32"]
 
 
 @operator(check=_check, mutates=("cache",))
 def index_write(
-    k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, *, eps: float = 1e-6
+    k: Annotated[Tensor, "[T, D] float"],
+    weight: _NORM,
+    bias: _NORM,
+    cos_sin: Annotated[Tensor, "[T, 2*pairs] float"],
+    cache: Annotated[Tensor, "[blocks, block_size, width] k or uint8"],
+    slots: Annotated[Tensor, "[T] int, up to blocks*block_size - 1"],
+    *,
+    eps: Annotated[float, "> 0"] = 1e-6,
 ) -> None:
     """Normalise the indexer's key of each new token by LayerNorm, rotate its first channels, and store it in the cache.
 
-    k: [T, D] bf16, fp16 or fp32; weight, bias: [D] in k's dtype or fp32, those of the norm; cos_sin: [T, R], by which
-    the first R channels are rotated as in `rope` (style "half"); cache: [blocks, block size, D] in k's dtype, written
-    in place; slots: [T] as in `write_kv`. Computed in fp32, rounded to k's dtype after the norm and again after the
-    rotation, as two operators would. A uint8 cache, [blocks, block size, D + 4], stores the `hadamard` transform
-    (D a power of two) as e4m3 codes with one power-of-two scale, in two planes per block: see `codes.py`. Returns
-    nothing. Raises ValueError when shapes, dtypes or slots do not fit.
+    weight, bias: those of the norm; cos_sin: by which the first channels are rotated as in `rope` (style "half");
+    cache: D wide; slots: as in `write_kv`. Computed in fp32, rounded to k's dtype after the norm and again after the
+    rotation, as two operators would. A uint8 cache, D + 4 wide, stores the `hadamard` transform (D a power of two) as
+    e4m3 codes with one power-of-two scale, in two planes per block: see `codes.py`. Returns nothing.
 
         ops.index_write(k, weight, bias, cos_sin, cache, slots)
     """
@@ -53,7 +53,7 @@ def index_write(
 
 
 def _triton_reason(k: Tensor, cache: Tensor, **_: object) -> str | None:
-    reason = triton_reason(k, cache)
+    reason = triton_reason(cache)
     if reason is not None or cache.dtype != torch.uint8:
         return reason
     return alignment_reason(cache, cache.shape[1] * k.shape[1])

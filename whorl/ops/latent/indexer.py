@@ -1,38 +1,27 @@
 """The lightning indexer over a paged cache of its keys: it selects the keys that each new token attends to."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from .._check import check_sequences
 from .._draw import Draw, Sizes
 from .._op import Values, operator, widen
 from ..indexer.bounds import chunks
 from ..indexer.scores import triton_reason
-from ..indexer.top_k import check_topk, top_k, topk_limit
+from ..indexer.top_k import top_k, topk_limit
 from ..linear import multiply
 from . import indexer_torch_npu
 from .codes import alignment_reason, gather_index, index_bytes, round_queries, store_index
-from .pages import check_pages, check_sequences, gather, make_pages, make_sequences
+from .pages import check_pages, gather, make_pages, make_sequences
 
 KEYS = 256  # keys per matmul; each begins at a position that is a multiple of this
 
 
-def _check(
-    q: Tensor,
-    weights: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    topk: int,
-) -> None:
-    name = "paged_indexer"
-    if q.dim() != 3 or not q.is_floating_point():
-        raise ValueError(f"{name}: q is {list(q.shape)} {q.dtype}, expected [T, HI, D] floating point")
-    if weights.shape != q.shape[:2] or not weights.is_floating_point():
-        raise ValueError(f"{name}: weights is {list(weights.shape)} {weights.dtype}, expected {list(q.shape[:2])}")
-    check_pages(name, cache, q.dtype, q.shape[2], index_bytes(q.shape[2]))
-    check_topk(name, topk)
-    check_sequences(name, q.shape[0], cache, block_tables, query_starts, context_lens)
+def _check(q: Tensor, weights: Tensor, cache: Tensor, topk: int, **tables: Tensor) -> None:
+    check_pages("paged_indexer", cache, q.shape[2], index_bytes(q.shape[2]))
+    check_sequences("paged_indexer", q, cache, **tables)
 
 
 def _add_heads(x: Tensor) -> Tensor:
@@ -69,32 +58,27 @@ def _gather_keys(cache: Tensor, dim: int, table: Tensor, length: int) -> tuple[T
     return widen(gather(cache, table, length)), None
 
 
-def _fake(q: Tensor, topk: int, **_: object) -> Tensor:
-    return q.new_empty(q.shape[0], topk, dtype=torch.int32)
-
-
-@operator(check=_check, forward_only=True, fake=_fake)
+@operator(check=_check, forward_only=True)
 def paged_indexer(
-    q: Tensor,
-    weights: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    topk: int,
-) -> Tensor:
+    q: Annotated[Tensor, "[T, HI, D] float"],
+    weights: Annotated[Tensor, "[T, HI] float"],
+    cache: Annotated[Tensor, "[blocks, block_size, width] q or uint8"],
+    block_tables: Annotated[Tensor, "[B, MB] int32"],
+    query_starts: Annotated[Tensor, "[B + 1] int32"],
+    context_lens: Annotated[Tensor, "[B] int32"],
+    topk: Annotated[int, "> 0"],
+) -> Annotated[Tensor, "[T, topk] int32"]:
     """Select for each new token the `topk` highest-scoring keys of its sequence.
 
-    Returns their positions in the sequence, [T, topk] int32, ascending. q: [T, HI, D] bf16, fp16 or fp32; weights:
-    [T, HI] floating point, which include every constant factor; cache: [blocks, block size, D] in q's dtype, which
-    already holds the new tokens' keys; block_tables, query_starts, context_lens and the visible keys are those of
+    Returns their positions in the sequence, ascending. weights include every constant factor; cache: D wide, already
+    holds the new tokens' keys; block_tables, query_starts, context_lens and the visible keys are those of
     `paged_attention`. score = sum over heads of weights * max(0, q . k), products and sums in fp32, as in
     `index_scores`; ties go to the lowest position, as in `top_k`. A token that sees fewer than topk keys gets all of
     them, followed by -1. A token's selection depends on itself and the keys it sees alone: not on other sequences, on
     how a prompt is chunked, nor on prefill or decode. Rows of q after the last query_starts are -1. A uint8 cache, as
     `index_write` writes it, holds codes, which are multiplied as they are: queries are transformed and quantised in the
     same way, their scales are multiplied into the weights, and the score is multiplied by the key's scale last. No
-    gradient. Raises ValueError when shapes, dtypes or lengths do not fit.
+    gradient.
 
         indices = ops.paged_indexer(q, weights, cache, block_tables, query_starts, context_lens, topk=2048)
     """

@@ -5,67 +5,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._check import check_lengths, check_slots, check_tables
 from .._draw import Draw, Sizes
 from .._op import Values
-from .._tracing import is_readable
 
 ONE_CACHE = "takes latents and rotary channels in one cache, got rotary_cache"
 
 
-def check_pages(name: str, cache: Tensor, dtype: torch.dtype, width: int, num_bytes: int) -> None:
-    """Raise ValueError unless cache is [blocks, block size, width] in `dtype`, or uint8 codes of num_bytes a token."""
+def check_pages(name: str, cache: Tensor, width: int, num_bytes: int) -> None:
+    """Raise ValueError unless a token has `width` channels in the cache or, in a cache of bytes, num_bytes of codes."""
     expected = num_bytes if cache.dtype == torch.uint8 else width
-    if cache.dim() != 3 or cache.dtype not in (dtype, torch.uint8) or cache.shape[2] != expected:
+    if cache.shape[2] != expected:
         raise ValueError(
-            f"{name}: cache is {list(cache.shape)} {cache.dtype}, expected [blocks, block size, {width}] {dtype} or "
-            f"[blocks, block size, {num_bytes}] torch.uint8"
+            f"{name}: cache is {list(cache.shape)} {cache.dtype}, expected {[*cache.shape[:2], expected]}: {width} "
+            f"channels, or {num_bytes} of torch.uint8"
         )
     if cache.dtype == torch.uint8 and not (cache.stride(2) == 1 and cache.stride(1) == cache.shape[2]):
         raise ValueError(f"{name}: cache has strides {cache.stride()}, expected the bytes of a block to be contiguous")
 
 
 def check_latents(
-    name: str, cache: Tensor, rotary_cache: Tensor | None, dtype: torch.dtype, sizes: tuple[int, int], num_bytes: int
+    name: str, cache: Tensor, rotary_cache: Tensor | None, sizes: tuple[int, int], num_bytes: int
 ) -> None:
     """Raise ValueError unless one cache has both parts of `sizes`, or cache has the first and rotary_cache the second.
 
     sizes: latent channels N and rotary channels R; num_bytes: those of a token in a cache of codes, which is one cache.
     """
-    if rotary_cache is None:
-        check_pages(name, cache, dtype, sum(sizes), num_bytes)
-        return
-    for argument, pages, width in zip(("cache", "rotary_cache"), (cache, rotary_cache), sizes, strict=True):
-        if pages.shape != (*cache.shape[:2], width) or pages.dtype != dtype:
-            raise ValueError(
-                f"{name}: {argument} is {list(pages.shape)} {pages.dtype}, "
-                f"expected [blocks, block size, {width}] {dtype}, with as many blocks as the other cache"
-            )
-
-
-def check_rows(name: str, slots: Tensor, cos_sin: Tensor, count: int, cache: Tensor) -> None:
-    """Raise ValueError unless slots and cos_sin have one row for each of `count` tokens that are written."""
-    check_slots(name, slots, count, cache)
-    if cos_sin.dim() != 2 or cos_sin.shape[0] != count or cos_sin.shape[1] % 2 or not cos_sin.is_floating_point():
-        raise ValueError(f"{name}: cos_sin is {list(cos_sin.shape)} {cos_sin.dtype}, expected [{count}, R], R even")
-
-
-def check_sequences(
-    name: str, num_rows: int, cache: Tensor, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor
-) -> None:
-    """Raise ValueError for block tables and lengths that `paged_attention` would refuse. num_rows: the rows of q."""
-    count = len(context_lens) if context_lens.dim() == 1 else -1
-    if block_tables.dim() != 2 or block_tables.shape[0] != count or query_starts.shape != (count + 1,):
-        raise ValueError(
-            f"{name}: block_tables is {list(block_tables.shape)}, query_starts {list(query_starts.shape)}, "
-            f"context_lens {list(context_lens.shape)}, expected [B, MB], [B + 1] and [B]"
-        )
-    if {block_tables.dtype, query_starts.dtype, context_lens.dtype} != {torch.int32}:
-        raise ValueError(f"{name}: block_tables, query_starts and context_lens must be int32")
-    if all(map(is_readable, (block_tables, query_starts, context_lens))):
-        starts, contexts = query_starts.tolist(), context_lens.tolist()
-        check_lengths(name, starts, contexts, num_rows, block_tables.shape[1] * cache.shape[1])
-        check_tables(name, block_tables, starts, contexts, cache)
+    if rotary_cache is not None and cache.dtype == torch.uint8:
+        raise ValueError(f"{name}: cache is torch.uint8 and rotary_cache is given, expected both parts in one cache")
+    check_pages(name, cache, sum(sizes) if rotary_cache is None else sizes[0], num_bytes)
 
 
 def gather(cache: Tensor, table: Tensor, length: int) -> Tensor:

@@ -1,67 +1,43 @@
 """Normalise the latents of new tokens, rotate their key channels, and write both to a paged cache."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from .._check import or_fp32
 from .._draw import Draw, Sizes
 from .._op import Values, operator
 from ..rms_norm import rms_norm
 from ..rope import rope
 from . import write_torch_npu
 from .codes import alignment_reason, latent_bytes, pack_latents
-from .pages import ONE_CACHE, check_latents, check_rows, make_angles, make_pages, make_slots, split_pages, store
+from .pages import ONE_CACHE, check_latents, make_angles, make_pages, make_slots, split_pages, store
 
 
-def _check(
-    kv: Tensor,
-    weight: Tensor,
-    cos_sin: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    rotary_cache: Tensor | None,
-    eps: float,
-) -> None:
-    name = "latent_write"
-    if kv.dim() != 2 or not kv.is_floating_point() or weight.dim() != 1:
-        raise ValueError(
-            f"{name}: kv is {list(kv.shape)} {kv.dtype}, weight {list(weight.shape)}, expected [T, D], [N]"
-        )
+def _check(kv: Tensor, weight: Tensor, cache: Tensor, rotary_cache: Tensor | None, **_: object) -> None:
     sizes = weight.shape[0], kv.shape[1] - weight.shape[0]
-    check_latents(name, cache, rotary_cache, kv.dtype, sizes, latent_bytes(*sizes))
-    check_rows(name, slots, cos_sin, kv.shape[0], cache)
-    if weight.shape[0] + cos_sin.shape[1] != kv.shape[1]:
-        raise ValueError(
-            f"{name}: weight has {weight.shape[0]} and cos_sin {cos_sin.shape[1]} channels, expected a sum of "
-            f"{kv.shape[1]}, the channels of kv"
-        )
-    if weight.dtype not in (kv.dtype, torch.float32):
-        raise ValueError(f"{name}: weight is {weight.dtype}, expected kv's {or_fp32(kv.dtype)}")
-    if not eps > 0:
-        raise ValueError(f"{name}: eps is {eps}, expected a positive number")
+    check_latents("latent_write", cache, rotary_cache, sizes, latent_bytes(*sizes))
 
 
 @operator(check=_check, mutates=("cache", "rotary_cache"))
 def latent_write(
-    kv: Tensor,
-    weight: Tensor,
-    cos_sin: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    rotary_cache: Tensor | None = None,
+    kv: Annotated[Tensor, "[T, N + 2*pairs] float"],
+    weight: Annotated[Tensor, "[N] kv or fp32"],
+    cos_sin: Annotated[Tensor, "[T, 2*pairs] float"],
+    cache: Annotated[Tensor, "[blocks, block_size, width] kv or uint8"],
+    slots: Annotated[Tensor, "[T] int, up to blocks*block_size - 1"],
+    rotary_cache: Annotated[Tensor | None, "[blocks, block_size, 2*pairs] kv"] = None,
     *,
-    eps: float = 1e-6,
+    eps: Annotated[float, "> 0"] = 1e-6,
 ) -> None:
     """Normalise the latent of each new token by RMSNorm, rotate the key channels after it, and store both in the cache.
 
-    kv: [T, N + R] bf16, fp16 or fp32, the output of the down projection: N channels of the latent, normalised with
-    weight [N] as in `rms_norm`, and R channels of the key that all heads share, rotated in neighbouring pairs by
-    cos_sin [T, R] as in `rope` (style "pairs"); cache: [blocks, block size, N + R] in kv's dtype, written in place;
-    slots: [T] as in `write_kv`. Both parts are rounded once. A uint8 cache, [blocks, block size, 656] for 512 and 64
+    kv: the output of the down projection: N channels of the latent, normalised with weight as in `rms_norm`, and R
+    channels of the key that all heads share, rotated in neighbouring pairs by cos_sin as in `rope` (style "pairs");
+    cache: N + R wide; slots: as in `write_kv`. Both parts are rounded once. A uint8 cache, 656 wide for 512 and 64
     channels, stores e4m3 codes with a power-of-two scale for every 128 of them, and the rotary channels in bf16: see
-    `codes.py`. With rotary_cache [blocks, block size, R] the rotary channels are stored there, and cache is
-    [blocks, block size, N], as Ascend's attention reads them. Returns nothing. Raises ValueError when shapes, dtypes or
-    slots do not fit.
+    `codes.py`. With rotary_cache the rotary channels are stored there, and cache is N wide, as Ascend's attention reads
+    them. Returns nothing.
 
         ops.latent_write(kv, weight, cos_sin, cache, slots)
     """
@@ -76,17 +52,15 @@ def latent_write(
     store(pack_latents(latent, rotated) if is_coded else torch.cat((latent, rotated), -1), cache, slots)
 
 
-def triton_reason(x: Tensor, cache: Tensor) -> str | None:
-    """Return None, or the reason that Triton can run neither `latent_write` nor `index_write` with these."""
-    if x.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
+def triton_reason(cache: Tensor) -> str | None:
+    """Return None, or the reason that Triton can run neither `latent_write` nor `index_write` with this cache."""
     return None if cache.stride(2) == 1 else "needs a cache with contiguous channels"
 
 
-def _triton_reason(kv: Tensor, weight: Tensor, cache: Tensor, rotary_cache: Tensor | None, **_: object) -> str | None:
+def _triton_reason(weight: Tensor, cache: Tensor, rotary_cache: Tensor | None, **_: object) -> str | None:
     if rotary_cache is not None:
         return ONE_CACHE
-    reason = triton_reason(kv, cache)
+    reason = triton_reason(cache)
     return reason or (alignment_reason(cache, weight.shape[0]) if cache.dtype == torch.uint8 else None)
 
 
