@@ -91,6 +91,44 @@ def test_a_sequence_without_queries_may_have_any_length() -> None:
     assert attention(query_starts=ints(0, 4, 4), context_lens=ints(9, 10**6)).shape == (4, 2, 16)
 
 
+# ---- caches of latents and of the indexer's keys
+
+
+def codes(width: int) -> Tensor:
+    return torch.zeros(3, 4, width, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("latent_write", {"cache": torch.zeros(3, 4, 47)}, r"cache is .*47\] .*, expected \[3, 4, 48\]: 48 channels"),
+        ("latent_write", {"cache": torch.zeros(3, 4, 48).half()}, "expected .* torch.float32 or torch.uint8"),
+        ("latent_write", {"cache": codes(48)}, r"48\] torch.uint8, expected \[3, 4, 68\]: .* 68 of torch"),
+        ("latent_write", {"cache": codes(69)[..., :68]}, r"cache has strides .*69, 1\), expected the bytes of a block"),
+        ("latent_write", {"rotary_cache": torch.zeros(3, 4, 16)}, r"cache is \[3, 4, 48\] .*, expected \[3, 4, 32\]"),
+        ("latent_write", {"rotary_cache": torch.zeros(3, 4, 14)}, r"rotary_cache is \[3, 4, 14\] .* \[3, 4, 16\]"),
+        ("latent_write", {"rotary_cache": torch.zeros(3, 4, 16), "cache": codes(68)}, "expected both parts in one"),
+        ("latent_write", {"cos_sin": lambda x: x[:, :15]}, r"cos_sin is \[7, 15\] .*, expected \[7, 2\*pairs\]"),
+        ("latent_write", {"cos_sin": lambda x: x[:, :14]}, r"kv is \[7, 48\] .*, expected \[7, 46\]"),
+        ("latent_write", {"slots": lambda x: x + 12}, "slots has values from .*, expected 11 at most"),
+        ("index_write", {"cos_sin": lambda x: torch.cat((x, x, x), 1)}, "cos_sin has 48 channels, expected at most 32"),
+        ("index_write", {"cache": codes(35)}, r"cache is \[3, 4, 35\] torch.uint8, expected \[3, 4, 36\]"),
+        ("paged_indexer", {"cache": lambda x: x[..., :15]}, r"cache is .* expected \[.*, 16\]: 16 channels, or 20 of"),
+        ("paged_indexer", {"context_lens": ints(2, 9, 20)}, "sequence 0 has 3 queries and context_lens 2"),
+        ("paged_indexer", {"topk": 0}, "topk is 0, expected a positive number"),
+        ("latent_attention", {"value_dim": 25}, "value_dim is 25, expected 1 to 24"),
+        ("latent_attention", {"block_tables": lambda x: x.fill_(99)}, "sequence 0 has blocks .*99.*, expected 0 to"),
+        ("latent_attention", {"indices": lambda x: x.flip(1)}, "row 0 of indices does not ascend or has a key after"),
+        ("latent_attention", {"indices": lambda x: x[:, :1].fill_(3)}, "indices name key 3 of sequence 0, expected at"),
+    ],
+)
+def test_caches_that_do_not_fit_are_refused(name: str, changes: Values, message: str) -> None:
+    values = make(OPS[name], OPS[name].cases[1])
+    changed = {n: c(values[n]) if callable(c) else c for n, c in changes.items()}
+    with pytest.raises(ValueError, match=f"^{name}: .*{message}"):
+        OPS[name](**values | changed)
+
+
 # ---- slots and ids
 
 
