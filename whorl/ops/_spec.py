@@ -229,10 +229,7 @@ class TensorSpec:
         if self.leading and sizes.setdefault(self.leading, leading) != leading:
             return False
         for dim, size in zip(self.dims, shape[num_leading:], strict=True):
-            if dim.text.isidentifier() and not dim.is_positive:  # most are one letter, and every call waits for this
-                if sizes.setdefault(dim.text, size) != size:
-                    return False
-            elif len(dim.unknowns(sizes)) > 1:
+            if len(dim.unknowns(sizes)) > 1:
                 later.append((self, dim, size))
             elif not dim.fits(size, sizes):
                 return False
@@ -287,7 +284,9 @@ class Spec:
     letters: list[str] = field(default_factory=list)  # integer arguments, which dims may name
     outputs: list[TensorSpec] = field(default_factory=list)
     statements: dict[str, str] = field(default_factory=dict)  # as they are written, by argument and "returns"
-    bound_letters: set[str] = field(default_factory=set)  # letters in the bounds of tensors
+    # Where bounds find their letters: a tensor and one of its dims, counted from the last. Values are compared in every
+    # call, and solving all sizes takes longer than that. None: some letter is no size by itself.
+    places: dict[str, tuple[str, int]] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -351,12 +350,13 @@ class Spec:
 
     def check_values(self, values: Values) -> None:
         """Raise ValueError for tensor values outside their bounds, in calls whose shapes were checked before."""
-        sizes, _ = self._known(values)
-        for spec in self.tensors:
-            if self.bound_letters <= sizes.keys():
-                break
-            if values[spec.name] is not None:
-                spec.fits(values[spec.name].shape, sizes, [])
+        sizes = {name: values[name] for name in self.letters if values[name] is not None}
+        if self.places is not None:
+            sizes |= {letter: values[name].shape[at] for letter, (name, at) in self.places.items()}
+        else:
+            for spec in self.tensors:
+                if values[spec.name] is not None:
+                    spec.fits(values[spec.name].shape, sizes, [])
         self._check_values(values, sizes)
 
     def _check_values(self, values: Values, sizes: Sizes) -> None:
@@ -408,19 +408,27 @@ def spec_of(reference: Callable[..., Any]) -> Spec:
             spec.numbers.append((parameter.name, Bounds.parse(text)))
         if annotation in (int, int | None):
             spec.letters.append(parameter.name)
-    ends = [end for tensor in spec.tensors if tensor.bounds for end in (tensor.bounds.low, tensor.bounds.high) if end]
-    spec.bound_letters = {letter for end in ends for _, letters in end.terms for letter in letters}
     names = {tensor.name for tensor in spec.tensors}
     # Errors name what differs from the tensors that an operator is about: these come first, what is like others and
     # what may be absent last.
     spec.tensors.sort(
         key=lambda tensor: (tensor.is_optional, not names.isdisjoint(tensor.kinds), "float" not in tensor.kinds)
     )
+    spec.places = _places(spec)
     outputs = [_statement(part) for part in parts]
     if None not in outputs:
         spec.statements["returns"] = "; ".join(filter(None, outputs))
         spec.outputs = [TensorSpec.parse(f"output {i}", text) for i, text in enumerate(outputs) if text is not None]
     return spec
+
+
+def _places(spec: Spec) -> dict[str, tuple[str, int]] | None:
+    """Return `Spec.places`."""
+    ends = [end for x in spec.tensors if x.bounds is not None for end in (x.bounds.low, x.bounds.high)]
+    needed = {letter for end in ends if end is not None for letter in end.unknowns(dict.fromkeys(spec.letters))}
+    dims = [(x, i) for x in spec.tensors if not x.is_optional for i in range(-len(x.dims), 0)]
+    places = {x.dims[i].text: (x.name, i) for x, i in dims if x.dims[i].text in needed}
+    return places if places.keys() == needed else None
 
 
 def _plain(annotation: Any) -> Any:
