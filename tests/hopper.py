@@ -37,6 +37,8 @@ POINTERS = {
 }
 IN_FP32 = ("linear",)  # operators that models call in fp32, too
 DESCRIBED = "tensordesc<{}{},{!r}>"  # how the JIT names the type of a block that the copy engine fetches
+# Kernels with a constant that makes another kernel of them.
+TWO_KERNELS = {"_write_kv_kernel": ("LARGEST", "of codes"), "_paged_scores_kernel": ("DECODES", "that decodes")}
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 
 
@@ -48,13 +50,19 @@ def record(launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]) 
     _overlap_triton.overlaps_kernels = lambda device: True  # as a Hopper GPU does
 
 
+def name_of(kernel: JITFunction, kwargs: dict[str, Any]) -> str:
+    constant, which = TWO_KERNELS.get(kernel.__name__, ("", ""))
+    return f"{kernel.__name__} {which}" if kwargs.get(constant) else kernel.__name__
+
+
 def build(
     kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_quick: bool = False
 ) -> dict[str, Any]:
     values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in OPTIONS}
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
-        value, parameter = values[name], kernel.params[i]
+        parameter = kernel.params[i]
+        value = values.get(name, parameter.default)
         if parameter.is_constexpr:
             signature[name], constants[(i,)] = "constexpr", value
         elif isinstance(value, TensorDescriptor):
@@ -143,8 +151,8 @@ def main() -> None:
                 ones = [i for i, value in enumerate(args) if isinstance(value, int) and value == 1]
                 # Two that are as good as kernels of their own.
                 codes = [value.dtype for value in args if isinstance(value, torch.Tensor) and value.itemsize == 1]
-                once = (kernel.__name__, kwargs.get("HAS_LSE"), str(codes))
-                key = once if is_once else (kernel.__name__, str(kwargs), str(ones), str(codes))
+                once = (name_of(kernel, kwargs), kwargs.get("HAS_LSE"), str(codes))
+                key = once if is_once else (name_of(kernel, kwargs), str(kwargs), str(ones), str(codes))
                 if key not in seen:  # operators and sizes share kernels
                     seen.add(key)
                     built = build(kernel, args, kwargs, is_quick=is_once)

@@ -22,7 +22,7 @@ PROMPTS = (4500, 2000, 37, 1)  # tokens: past the 2048 keys that are chosen, on 
 CHANGES = {"num_hidden_layers": 2, "vocab_size": VOCABULARY, "n_routed_experts": 64}
 OPS = (ops.head_linear, ops.latent_write, ops.index_write, ops.paged_indexer, ops.latent_attention)
 KERNELS = {"_head_kernel", "_latent_write_kernel", "_index_write_kernel", "_paged_scores_kernel", "_latent_kernel"}
-KERNELS |= {"_decode_scores_kernel", "_fp32_kernel", "_add_chunks_kernel"}
+KERNELS |= {"_fp32_kernel", "_add_chunks_kernel"}
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_fp32_kernel",
         "_add_chunks_kernel",
         "_write_kv_kernel",
-        "_write_codes_kernel",
+        "_write_kv_kernel of codes",
         "_decode_kernel",
         "_prompt_kernel",
         "_prompt_gluon_kernel",
@@ -94,7 +94,7 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_index_write_kernel",
         "_round_kernel",
         "_paged_scores_kernel",
-        "_decode_scores_kernel",
+        "_paged_scores_kernel that decodes",
         "_latent_kernel",
         "_latent_fold_kernel",
         "_adamw_int8_kernel",
@@ -111,7 +111,8 @@ def test_sparse_attention_runs_on_the_tensor_cores(builds: list[dict[str, Any]])
 
 def test_latent_attention_runs_on_the_tensor_cores(builds: list[dict[str, Any]]) -> None:
     """Few heads of one token alone are multiplied by a warp's instructions."""
-    rows = [row for row in builds if row["kernel"] in ("_head_kernel", "_paged_scores_kernel", "_decode_scores_kernel")]
+    kernels = {"_head_kernel", "_paged_scores_kernel", "_paged_scores_kernel that decodes"}
+    rows = [row for row in builds if row["kernel"] in kernels]
     assert len(rows) >= 4
     assert all(row["tensor_core_products"] for row in rows), rows
     assert {row["kernel"] for row in builds if row["kernel"].startswith("_latent_") and row["op"] == "latent_attention"}
@@ -152,7 +153,7 @@ SMALL_READS |= {"_sum_kernel"}  # without a GPU there are 4 shares, of which a p
 SMALL_WRITES = {
     "_sum_kernel",
     *("_warpgroup_kernel", "_one_warp_kernel", "_ring_kernel"),  # 16 to 64 columns of up to 8 rows
-    "_write_codes_kernel",  # what is read 16 bytes at a time is written in 8 bits
+    "_write_kv_kernel of codes",  # what is read 16 bytes at a time is written in 8 bits
     "_route_kernel",
     "_route_backward_kernel",
     "_places_kernel",
@@ -173,7 +174,7 @@ SMALL_WRITES = {
     "_few_packed_kernel",
     "_scores_kernel",
     "_paged_scores_kernel",
-    "_decode_scores_kernel",
+    "_paged_scores_kernel that decodes",
     "_index_write_kernel",  # 128 channels among the lanes of a warp
     "_latent_fold_kernel",
     "_target_kernel",

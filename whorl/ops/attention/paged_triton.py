@@ -23,60 +23,6 @@ def _write_kv_kernel(
     v_ptr,
     k_cache_ptr,
     v_cache_ptr,
-    slots_ptr,
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    k_stride_block,
-    k_stride_offset,
-    k_stride_head,
-    v_stride_block,
-    v_stride_offset,
-    v_stride_head,
-    BLOCK_SIZE: tl.constexpr,
-    HK: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    follow(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    if slot >= 0:
-        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        heads = tl.arange(0, BLOCK_H)[:, None]
-        channels = tl.arange(0, BLOCK_D)[None, :]
-        mask = (heads < HK) & (channels < D)
-        k = tl.load(k_ptr + token * k_stride_t + heads * k_stride_h + channels, mask=mask)
-        v = tl.load(v_ptr + token * v_stride_t + heads * v_stride_h + channels, mask=mask)
-        k_at = k_cache_ptr + block * k_stride_block + offset * k_stride_offset + heads * k_stride_head
-        v_at = v_cache_ptr + block * v_stride_block + offset * v_stride_offset + heads * v_stride_head
-        tl.store(k_at + channels, k, mask=mask)
-        tl.store(v_at + channels, v, mask=mask)
-
-
-@triton.jit
-def _store_codes(
-    x_ptr, cache_ptr, scale_ptr, at, cache_at, scale_at, heads, channels, HK: tl.constexpr, D: tl.constexpr,
-    LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr,
-):  # fmt: skip
-    mask = (heads < HK) & (channels < D)
-    x = tl.load(x_ptr + at + channels, mask=mask, other=0.0).to(tl.float32)
-    scale = row_scale(tl.max(magnitude_bits(x), 1), LARGEST)[:, None]
-    codes = to_codes(x, scale, LARGEST, IS_INTEGER)
-    tl.store(cache_ptr + cache_at + channels, codes.to(cache_ptr.dtype.element_ty), mask=mask)
-    tl.store(scale_ptr + scale_at, scale, mask=heads < HK)
-
-
-@launched
-@triton.jit
-def _write_codes_kernel(
-    k_ptr,
-    v_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
     k_scale_ptr,
     v_scale_ptr,
     slots_ptr,
@@ -95,10 +41,11 @@ def _write_codes_kernel(
     D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    LARGEST: tl.constexpr,
-    IS_INTEGER: tl.constexpr,
     OVERLAP: tl.constexpr,
+    LARGEST: tl.constexpr = 0.0,
+    IS_INTEGER: tl.constexpr = False,
 ):
+    """Write the heads of one token; with scales as codes, of which the last two say more."""
     follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -106,17 +53,29 @@ def _write_codes_kernel(
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         heads = tl.arange(0, BLOCK_H)[:, None]
         channels = tl.arange(0, BLOCK_D)[None, :]
-        scale_at = (block * HK + heads) * BLOCK_SIZE + offset
-        _store_codes(
-            k_ptr, k_cache_ptr, k_scale_ptr, token * k_stride_t + heads * k_stride_h,
-            block * k_stride_block + offset * k_stride_offset + heads * k_stride_head, scale_at, heads, channels, HK, D,
-            LARGEST, IS_INTEGER,
-        )  # fmt: skip
-        _store_codes(
-            v_ptr, v_cache_ptr, v_scale_ptr, token * v_stride_t + heads * v_stride_h,
-            block * v_stride_block + offset * v_stride_offset + heads * v_stride_head, scale_at, heads, channels, HK, D,
-            LARGEST, IS_INTEGER,
-        )  # fmt: skip
+        mask = (heads < HK) & (channels < D)
+        k_at = k_ptr + token * k_stride_t + heads * k_stride_h + channels
+        v_at = v_ptr + token * v_stride_t + heads * v_stride_h + channels
+        k_to = k_cache_ptr + block * k_stride_block + offset * k_stride_offset + heads * k_stride_head + channels
+        v_to = v_cache_ptr + block * v_stride_block + offset * v_stride_offset + heads * v_stride_head + channels
+        if k_scale_ptr is None:
+            k = tl.load(k_at, mask=mask)
+            v = tl.load(v_at, mask=mask)
+            tl.store(k_to, k, mask=mask)
+            tl.store(v_to, v, mask=mask)
+        else:
+            scale_at = (block * HK + heads) * BLOCK_SIZE + offset
+            _store_codes(k_at, k_to, k_scale_ptr + scale_at, mask, heads < HK, LARGEST, IS_INTEGER)
+            _store_codes(v_at, v_to, v_scale_ptr + scale_at, mask, heads < HK, LARGEST, IS_INTEGER)
+
+
+@triton.jit
+def _store_codes(x_ptr, cache_ptr, scale_ptr, mask, is_head, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
+    x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    scale = row_scale(tl.max(magnitude_bits(x), 1), LARGEST)[:, None]
+    codes = to_codes(x, scale, LARGEST, IS_INTEGER)
+    tl.store(cache_ptr, codes.to(cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(scale_ptr, scale, mask=is_head)
 
 
 def write_kv(
@@ -142,12 +101,9 @@ def write_kv(
         "num_warps": max(1, min(8, power_of_2(heads) * power_of_2(dim) // 256)),
         **overlap(k),
     }
-    if k_scale is None:
-        _write_kv_kernel[(k.shape[0],)](k, v, k_cache, v_cache, slots.contiguous(), *strides, **shapes)
-        return
-    _write_codes_kernel[(k.shape[0],)](
-        k, v, k_cache, v_cache, k_scale, v_scale, slots.contiguous(), *strides, **code_constants(k_cache), **shapes
-    )
+    if k_scale is not None:
+        shapes |= code_constants(k_cache)
+    _write_kv_kernel[(k.shape[0],)](k, v, k_cache, v_cache, k_scale, v_scale, slots.contiguous(), *strides, **shapes)
 
 
 # Average queries per sequence up to which the decode kernels run, where a program takes one token. With more queries

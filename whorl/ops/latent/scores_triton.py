@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Scores of the indexer's keys in a paged cache: kernels for prompts and for decoding.
+"""Scores of the indexer's keys in a paged cache, for prompts and for decoding.
 
 A program of a prompt holds a block of keys and loops over the tokens that see it. A decoding token is the only one that
 sees its keys: its program holds the query and loops over blocks of keys, which are loaded ahead. The bits are equal.
@@ -94,6 +94,14 @@ def _score_block(
 
 
 @triton.jit
+def _store_scores(scores_ptr, scores, keys, end, start, high, first, S, TOKENS: tl.constexpr):
+    """Store scores [keys, TOKENS] of the tokens from `start` on."""
+    tokens = start + tl.arange(0, TOKENS)
+    at = scores_ptr + (tokens - first).to(tl.int64)[None, :] * S + keys[:, None]
+    tl.store(at, scores, mask=(keys < end)[:, None] & (tokens < high)[None, :])
+
+
+@triton.jit
 def _paged_scores_kernel(
     q_ptr,
     weights_ptr,
@@ -123,100 +131,56 @@ def _paged_scores_kernel(
     BLOCK_D: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    STAGES: tl.constexpr,
+    DECODES: tl.constexpr,
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Score a block of a sequence's keys, which stays in registers, for up to GROUP of its tokens, TOKENS at a time.
+    """Score SPAN keys of a sequence for up to GROUP of its tokens, BLOCK_S keys and TOKENS tokens at a time.
 
+    DECODES: the tokens stay in registers, and the keys pass. Otherwise the keys do, and the tokens pass.
     scores: [last - first, S]; scores of invisible keys may stay unwritten. ends: [T], how many keys each token sees,
-    written by the program of the first block.
+    written by the program of the first keys.
     """
     begin(OVERLAP)
     b, low, high = _find_share(tl.program_id(1), starts_ptr, first, last, B, BLOCK_B, GROUP)
     follow(OVERLAP)
     if b < B:
         offset_to_end = tl.load(lengths_ptr + b) - tl.load(starts_ptr + b + 1)  # a token's end is this + its index + 1
-        keys = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
         end = offset_to_end + high
-        if tl.program_id(0) == 0:
+        begins = tl.program_id(0) * SPAN
+        if begins == 0:
             tokens = low + tl.arange(0, GROUP)
             tl.store(ends_ptr + tokens, offset_to_end + tokens + 1, mask=tokens < high)
-        if tl.program_id(0) * BLOCK_S < end:
-            table = tables_ptr + b.to(tl.int64) * table_stride
-            k, k_scale = _load_keys(
-                cache_ptr, scales_ptr, table, keys, end, stride_block, stride_offset, D, BLOCK_D, BLOCK_SIZE,
-                q_ptr.dtype.element_ty, WIDEN,
-            )  # fmt: skip
-            for start in tl.range(low, high, TOKENS):
-                q, weights = _load_queries(
-                    q_ptr, weights_ptr, start, high, q_stride_t, q_stride_h, weights_stride, HI, D, BLOCK_H, BLOCK_D,
-                    TOKENS,
-                )  # fmt: skip
-                scores = _score_block(k, k_scale, q, weights, BLOCK_S, BLOCK_H, TOKENS, WIDEN)
-                tokens = start + tl.arange(0, TOKENS)
-                at = scores_ptr + (tokens - first).to(tl.int64)[None, :] * S + keys[:, None]
-                tl.store(at, scores, mask=(keys < end)[:, None] & (tokens < high)[None, :])
-
-
-@triton.jit
-def _decode_scores_kernel(
-    q_ptr,
-    weights_ptr,
-    cache_ptr,
-    scales_ptr,
-    tables_ptr,
-    starts_ptr,
-    lengths_ptr,
-    scores_ptr,
-    ends_ptr,
-    q_stride_t,
-    q_stride_h,
-    weights_stride,
-    stride_block,
-    stride_offset,
-    table_stride,
-    first,
-    last,
-    S,
-    B,
-    HI: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SPAN: tl.constexpr,
-    STAGES: tl.constexpr,
-    WIDEN: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Score SPAN keys of a sequence for TOKENS of its tokens, BLOCK_S keys at a time; output as above."""
-    begin(OVERLAP)
-    b, low, high = _find_share(tl.program_id(1), starts_ptr, first, last, B, BLOCK_B, TOKENS)
-    follow(OVERLAP)
-    if b < B:
-        offset_to_end = tl.load(lengths_ptr + b) - tl.load(starts_ptr + b + 1)
-        end = offset_to_end + high
-        tokens = low + tl.arange(0, TOKENS)
-        if tl.program_id(0) == 0:
-            tl.store(ends_ptr + tokens, offset_to_end + tokens + 1, mask=tokens < high)
-        begins = tl.program_id(0) * SPAN
         if begins < end:
             table = tables_ptr + b.to(tl.int64) * table_stride
-            q, weights = _load_queries(
-                q_ptr, weights_ptr, low, high, q_stride_t, q_stride_h, weights_stride, HI, D, BLOCK_H, BLOCK_D, TOKENS
-            )
-            at = scores_ptr + (tokens - first).to(tl.int64)[None, :] * S
-            for block in tl.range(begins, tl.minimum(begins + SPAN, end), BLOCK_S, num_stages=STAGES):
-                keys = block + tl.arange(0, BLOCK_S)
+            if DECODES:
+                q, weights = _load_queries(
+                    q_ptr, weights_ptr, low, high, q_stride_t, q_stride_h, weights_stride, HI, D, BLOCK_H, BLOCK_D,
+                    TOKENS,
+                )  # fmt: skip
+                for block in tl.range(begins, tl.minimum(begins + SPAN, end), BLOCK_S, num_stages=STAGES):
+                    keys = block + tl.arange(0, BLOCK_S)
+                    k, k_scale = _load_keys(
+                        cache_ptr, scales_ptr, table, keys, end, stride_block, stride_offset, D, BLOCK_D, BLOCK_SIZE,
+                        q_ptr.dtype.element_ty, WIDEN,
+                    )  # fmt: skip
+                    scores = _score_block(k, k_scale, q, weights, BLOCK_S, BLOCK_H, TOKENS, WIDEN)
+                    _store_scores(scores_ptr, scores, keys, end, low, high, first, S, TOKENS)
+            else:
+                keys = begins + tl.arange(0, BLOCK_S)
                 k, k_scale = _load_keys(
                     cache_ptr, scales_ptr, table, keys, end, stride_block, stride_offset, D, BLOCK_D, BLOCK_SIZE,
                     q_ptr.dtype.element_ty, WIDEN,
                 )  # fmt: skip
-                scores = _score_block(k, k_scale, q, weights, BLOCK_S, BLOCK_H, TOKENS, WIDEN)
-                tl.store(at + keys[:, None], scores, mask=(keys < end)[:, None] & (tokens < high)[None, :])
+                for start in tl.range(low, high, TOKENS):
+                    q, weights = _load_queries(
+                        q_ptr, weights_ptr, start, high, q_stride_t, q_stride_h, weights_stride, HI, D, BLOCK_H,
+                        BLOCK_D, TOKENS,
+                    )  # fmt: skip
+                    scores = _score_block(k, k_scale, q, weights, BLOCK_S, BLOCK_H, TOKENS, WIDEN)
+                    _store_scores(scores_ptr, scores, keys, end, start, high, first, S, TOKENS)
 
 
 def write_scores(
@@ -236,12 +200,11 @@ def write_scores(
     if not scores.numel():
         return
     num_tokens = rows.stop - rows.start
-    kernel, plan = _paged_scores_kernel, _plan(q, width, num_tokens, count)
-    if num_tokens <= DRAFTED * count:
-        kernel, plan = _decode_scores_kernel, _decode_plan(q, width, num_tokens)
-    keys, tokens = plan.get("SPAN", plan["BLOCK_S"]), plan.get("GROUP", plan["TOKENS"])
-    groups = ceil_div(num_tokens, tokens) + count  # an upper bound of the number of shares
-    kernel[(ceil_div(width, keys), groups)](
+    decodes = num_tokens <= DRAFTED * count
+    plan = _decode_plan(q, width, num_tokens) if decodes else _plan(q, width, num_tokens, count)
+    plan = {"SPAN": plan["BLOCK_S"], "GROUP": plan["TOKENS"], "STAGES": 1, "DECODES": decodes} | plan
+    groups = ceil_div(num_tokens, plan["GROUP"]) + count  # an upper bound of the number of shares
+    _paged_scores_kernel[(ceil_div(width, plan["SPAN"]), groups)](
         q,
         weights,
         *pages,
