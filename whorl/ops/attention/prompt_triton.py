@@ -84,33 +84,25 @@ def _prompt_kernel(
             k_ptr, v_ptr = k_cache_ptr, v_cache_ptr
         # Cuts that every query attends to in full need no mask; a mask that hides nothing would change no bit.
         middle = tl.maximum((lowest + 1) // CUT * CUT, first) if window == 0 else first
-        for at in range(first, middle, CUT):
-            keys = at + tl.arange(0, CUT)
-            k, v = load_cut(
-                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, keys, length, head // G, k_stride_block,
-                k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, HQ // G, D,
-                BLOCK_D, q_ptr.dtype.element_ty, WIDEN,
-            )  # fmt: skip
-            cut_top, weights = attention_weights(q, k, None, scale, WIDEN)
-            if HAS_LSE:
-                mass = add_mass(mass, weights, top, cut_top)
-            cut_total, cut_out = sum_values(weights, v, WIDEN)
-            top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
-        for at in range(middle, tl.minimum(length, lowest + QUERIES), CUT):
-            keys = at + tl.arange(0, CUT)
-            k, v = load_cut(
-                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, keys, length, head // G, k_stride_block,
-                k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, HQ // G, D,
-                BLOCK_D, q_ptr.dtype.element_ty, WIDEN,
-            )  # fmt: skip
-            visible = keys[None, :] <= position[:, None]
-            if window > 0:
-                visible = visible & (keys[None, :] > position[:, None] - window)
-            cut_top, weights = attention_weights(q, k, visible, scale, WIDEN)
-            if HAS_LSE:
-                mass = add_mass(mass, weights, top, cut_top)
-            cut_total, cut_out = sum_values(weights, v, WIDEN)
-            top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
+        last = tl.minimum(length, lowest + QUERIES)
+        for is_masked in tl.static_range(2):
+            for at in range(middle if is_masked else first, last if is_masked else middle, CUT):
+                keys = at + tl.arange(0, CUT)
+                k, v = load_cut(
+                    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, keys, length, head // G, k_stride_block,
+                    k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, HQ // G,
+                    D, BLOCK_D, q_ptr.dtype.element_ty, WIDEN,
+                )  # fmt: skip
+                visible = None
+                if is_masked:
+                    visible = keys[None, :] <= position[:, None]
+                    if window > 0:
+                        visible = visible & (keys[None, :] > position[:, None] - window)
+                cut_top, weights = attention_weights(q, k, visible, scale, WIDEN)
+                if HAS_LSE:
+                    mass = add_mass(mass, weights, top, cut_top)
+                cut_total, cut_out = sum_values(weights, v, WIDEN)
+                top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
         y_at = y_ptr + (token[:, None] * HQ + head) * D + channels[None, :]
         y = tl.div_rn(out, tl.broadcast_to(total[:, None], out.shape))
         tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
