@@ -96,7 +96,7 @@ LAZY = (
 WITH_RAY = ("ray_router",)  # of whorl/cluster: extends a class of Ray's, which imports it by name
 # Of whorl/titan: what runs before TorchTitan is known to be there. The rest extends its classes.
 WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "moments_triton", "register")
-WITHOUT_TORCHTITAN += ("rotary", "swap_memory", "swap_optimizer", "swap_update", "train_command", "upstream_names")
+WITHOUT_TORCHTITAN += ("rotary", "swap_memory", "swap_optimizer", "swap_update", "train_command")
 WITHOUT_TORCHTITAN += ("worker",)
 
 

@@ -1,7 +1,7 @@
 """Check whether the installed TorchTitan still has what our code uses of it.
 
-`drift()` compares it with the names, signatures and source fingerprints in `upstream_names.py`. A *point* is one of
-these names, as text: `module:name` or `module:Class.method`.
+`drift()` compares it with the names, signatures and source fingerprints in `titan_upstream_names.py`. A *point* is one
+of these names, as text: `module:name` or `module:Class.method`.
 """
 
 import ast
@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from whorl.titan.upstream_names import ATTRIBUTES, CONSTANTS, FIELDS, NAMES, SIGNATURES, SOURCES
+from titan_upstream_names import ATTRIBUTES, CONSTANTS, FIELDS, NAMES, SIGNATURES, SOURCES
 
 WRITTEN_FOR = "0.2.2"  # the version of TorchTitan that our code is written for
 
