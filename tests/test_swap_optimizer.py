@@ -85,7 +85,7 @@ def test_a_hundred_steps_on_a_gpu(dtype: torch.dtype) -> None:
         fused.step()
     assert_same(ours, theirs)
     assert_same(moments(swapped), moments(fused))
-    assert all(host.is_pinned() for h in swapped._hosts.values() for m in h.moments for host in m if host.numel())
+    assert all(host.is_pinned() for h in swapped._hosts.values() for host in h.parts if host.numel())
 
 
 @pytest.mark.parametrize("ring", [2, 3, 5])
@@ -202,7 +202,7 @@ def test_the_device_holds_the_ring_during_a_step_and_nothing_between() -> None:
     update = optimizer._update
 
     def spy(*arguments: Any) -> None:
-        sizes.append(sum(part.nbytes for slot in optimizer._buffers for moment in slot.memory for part in moment))
+        sizes.append(sum(part.nbytes for slot in optimizer._buffers for part in slot.parts))
         update(*arguments)
 
     optimizer._update = spy  # type: ignore[method-assign]
@@ -337,7 +337,7 @@ def test_what_was_loaded_for_a_step_is_not_used_after_load_state_dict() -> None:
 def test_memory_of_a_state_dict_that_is_gone_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [nn.Parameter(torch.zeros(ALIGNMENT)) for _ in range(6)]
     optimizer = SwapAdamW(params, chunk=ALIGNMENT)
-    held = [weakref.ref(part) for host in optimizer._hosts.values() for parts in host.moments for part in parts]
+    held = [weakref.ref(part) for host in optimizer._hosts.values() for part in host.parts]
     alive: list[int] = []
     fresh, new_host = 0, swap_optimizer.new_host
 
@@ -402,7 +402,7 @@ def test_training_in_fewer_bits_stays_near(kind: str, distance: float, share: fl
         moved += float((a - s).square().sum().detach())
         apart += float((a - b).square().sum().detach())
     assert 0 < apart / moved < distance**2
-    held = sum(part.nbytes for host in optimizer._hosts.values() for moment in host.moments for part in moment)
+    held = sum(part.nbytes for host in optimizer._hosts.values() for part in host.parts)
     assert held < share * 8 * sum(p.numel() for p in compact.parameters()) + 1
 
 

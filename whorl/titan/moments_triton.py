@@ -136,22 +136,11 @@ def _adamw_int8_kernel(
         _encode(second, high, second_ptr, second_scales_ptr, at, rows, size, False, LEVELS2, OCTAVES2, BLOCK)
 
 
-def _constants() -> dict[str, Any]:
-    first, second = FORMATS["int8"]
-    assert isinstance(first, Int8)
-    assert isinstance(second, Int8)
-    return {
-        "LEVELS1": first.levels,
-        "OCTAVES1": first.octaves,
-        "LEVELS2": second.levels,
-        "OCTAVES2": second.octaves,
-        "BLOCK": BLOCK,
-        "ROWS": ROWS,
-        "num_warps": 4,
-    }
-
-
-_CONSTANTS = _constants()
+_CONSTANTS: dict[str, Any] = {}
+for _number, _format in enumerate(FORMATS["int8"], 1):
+    assert isinstance(_format, Int8)
+    _CONSTANTS |= {f"LEVELS{_number}": _format.levels, f"OCTAVES{_number}": _format.octaves}
+_CONSTANTS |= {"BLOCK": BLOCK, "ROWS": ROWS, "num_warps": 4}
 
 
 def update(group: Mapping[str, Any], pieces: list[Piece], update_number: int, bucket: int) -> None:

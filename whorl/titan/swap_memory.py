@@ -1,7 +1,7 @@
 """Memory of AdamW's moments: on the host by parameter, on the device in buckets of parameter spans.
 
-A format stores a moment as one or more flat tensors, its parts (see `moments.py`). In this file `moments[i][j]` is part
-j of moment i.
+A format stores a moment as one or more flat tensors, its parts (see `moments.py`). `parts` are those of the first
+moment, then those of the second, in the order of `layout`.
 """
 
 from dataclasses import dataclass, field
@@ -44,9 +44,9 @@ class Bucket:
 
 @dataclass(slots=True)
 class DeviceBuffer:
-    """Device memory for one bucket: for each moment the parts of its format, as bytes."""
+    """Device memory for one bucket: the parts of both moments, as bytes."""
 
-    memory: list[list[Tensor]]
+    parts: list[Tensor]
     loaded: Any = field(default_factory=FinishedEvent)  # the event after the last load into this buffer
     stored: Any = field(default_factory=FinishedEvent)  # the event after the last store from it
 
@@ -55,8 +55,19 @@ class DeviceBuffer:
 class HostMoments:
     """The moments of the local shard of a parameter, flat, in the memory order of the parameter."""
 
-    moments: list[list[Tensor]]
+    parts: list[Tensor]
     is_lent: bool = False  # a state dict refers to them, so that the next update writes into new memory
+
+
+def layout(formats: Formats, dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
+    """For moments of `dtype`, return the dtype of each part and how many values one element of it covers."""
+    return [part for moment_format in formats for part in moment_format.parts(dtype)]
+
+
+def by_moment(parts: list[Tensor]) -> list[list[Tensor]]:
+    """Return the parts of the first and of the second moment, which has as many."""
+    count = len(parts) // 2
+    return [parts[:count], parts[count:]]
 
 
 def local(x: Tensor) -> Tensor:
@@ -102,9 +113,7 @@ def split_into_buckets(groups: list[list[Tensor]], capacity: int) -> list[Bucket
 
 def are_same_groups(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
     """Return whether both lists have the same tensors in the same groups."""
-    return len(a) == len(b) and all(
-        len(x) == len(y) and all(p is q for p, q in zip(x, y, strict=True)) for x, y in zip(a, b, strict=True)
-    )
+    return [[*map(id, group)] for group in a] == [[*map(id, group)] for group in b]
 
 
 def flat_parameter(param: Tensor) -> Tensor:
@@ -151,12 +160,8 @@ def unflatten(param: Tensor, values: Tensor | None) -> Tensor:
 def new_host(param: Tensor, formats: Formats) -> HostMoments:
     """Return host memory for the moments of a parameter, filled with zeros."""
     shard = local(param)
-
-    def part(dtype: torch.dtype, values_per_element: int) -> Tensor:
-        num_bytes = -(-shard.numel() // values_per_element) * dtype.itemsize
-        return host_buffer(num_bytes, shard.device.type).view(dtype)
-
-    return HostMoments([[part(*p) for p in moment_format.parts(shard.dtype)] for moment_format in formats])
+    parts = [(dtype, -(-shard.numel() // values)) for dtype, values in layout(formats, shard.dtype)]
+    return HostMoments([host_buffer(size * dtype.itemsize, shard.device.type).view(dtype) for dtype, size in parts])
 
 
 def move(
@@ -166,25 +171,19 @@ def move(
 
     The copies run on the current stream. hosts: the host moments by parameter.
     """
+    covered = [values for _, values in layout(formats, bucket.dtype)]
     for span in bucket.spans:
-        on_host, on_device = hosts[span.param].moments, views(formats, bucket, buffer, span)
-        for moment_format, host_parts, device_parts in zip(formats, on_host, on_device, strict=True):
-            for (_, values), host_part, device_part in zip(
-                moment_format.parts(bucket.dtype), host_parts, device_parts, strict=True
-            ):
-                host_part = host_part[span.start // values : -(-span.stop // values)]
-                host_part.copy_(device_part, non_blocking=True) if back else device_part.copy_(
-                    host_part, non_blocking=True
-                )
+        on_device = views(formats, bucket, buffer, span)
+        for values, host_part, device_part in zip(covered, hosts[span.param].parts, on_device, strict=True):
+            host_part = host_part[span.start // values : -(-span.stop // values)]
+            target, source = (host_part, device_part) if back else (device_part, host_part)
+            target.copy_(source, non_blocking=True)
 
 
-def views(formats: Formats, bucket: Bucket, buffer: DeviceBuffer, span: Span) -> list[list[Tensor]]:
-    """Return views of the moments of a span in a device buffer, each as the parts of its format."""
-    moments = []
-    for moment_format, memory in zip(formats, buffer.memory, strict=True):
-        parts = []
-        for (dtype, values), part in zip(moment_format.parts(bucket.dtype), memory, strict=True):
-            start, size = span.offset // values, -(-(span.stop - span.start) // values)
-            parts.append(part.view(dtype)[start : start + size])
-        moments.append(parts)
-    return moments
+def views(formats: Formats, bucket: Bucket, buffer: DeviceBuffer, span: Span) -> list[Tensor]:
+    """Return views of the parts of a span's moments in a device buffer."""
+    parts = []
+    for (dtype, values), part in zip(layout(formats, bucket.dtype), buffer.parts, strict=True):
+        start, size = span.offset // values, -(-(span.stop - span.start) // values)
+        parts.append(part.view(dtype)[start : start + size])
+    return parts

@@ -8,6 +8,7 @@ on both sides, `moments.py` the formats in which the host stores moments, `swap_
 """
 
 import functools
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -18,16 +19,18 @@ from torch import Tensor
 
 from whorl.streams import FinishedEvent, Stream
 from whorl.titan import swap_update
-from whorl.titan.moments import FORMATS, Format
+from whorl.titan.moments import FORMATS
 from whorl.titan.swap_memory import (
     ALIGNMENT,
     Bucket,
     DeviceBuffer,
     HostMoments,
     are_same_groups,
+    by_moment,
     flat_gradient,
     flat_parameter,
     flatten,
+    layout,
     local,
     memory_order,
     move,
@@ -83,12 +86,13 @@ class SwapAdamW(torch.optim.AdamW):
         prefetch: Prefetch = "auto",
         backend: str | None = None,
     ) -> None:
-        self._initialize(moments, chunk, ring, prefetch, backend)
+        self._initialize(moments=moments, chunk=chunk, ring=ring, prefetch=prefetch, backend=backend)
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
         self._create_streams()
 
-    def _initialize(self, moments: str, chunk: int, ring: int, prefetch: Prefetch, backend: str | None = None) -> None:
+    def _initialize(self, **settings: Any) -> None:
         """Check our own arguments and create empty state; called by the constructor and when a copy is unpickled."""
+        moments, chunk, ring, prefetch = (settings[name] for name in ("moments", "chunk", "ring", "prefetch"))
         if moments not in FORMATS:
             raise ValueError(f"moments is {moments!r}, expected one of {', '.join(FORMATS)}")
         if chunk < ALIGNMENT or chunk % ALIGNMENT:
@@ -99,9 +103,8 @@ class SwapAdamW(torch.optim.AdamW):
             )
         if prefetch is not None and prefetch != "auto" and not 0 <= prefetch <= 1:
             raise ValueError(f"prefetch is {prefetch}, expected a share of the parameters from 0 to 1, 'auto' or None")
-        swap_update.check_backend(backend, moments)
-        settings = {"moments": moments, "chunk": chunk, "ring": ring, "prefetch": prefetch, "backend": backend}
-        self._settings: dict[str, Any] = settings
+        swap_update.check_backend(settings["backend"], moments)
+        self._settings = settings
         self.formats, self.capacity = FORMATS[moments], chunk
         self._hosts: dict[Tensor, HostMoments] = {}  # by parameter
         # While a step is under way, by parameter: where it stores new moments if a state dict refers to the old ones.
@@ -119,11 +122,8 @@ class SwapAdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = False  # GradScaler then unscales gradients and skips steps itself
         trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         device_type = (trainable or self.param_groups[0]["params"])[0].device.type
-        self._load, self._compute, self._store = (
-            Stream(device_type),
-            Stream(device_type, beside=False),
-            Stream(device_type),
-        )
+        self._load, self._store = Stream(device_type), Stream(device_type)
+        self._compute = Stream(device_type, beside=False)
         prefetch = self._settings["prefetch"]
         if prefetch == "auto":
             num_buckets = sum(local(p).numel() for p in trainable) / self.capacity
@@ -150,7 +150,7 @@ class SwapAdamW(torch.optim.AdamW):
         """Return the state for a copy or pickle, with the moments as the host stores them: bits stay equal."""
         self._last_store.synchronize()
         steps = {param: {"step": state["step"].clone()} for param, state in self.state.items()}
-        host_parts = {param: host.moments for param, host in self._hosts.items()}
+        host_parts = {param: by_moment(host.parts) for param, host in self._hosts.items()}
         swap = {"settings": self._settings, "updates": self._updates, "kept": host_parts}
         return super().__getstate__() | {"state": steps, "swap": swap}
 
@@ -164,9 +164,8 @@ class SwapAdamW(torch.optim.AdamW):
         for param, parts in swap["kept"].items():
             self._create_state(param)
             self.state[param]["step"].copy_(steps[param]["step"])
-            for host_moment, saved_moment in zip(self._hosts[param].moments, parts, strict=True):
-                for host_part, value in zip(host_moment, saved_moment, strict=True):
-                    host_part.copy_(value)
+            for host_part, value in zip(self._hosts[param].parts, itertools.chain(*parts), strict=True):
+                host_part.copy_(value)
         self._updates = swap["updates"]
         self._create_streams()
 
@@ -205,13 +204,13 @@ class SwapAdamW(torch.optim.AdamW):
 
         They are views of host memory, or tensors on the meta device for a format that has no tensor of the values.
         """
-        for name, parts in zip(MOMENTS, self._hosts[param].moments, strict=True):
+        for name, parts in zip(MOMENTS, by_moment(self._hosts[param].parts), strict=True):
             self.state[param][name] = unflatten(param, parts[0] if len(parts) == 1 else None)
 
     def host_parts(self, param: Tensor) -> list[Tensor]:
         """Return the tensors on the host that store the moments of a parameter, in their stored format."""
         self._last_store.synchronize()
-        return [part for parts in self._hosts[param].moments for part in parts] if param in self._hosts else []
+        return self._hosts[param].parts if param in self._hosts else []
 
     def backend_of(self, dtype: torch.dtype, device: str) -> str:
         """Return the backend that updates parameters of this dtype on this device, "torch" or "triton"."""
@@ -220,12 +219,11 @@ class SwapAdamW(torch.optim.AdamW):
     @property
     def bytes_each_way(self) -> int:
         """Return the bytes of moments that a step loads from the host, and as many that it stores there."""
-        spans = [(bucket.dtype, span.stop - span.start) for bucket in self._buckets for span in bucket.spans]
         return sum(
-            -(-size // values) * part_dtype.itemsize
-            for dtype, size in spans
-            for moment_format in self.formats
-            for part_dtype, values in moment_format.parts(dtype)
+            -(-(span.stop - span.start) // values) * dtype.itemsize
+            for bucket in self._buckets
+            for dtype, values in layout(self.formats, bucket.dtype)
+            for span in bucket.spans
         )
 
     # ---- the step
@@ -282,23 +280,18 @@ class SwapAdamW(torch.optim.AdamW):
         capacity = max(bucket.size for bucket in self._buckets)
         itemsize = max(bucket.dtype.itemsize for bucket in self._buckets)
         device = local(self._buckets[0].spans[0].param).device
-
-        def part(moment_format: Format, index: int) -> Tensor:
-            dtype, values = moment_format.parts(torch.float32)[index]
-            num_bytes = capacity // values * (itemsize if moment_format.is_exact else dtype.itemsize)
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            self._load.uses(memory)
-            self._store.uses(memory)
-            return memory
-
+        sizes = [
+            capacity // values * (itemsize if self.formats[0].is_exact else dtype.itemsize)
+            for dtype, values in layout(self.formats, torch.float32)
+        ]
         for _ in range(min(self._ring, len(self._buckets))):
-            memory = [
-                [part(moment_format, i) for i in range(len(moment_format.parts(torch.float32)))]
-                for moment_format in self.formats
-            ]
+            parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            for part in parts:
+                self._load.uses(part)
+                self._store.uses(part)
             # Kernels that the caller launched earlier may still use this memory: the first load waits for them, as it
             # waits for an earlier store.
-            self._buffers.append(DeviceBuffer(memory, stored=self._compute.run(lambda: None)))
+            self._buffers.append(DeviceBuffer(parts, stored=self._compute.run(lambda: None)))
 
     def _process_bucket(self, n: int, bucket: Bucket, grads: dict[Tensor, Tensor]) -> None:
         """Launch the update of bucket n after its load, and its store after its update. grads: flat, by parameter."""
@@ -324,7 +317,7 @@ class SwapAdamW(torch.optim.AdamW):
                 flat_parameter(span.param)[span.start : span.stop],
                 grads[span.param][span.start : span.stop],
                 self.state[span.param]["step"],
-                views(self.formats, bucket, buffer, span),
+                by_moment(views(self.formats, bucket, buffer, span)),
                 span.offset,
             )
             for span in bucket.spans
@@ -369,7 +362,7 @@ class SwapAdamW(torch.optim.AdamW):
         """
         host, size = self._hosts[param], local(param).numel()
         moments = []
-        for moment_format, parts in zip(self.formats, host.moments, strict=True):
+        for moment_format, parts in zip(self.formats, by_moment(host.parts), strict=True):
             if len(parts) == 1:
                 host.is_lent = True
             moments.append(unflatten(param, parts[0] if len(parts) == 1 else moment_format.decode(parts, size)))
@@ -388,9 +381,7 @@ class SwapAdamW(torch.optim.AdamW):
             raise ValueError("the state was saved with amsgrad=True, which SwapAdamW does not support")
         super().load_state_dict(state_dict | {"state": steps})
         for group in self.param_groups:
-            group.update(
-                {name: value for name, value in COMPUTE_OPTIONS.items() if group[name] not in FIXED_OPTIONS[name]}
-            )
+            group |= {n: value for n, value in COMPUTE_OPTIONS.items() if group[n] not in FIXED_OPTIONS[n]}
         self._hosts = {}
         for param, index in self._indices(state_dict):
             saved = state_dict["state"].get(index)
@@ -405,7 +396,8 @@ class SwapAdamW(torch.optim.AdamW):
 
     def _load_moments(self, param: Tensor, saved: dict[str, Any]) -> None:
         order = memory_order(local(param))
-        for name, moment_format, parts in zip(MOMENTS, self.formats, self._hosts[param].moments, strict=True):
+        host_moments = by_moment(self._hosts[param].parts)
+        for name, moment_format, parts in zip(MOMENTS, self.formats, host_moments, strict=True):
             if name not in saved:
                 raise ValueError(f"the saved state of a parameter of shape {tuple(param.shape)} has no {name}")
             value = local(saved[name])

@@ -93,18 +93,6 @@ def _fused_adamw(
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.device.type != HOST:  # the kernel takes a tensor on the host as a number
         lr = lr.to(first[0].device)
-    torch._fused_adamw_(
-        params,
-        grads,
-        first,
-        second,
-        [],
-        steps,
-        amsgrad=False,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-    )
+    options = {"lr": lr, "beta1": beta1, "beta2": beta2, "amsgrad": False}
+    options |= {name: group[name] for name in ("weight_decay", "eps", "maximize")}
+    torch._fused_adamw_(params, grads, first, second, [], steps, **options)
