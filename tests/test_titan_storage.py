@@ -19,8 +19,14 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 
 from whorl import digests
 from whorl.checkpoint_index import METADATA, read_index
-from whorl.titan.checkpoint_files import BadCheckpoint, check_digests, read_complete
-from whorl.titan.checkpoint_storage import Writer, read_states, write_states
+from whorl.titan.checkpoint_files import (
+    BadCheckpoint,
+    Writer,
+    check_digests,
+    read_complete,
+    read_states,
+    write_states,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

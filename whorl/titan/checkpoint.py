@@ -27,7 +27,9 @@ from whorl.titan.checkpoint_files import (
     is_resumable,
     is_unfinished,
     read_complete,
+    read_states,
     remove,
+    write_states,
 )
 from whorl.titan.checkpoint_record import (
     RECORD,
@@ -39,7 +41,6 @@ from whorl.titan.checkpoint_record import (
     read_record,
     tensor_shapes,
 )
-from whorl.titan.checkpoint_storage import read_states, write_states
 from whorl.titan.nan_watch import NotFinite, bad_moments, bad_weights
 
 T = TypeVar("T")

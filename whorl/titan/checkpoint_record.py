@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE
 from torchtitan.tools.logging import logger
 
-from whorl.titan.checkpoint_files import BadCheckpoint
-from whorl.titan.checkpoint_storage import read_states
+from whorl.titan.checkpoint_files import BadCheckpoint, read_states
 
 RECORD = "whorl"  # the key of our record among the states of a checkpoint
 # The states of a checkpoint besides the model, whose tensors have no such prefix.
@@ -75,14 +74,12 @@ def check_model(metadata: Metadata, expected: dict[str, list[int]]) -> None:
         for n in sorted(expected.keys() & saved.keys())
         if saved[n] != expected[n]
     ]
-    problems = []
-    if missing:
-        problems.append(f"it lacks {join_names(missing)}")
-    if unknown:
-        problems.append(f"it has {join_names(unknown)}, which this model does not have")
-    if differing:
-        problems.append(f"shapes differ: {join_names(differing)}")
-    if problems:
+    found = {
+        "it lacks {}": missing,
+        "it has {}, which this model does not have": unknown,
+        "shapes differ: {}": differing,
+    }
+    if problems := [text.format(join_names(names)) for text, names in found.items() if names]:
         raise BadCheckpoint(f"it belongs to another model: {'; '.join(problems)}")
 
 
@@ -105,10 +102,9 @@ def check_record(saved: dict[str, Any], current: Record, *, accept_changes: bool
             "start from its weights with checkpoint.initial_load_path and a new checkpoint.folder"
         )
     before, after = flat_settings(saved), flat_settings(json.loads(current.state_dict()["run"]))
-    names = sorted(before.keys() & after.keys() - RUN_SETTINGS)
     changed = [
         f"{name} is {before[name]} in the checkpoint and {after[name]} in this run"
-        for name in names
+        for name in sorted(before.keys() & after.keys() - RUN_SETTINGS)
         if before[name] != after[name]
     ]
     if changed and not accept_changes:

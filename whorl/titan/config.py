@@ -1,7 +1,7 @@
 """The `[whorl]` section of a TorchTitan job, added by `--job.custom_config_module whorl.titan.config`."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,3 +82,8 @@ class JobConfig:
 
     optimizer: Optimizer = field(default_factory=Optimizer)
     whorl: Whorl = field(default_factory=Whorl)
+
+
+def settings(job_config: Any) -> Whorl:
+    """Return the `[whorl]` section of a job, or the defaults if the job has none."""
+    return getattr(job_config, "whorl", None) or Whorl()

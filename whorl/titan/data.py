@@ -21,18 +21,13 @@ from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
-from whorl.titan.config import Whorl
+from whorl.titan.config import settings
 
 SYNTHETIC = "synthetic"
 # A folder with one of these files has a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 # Folders of the standard library that are not read: installed packages, and tests, which consist largely of tables.
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-
-
-def settings(job_config: JobConfig) -> Whorl:
-    """Return the `[whorl]` section of a job, or the defaults if the job has none."""
-    return getattr(job_config, "whorl", None) or Whorl()
 
 
 class ByteTokenizer(BaseTokenizer):

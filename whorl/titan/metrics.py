@@ -126,10 +126,19 @@ Figures = Callable[[Sequence[nn.Module], ParallelDims, JobConfig, int, int], dic
 
 
 class WhorlMetrics(MetricsProcessor):
-    """TorchTitan's metrics processor with the JSON file and the metrics of the model."""
+    """TorchTitan's metrics processor with the JSON file and the metrics of the model, by its function `figures`.
+
+    A `TrainSpec` gets it with `figures` bound; TorchTitan passes the others.
+    """
 
     def __init__(
-        self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None, *, figures: Figures
+        self,
+        job_config: JobConfig,
+        parallel_dims: ParallelDims,
+        model_args: Any = None,
+        tag: str | None = None,
+        *,
+        figures: Figures,
     ) -> None:
         super().__init__(job_config, parallel_dims, tag)
         self._figures = figures
@@ -152,15 +161,3 @@ class WhorlMetrics(MetricsProcessor):
         figures = self._figures(self.model_parts, self.parallel_dims, self.job_config, step, self._steps)
         self._steps = 0
         super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **figures})
-
-
-def build_metrics_processor(
-    job_config: JobConfig,
-    parallel_dims: ParallelDims,
-    model_args: Any = None,
-    tag: str | None = None,
-    *,
-    figures: Figures,
-) -> MetricsProcessor:
-    """Return the metrics processor for a `TrainSpec`; `figures` is the function of the model."""
-    return WhorlMetrics(job_config, parallel_dims, tag, figures=figures)

@@ -60,9 +60,8 @@ def bad_moments(optimizers: OptimizersContainer) -> list[str]:
 
     Swapped moments are checked in host memory, in the format in which they are stored.
     """
-    names = {
-        p: f"{name}.{key}" for name, m in named_modules(optimizers.model_parts) for key, p in _direct_parameters(m)
-    }
+    parts = named_modules(optimizers.model_parts)
+    names = {p: f"{name}.{key}" for name, m in parts for key, p in m.named_parameters(recurse=False)}
     tensors: list[tuple[str, Tensor]] = []
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
@@ -75,10 +74,6 @@ def bad_moments(optimizers: OptimizersContainer) -> list[str]:
     flags = [torch.isfinite(torch.stack(torch.aminmax(x))).all() for _, x in tensors]
     are_good = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
     return sorted({name for (name, _), is_good in zip(tensors, are_good, strict=True) if not is_good})
-
-
-def _direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return module.named_parameters(recurse=False)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 A DTensor becomes a local tensor in one of two ways, which differ only in backward. Where a replicated tensor is used by
 the heads of one rank, that rank computes only a part of its gradient: `to_heads` declares the gradient partial, and
 DTensor sums it over the ranks. Where the local gradient is already complete, because every rank computes the same, or
-because the tensor is sharded, `to_local` leaves it as it is.
+because the tensor is sharded, `local` leaves it as it is.
 """
 
 from typing import Any
@@ -23,6 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torchtitan.distributed import NoParallel
 
+from whorl.titan.local import local
+
 
 def to_heads(x: Any) -> Any:
     """Return the local tensor of a DTensor for use by this rank's heads: a replicated tensor gets a partial gradient.
@@ -32,11 +34,6 @@ def to_heads(x: Any) -> Any:
     if not isinstance(x, DTensor):
         return x
     return x.to_local(grad_placements=[Partial() if p == Replicate() else p for p in x.placements])
-
-
-def to_local(x: Any) -> Any:
-    """Return the local tensor of a DTensor whose local gradient is complete; anything else is returned unchanged."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 class GatherTokens(ParallelStyle):
@@ -72,10 +69,10 @@ class LocalHeads(ParallelStyle):
 
 
 class LocalReplicated(ParallelStyle):
-    """Calls the module with local tensors by `to_local`, which leaves their gradients as they are."""
+    """Calls the module with local tensors by `local`, which leaves their gradients as they are."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(lambda _, args: tuple(map(to_local, args)))
+        module.register_forward_pre_hook(lambda _, args: tuple(map(local, args)))
         return module
 
 

@@ -95,12 +95,16 @@ def option_value(options: Sequence[str], section: str, name: str) -> str | None:
 
     As in TorchTitan, the name may have dashes for underscores, and `=` may join it with the value.
     """
+    return _last_value(options, (f"--{section}.{name}", f"--{section}.{name.replace('_', '-')}"))
+
+
+def _last_value(options: Sequence[str], spellings: Sequence[str]) -> str | None:
+    """Return the last value of an option with these spellings: "" if nothing follows it, None if it is not set."""
     result = None
-    spellings = {f"--{section}.{name}", f"--{section}.{name.replace('_', '-')}"}
     for i, option in enumerate(options):
         key, is_joined, value = option.partition("=")
         if key in spellings:
-            result = value if is_joined else next(iter(options[i + 1 : i + 2]), None)
+            result = value if is_joined else next(iter(options[i + 1 : i + 2]), "")
     return result
 
 
@@ -141,12 +145,8 @@ def num_machines(launch: Sequence[str]) -> int | None:
 
     The result is None where the number may change during the run (--nnodes 1:4).
     """
-    nodes = "1"
-    for i, option in enumerate(launch):
-        key, is_joined, value = option.partition("=")
-        if key == "--nnodes":
-            nodes = value if is_joined else next(iter(launch[i + 1 : i + 2]), "")
-    first, _, last = nodes.partition(":")
+    nodes = _last_value(launch, ("--nnodes",))
+    first, _, last = ("1" if nodes is None else nodes).partition(":")
     return int(first) if first.isdigit() and last in ("", first) else None
 
 

@@ -19,6 +19,7 @@ from torchtitan.train import Trainer
 from whorl.titan import job_options
 from whorl.titan.checkpoint import Checkpoints
 from whorl.titan.checkpoint_record import Record
+from whorl.titan.config import settings
 from whorl.titan.data import ByteTokenizer
 from whorl.titan.folder_lock import FolderLock
 from whorl.titan.metrics import WhorlMetrics, add_json_lines
@@ -66,8 +67,7 @@ class WhorlTrainer(Trainer):
 
     def _replace_checkpointer(self) -> None:
         """Replace the checkpoint manager that TorchTitan's trainer has built by ours, with the same states."""
-        config = self.job_config
-        settings: Any = getattr(config, "whorl", None)
+        config, options = self.job_config, settings(self.job_config)
         original = self.checkpointer
         original.close()
         checkpoints = Checkpoints(
@@ -79,15 +79,11 @@ class WhorlTrainer(Trainer):
             checkpoint_config=config.checkpoint,
             sd_adapter=original.sd_adapter,
             base_folder=config.job.dump_folder,
-            record=Record(
-                model=config.model.name,
-                settings=dataclasses.asdict(self.model_args),
-                stage=getattr(settings, "stage", "sparse"),
-            ),
+            record=Record(model=config.model.name, settings=dataclasses.asdict(self.model_args), stage=options.stage),
             begin_stage=self._begin_stage,
             describe=self._describer(),
-            fall_back=getattr(settings, "fall_back", False),
-            accept_changes=getattr(settings, "accept_changes", False),
+            fall_back=options.fall_back,
+            accept_changes=options.accept_changes,
         )
         if self.watch is not None:
             self.watch.last_good = checkpoints.last_good

@@ -42,7 +42,7 @@ def reason_of(error: BaseException) -> str | None:
     """Return the message of an error of the system, or of one that our code raises on purpose; None for any other."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from whorl.titan.checkpoint_storage import first_error
+    from whorl.titan.checkpoint_files import first_error
     from whorl.titan.nan_watch import NotFinite
 
     if isinstance(error, CheckpointException):

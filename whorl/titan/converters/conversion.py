@@ -21,6 +21,7 @@ from torchtitan.tools.logging import logger
 
 from whorl.judge import Verdict, judge
 from whorl.ops import OPS
+from whorl.titan.config import settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +79,8 @@ class Converter(ABC):
             kinds.setdefault(self.kind(module), module)
         if not modules:
             raise ValueError(self._no_match_message(model, refused))
-        worst_ratio = (
-            max((self._compare(module) for module in kinds.values()), default=0.0) if self._is_checked() else None
-        )
+        is_checked = settings(self.job_config).check_converters
+        worst_ratio = max(map(self._compare, kinds.values())) if is_checked else None
         for module in modules:
             self.replace(module)
         self._log_result(len(modules), refused, worst_ratio)
@@ -88,9 +88,6 @@ class Converter(ABC):
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Do nothing after an optimizer step."""
         del model
-
-    def _is_checked(self) -> bool:
-        return bool(getattr(getattr(self.job_config, "whorl", None), "check_converters", True))
 
     def _compare(self, module: nn.Module) -> float:
         """Return the error of our module as a multiple of the original one's; raises ValueError if it is too large."""

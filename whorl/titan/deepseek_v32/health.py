@@ -18,6 +18,7 @@ from torchtitan.tools.logging import logger
 
 from whorl.ops.indexer import index_scores, top_k
 from whorl.ops.indexer.bounds import visible_keys
+from whorl.titan.config import settings
 
 from .attention import Attention
 from .core import Core, pop_log
@@ -55,7 +56,7 @@ def measure_selection(core: Core, *args: Any) -> SelectionStats:
     """Measure the selection of a core for some queries of the first sequence. args: those of `Core.forward`."""
     q_nope, q_pe, kv, k_pe, wkv_b, index_q, index_k, index_weights, *positions = args
     q_positions, k_positions = (*positions, None, None)[:2]
-    settings, num_queries = core.settings, q_nope.shape[1]
+    topk, num_queries = core.settings.topk, q_nope.shape[1]
     visibility = Visibility.from_positions(q_nope.shape[0], q_positions, k_positions)
     queries = torch.linspace(0, num_queries - 1, min(QUERIES, num_queries), device=kv.device).long()
     bounds = visibility.bounds(0)
@@ -65,13 +66,13 @@ def measure_selection(core: Core, *args: Any) -> SelectionStats:
         bounds |= {name: bounds[name][queries].contiguous() for name in ("starts", "ends")}
     keys = index_k[0].to(index_q.dtype)
     scores = index_scores(index_q[0, queries], keys, index_weights[0, queries], **bounds)
-    indices, _ = top_k(scores, min(settings.topk, keys.shape[0]), **bounds)
+    indices, _ = top_k(scores, min(topk, keys.shape[0]), **bounds)
     visible = visible_keys(queries.shape[0], keys.shape[0], **bounds, device=kv.device)
     chosen = torch.zeros_like(visible).scatter(1, indices.clamp_min(0).long(), indices >= 0) & visible
-    has_to_select = visible.sum(1) > settings.topk
+    has_to_select = visible.sum(1) > topk
     last = scores.masked_fill(~chosen, torch.inf).amin(1, keepdim=True)
     is_tie = (visible & ~chosen & (scores == last)).any(1) & has_to_select
-    key_weight, _ = split_heads(wkv_b.to(q_nope.dtype), q_nope.shape[2], settings.nope)
+    key_weight, _ = split_heads(wkv_b.to(q_nope.dtype), q_nope.shape[2], core.settings.nope)
     q = absorb_queries(q_nope[0, queries], q_pe[0, queries].to(q_nope.dtype), key_weight)
     latents = torch.cat((kv[0], k_pe[0]), -1)
     recall = _attention_on_selected(core, q, latents, visible, chosen)
@@ -172,8 +173,7 @@ def collect(
     if state.measurement is not None and layers and not stats and not state.warned:
         logger.warning("whorl.health_every: no attention layer ran, so that recall and ties are missing")
         state.warned = True
-    settings = getattr(job_config, "whorl", None)
-    every, log_every = getattr(settings, "health_every", 0), job_config.metrics.log_freq
+    every, log_every = settings(job_config).health_every, job_config.metrics.log_freq
     # Start a measurement if a multiple of `every` comes up to the next logged step, which then reports it.
     is_due = every > 0 and (step + log_every) // every > step // every
     state.measurement = measure_next_forward(models) if is_due else None

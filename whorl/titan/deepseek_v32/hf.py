@@ -46,7 +46,7 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
         """Return the state dict of the model with Hugging Face's names and one tensor for each expert."""
         first_mtp = self.model_args.n_layers
         hf_state = super().to_hf({flat(name, first_mtp): value for name, value in state_dict.items()})
-        for layer in _layers_from(hf_state, first_mtp):
+        for layer in sorted({n for name in hf_state if (n := layer_of(name)) is not None and n >= first_mtp}):
             tied = {f"model.layers.{layer}.{theirs}": ours for theirs, ours in PREDICTION_TIED.items()}
             hf_state |= {theirs: state_dict[ours] for theirs, ours in tied.items() if ours in state_dict}
         return hf_state
@@ -89,11 +89,6 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
                     value = torch.nn.init.trunc_normal_(value, std=0.02, generator=generator)
                 initial[prefix + name] = value.to(like.device, like.dtype)
         return initial
-
-
-def _layers_from(hf_state_dict: Mapping[str, Any], first: int) -> list[int]:
-    """Return the numbers of the layers in a Hugging Face state dict, from layer `first` on."""
-    return sorted({layer for name in hf_state_dict if (layer := layer_of(name)) is not None and layer >= first})
 
 
 def _nested(name: str, first: int) -> str:
@@ -201,8 +196,7 @@ def export_checkpoint(checkpoint: str | Path, args: DeepSeekV32Args, folder: str
 
         export_checkpoint("outputs/tiny/checkpoint/step-50", FLAVOURS["tiny"], "exported", torch.bfloat16)
     """
-    from whorl.titan.checkpoint_files import BadCheckpoint, check_digests, read_complete
-    from whorl.titan.checkpoint_storage import read_states
+    from whorl.titan.checkpoint_files import BadCheckpoint, check_digests, read_complete, read_states
 
     from .model import DeepSeekV32Model
 

@@ -10,6 +10,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX, build_cross_entropy_loss, cross_entropy_loss
 
+from whorl.titan.config import settings
+
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """The sum over tokens. The gradient overwrites the logits, which are not needed any more."""
@@ -62,7 +64,7 @@ def chunked_cross_entropy(logits: Tensor, labels: Tensor, *, chunk: int) -> Tens
 
 def build_loss(job_config: Any, **kwargs: Any) -> Callable[..., Tensor]:
     """Return the loss for a `TrainSpec`, chunked if `whorl.loss_chunk` is set; raises ValueError if it is negative."""
-    chunk = getattr(getattr(job_config, "whorl", None), "loss_chunk", 0)
+    chunk = settings(job_config).loss_chunk
     if chunk < 0:
         raise ValueError(f"whorl.loss_chunk is {chunk}, expected a number of tokens, or 0 for all at once")
     if not chunk:

@@ -6,7 +6,7 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols.train_spec import TrainSpec
 
 from whorl.titan.data import build_dataloader, build_tokenizer
-from whorl.titan.metrics import build_metrics_processor
+from whorl.titan.metrics import WhorlMetrics
 from whorl.titan.optimizer import build_optimizers
 from whorl.titan.pipeline import build_pipeline
 
@@ -32,6 +32,6 @@ def train_spec() -> TrainSpec:
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=build_tokenizer,
         build_loss_fn=build_loss,
-        build_metrics_processor_fn=partial(build_metrics_processor, figures=health.collect),
+        build_metrics_processor_fn=partial(WhorlMetrics, figures=health.collect),
         state_dict_adapter=DeepSeekV32StateDictAdapter,
     )

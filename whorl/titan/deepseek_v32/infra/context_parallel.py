@@ -4,7 +4,8 @@ from torch import Tensor, nn
 
 from whorl.titan.context_parallel import ContextParallelAttention
 from whorl.titan.deepseek_v32.attention import Attention
-from whorl.titan.tensor_parallel import to_heads, to_local
+from whorl.titan.local import local
+from whorl.titan.tensor_parallel import to_heads
 
 
 class ContextParallelDSA(ContextParallelAttention):
@@ -33,6 +34,6 @@ class ContextParallelDSA(ContextParallelAttention):
                 "unknown; pass the positions that TorchTitan shards with the tokens"
             )
         # With tensor parallelism these are replicated; from here on each rank uses them for its own heads.
-        keys = (to_heads(kv), to_heads(k_pe), to_local(index_k))
+        keys = (to_heads(kv), to_heads(k_pe), local(index_k))
         kv, k_pe, index_k, k_positions = self.gather(*keys, positions)
         return kv, k_pe, index_k, k_positions

@@ -24,6 +24,7 @@ from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 from torchtitan.tools.logging import logger
 
 from whorl import ops
+from whorl.titan.config import settings
 from whorl.titan.deepseek_v32.args import DeepSeekV32Args
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
 from whorl.titan.job_options import QUANTIZE
@@ -78,8 +79,7 @@ def parallelize_deepseek_v32(
             base_folder=job_config.job.dump_folder,
         )
     if compiles:
-        settings = getattr(job_config, "whorl", None)
-        compile_blocks(model, job_config.compile.backend, no_codegen=getattr(settings, "no_codegen", False))
+        compile_blocks(model, job_config.compile.backend, no_codegen=settings(job_config).no_codegen)
     _apply_fsdp(model, parallel_dims, job_config)
     return model
 

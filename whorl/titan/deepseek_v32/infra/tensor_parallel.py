@@ -22,7 +22,8 @@ from torchtitan.distributed import NoParallel
 
 from whorl.titan.deepseek_v32.attention import Attention
 from whorl.titan.deepseek_v32.model import DeepSeekV32Model
-from whorl.titan.tensor_parallel import GatherTokens, LocalHeads, LocalReplicated, to_heads, to_local
+from whorl.titan.local import local
+from whorl.titan.tensor_parallel import GatherTokens, LocalHeads, LocalReplicated, to_heads
 
 # Modules of the attention, and of its indexer, that every rank computes in full.
 REPLICATED = ("wq_a", "q_norm", "wkv_a", "kv_norm")
@@ -72,7 +73,7 @@ def _parallelize_core(attention: Attention, mesh: DeviceMesh) -> None:
 
     def to_local_tensors(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         attention_inputs, index_inputs = args[:5], args[5:8]
-        return *map(to_heads, attention_inputs), *map(to_local, index_inputs), *args[8:]
+        return *map(to_heads, attention_inputs), *map(local, index_inputs), *args[8:]
 
     attention.core.register_forward_pre_hook(to_local_tensors)
     group = mesh.get_group()
