@@ -1,7 +1,7 @@
 """The arguments of a DeepSeek-V3.2: its sizes, its flavours, and what a job sets."""
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -16,9 +16,8 @@ from whorl.models.deepseek_v32 import DeepSeekV32Config
 Stage = Literal["sparse", "warmup"]  # see `stages.py`
 AttentionPath = Literal["auto", "masked", "absorbed"]  # of the attention, see `fused.py`
 FULL = DeepSeekV32Config()  # the published model of 671 B parameters
-# Sizes and rotary options: the names here, which are TorchTitan's where it has them, and the names in a config.json.
+# Sizes and rotary options whose names here, which are TorchTitan's where it has them, are not those in a config.json.
 NAMES = {
-    "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "inter_dim": "intermediate_size",
     "moe_inter_dim": "moe_intermediate_size",
@@ -29,12 +28,6 @@ NAMES = {
     "norm_eps": "rms_norm_eps",
     "original_seq_len": "original_max_position_embeddings",
 }
-SAME_NAMES = (
-    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    *("index_n_heads", "index_head_dim", "index_topk"),
-    *("rope_theta", "rope_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-)
-NAMES |= {name: name for name in SAME_NAMES}
 # The same for the fields of TorchTitan's MoEArgs, which are in `moe_args`.
 EXPERT_NAMES = {
     "num_experts": "n_routed_experts",
@@ -191,6 +184,10 @@ class DeepSeekV32Args(BaseModelArgs):
         return total, int(6 * active - 2 * detached + layers * (attention + scores))
 
 
+_SAME_NAMES = {f.name for f in fields(DeepSeekV32Config)} & {f.name for f in fields(DeepSeekV32Args)}
+NAMES |= {name: name for name in sorted(_SAME_NAMES)}
+
+
 def _global_batch(job_config: Any) -> int:
     """Return the number of sequences of an optimizer step, over all ranks and micro-batches."""
     training, parallelism = job_config.training, job_config.parallelism
@@ -209,45 +206,29 @@ def _few_layers(layers: int, top_k: int) -> DeepSeekV32Args:
     return DeepSeekV32Args(n_layers=layers, n_dense_layers=1, moe_args=experts(num_experts=8, top_k=top_k))
 
 
+# The small flavours, each argument once: its value in `tiny`, for tests, and in `debug`.
+SMALL: dict[str, tuple[Any, Any]] = {
+    "vocab_size": (512, 2048),
+    "max_seq_len": (64, 2048),
+    "dim": (64, 256),
+    "inter_dim": (128, 1024),
+    "moe_inter_dim": (64, 256),
+    "n_layers": (3, 6),
+    "n_dense_layers": (1, 1),
+    "n_heads": (4, 16),
+    "moe_args": (experts(num_experts=4, top_k=2), experts(num_experts=8, top_k=3)),
+    "q_lora_rank": (32, 128),
+    "kv_lora_rank": (32, 128),
+    "qk_nope_head_dim": (16, 64),
+    "qk_rope_head_dim": (8, 32),
+    "v_head_dim": (16, 64),
+    "index_n_heads": (4, 8),
+    "index_head_dim": (16, 64),
+    "index_topk": (16, 256),
+}
 FLAVOURS: dict[str, DeepSeekV32Args] = {
-    "tiny": DeepSeekV32Args(
-        vocab_size=512,
-        max_seq_len=64,
-        dim=64,
-        inter_dim=128,
-        moe_inter_dim=64,
-        n_layers=3,
-        n_dense_layers=1,
-        n_heads=4,
-        moe_args=experts(num_experts=4, top_k=2),
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        index_n_heads=4,
-        index_head_dim=16,
-        index_topk=16,
-    ),
-    "debug": DeepSeekV32Args(
-        vocab_size=2048,
-        max_seq_len=2048,
-        dim=256,
-        inter_dim=1024,
-        moe_inter_dim=256,
-        n_layers=6,
-        n_dense_layers=1,
-        n_heads=16,
-        moe_args=experts(num_experts=8, top_k=3),
-        q_lora_rank=128,
-        kv_lora_rank=128,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
-        index_n_heads=8,
-        index_head_dim=64,
-        index_topk=256,
-    ),
+    "tiny": DeepSeekV32Args(**{name: tiny for name, (tiny, _) in SMALL.items()}),
+    "debug": DeepSeekV32Args(**{name: debug for name, (_, debug) in SMALL.items()}),
     "4l": _few_layers(4, 2),
     "8l": _few_layers(8, 2),
     "4l_top8": _few_layers(4, 8),
