@@ -162,9 +162,9 @@ class Alone:
         return None
 
 
-def collect(model: torch.nn.Module, step: int, every: int = 0, log_every: int = 1) -> dict[str, float]:
+def collect(model: torch.nn.Module, step: int, every: int = 0, log_every: int = 1, steps: int = 1) -> dict[str, float]:
     job = SimpleNamespace(whorl=SimpleNamespace(health_every=every), metrics=SimpleNamespace(log_freq=log_every))
-    return health.collect([model], Alone(), job, step)
+    return health.collect([model], Alone(), job, step, steps)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -232,7 +232,7 @@ def test_collect() -> None:
     one = collect(model, 1)
     gradients(model)
     gradients(model)
-    two = collect(model, 3, every=4)
+    two = collect(model, 3, every=4, steps=2)
     assert set(one) == {"indexer_kl", *(f"indexer_kl/{i}" for i in range(4)), "mtp_loss"}
     assert two == pytest.approx(one)
     assert one["indexer_kl"] == pytest.approx(sum(one[f"indexer_kl/{i}"] for i in range(4)) / 4)

@@ -1,7 +1,7 @@
 """Memory of AdamW's moments: on the host by parameter, on the device in buckets of parameter spans.
 
 A format stores a moment as one or more flat tensors, its parts (see `moments.py`). `parts` are those of the first
-moment, then those of the second, in the order of `layout`.
+moment, then those of the second, in the order of `parts_of`.
 """
 
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class HostMoments:
     is_lent: bool = False  # a state dict refers to them, so that the next update writes into new memory
 
 
-def layout(formats: Formats, dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
+def parts_of(formats: Formats, dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
     """For moments of `dtype`, return the dtype of each part and how many values one element of it covers."""
     return [part for moment_format in formats for part in moment_format.parts(dtype)]
 
@@ -160,7 +160,7 @@ def unflatten(param: Tensor, values: Tensor | None) -> Tensor:
 def new_host(param: Tensor, formats: Formats) -> HostMoments:
     """Return host memory for the moments of a parameter, filled with zeros."""
     shard = local(param)
-    parts = [(dtype, -(-shard.numel() // values)) for dtype, values in layout(formats, shard.dtype)]
+    parts = [(dtype, -(-shard.numel() // values)) for dtype, values in parts_of(formats, shard.dtype)]
     return HostMoments([host_buffer(size * dtype.itemsize, shard.device.type).view(dtype) for dtype, size in parts])
 
 
@@ -171,7 +171,7 @@ def move(
 
     The copies run on the current stream. hosts: the host moments by parameter.
     """
-    covered = [values for _, values in layout(formats, bucket.dtype)]
+    covered = [values for _, values in parts_of(formats, bucket.dtype)]
     for span in bucket.spans:
         on_device = views(formats, bucket, buffer, span)
         for values, host_part, device_part in zip(covered, hosts[span.param].parts, on_device, strict=True):
@@ -183,7 +183,7 @@ def move(
 def views(formats: Formats, bucket: Bucket, buffer: DeviceBuffer, span: Span) -> list[Tensor]:
     """Return views of the parts of a span's moments in a device buffer."""
     parts = []
-    for (dtype, values), part in zip(layout(formats, bucket.dtype), buffer.parts, strict=True):
+    for (dtype, values), part in zip(parts_of(formats, bucket.dtype), buffer.parts, strict=True):
         start, size = span.offset // values, -(-(span.stop - span.start) // values)
         parts.append(part.view(dtype)[start : start + size])
     return parts

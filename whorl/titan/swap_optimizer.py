@@ -30,11 +30,11 @@ from whorl.titan.swap_memory import (
     flat_gradient,
     flat_parameter,
     flatten,
-    layout,
     local,
     memory_order,
     move,
     new_host,
+    parts_of,
     split_into_buckets,
     unflatten,
     views,
@@ -222,7 +222,7 @@ class SwapAdamW(torch.optim.AdamW):
         return sum(
             -(-(span.stop - span.start) // values) * dtype.itemsize
             for bucket in self._buckets
-            for dtype, values in layout(self.formats, bucket.dtype)
+            for dtype, values in parts_of(self.formats, bucket.dtype)
             for span in bucket.spans
         )
 
@@ -282,7 +282,7 @@ class SwapAdamW(torch.optim.AdamW):
         device = local(self._buckets[0].spans[0].param).device
         sizes = [
             capacity // values * (itemsize if self.formats[0].is_exact else dtype.itemsize)
-            for dtype, values in layout(self.formats, torch.float32)
+            for dtype, values in parts_of(self.formats, torch.float32)
         ]
         for _ in range(min(self._ring, len(self._buckets))):
             parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]

@@ -10,7 +10,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from torchtitan.tools.logging import logger
 from whorl.judge import Verdict, judge
 from whorl.ops import OPS
 from whorl.titan.config import settings
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +37,8 @@ class Probe:
     exact: Callable[..., Any] | None = None
 
 
-class Converter(ABC):
-    """A TorchTitan ModelConverter that replaces modules by our operators."""
+class Converter(ABC, Generic[M]):
+    """A TorchTitan ModelConverter that replaces modules of a class, M, by our operators."""
 
     name: str
     operators: tuple[str, ...]  # the operators that the new modules call
@@ -45,7 +47,7 @@ class Converter(ABC):
         self.job_config, self.parallel_dims = job_config, parallel_dims
 
     @abstractmethod
-    def is_candidate(self, module: nn.Module) -> bool:
+    def is_candidate(self, module: nn.Module) -> TypeGuard[M]:
         """Return whether this converter is meant for such a module; `refusal` may still exclude it."""
 
     @abstractmethod
@@ -53,20 +55,20 @@ class Converter(ABC):
         """Replace the computation of a module in place; parameters, buffers, hooks and names stay."""
 
     @abstractmethod
-    def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
+    def sample(self, module: M, generator: torch.Generator) -> Probe:
         """Return a small module of the same kind as `module`, with random inputs, on the CPU in float32."""
 
-    def refusal(self, module: nn.Module) -> str | None:
+    def refusal(self, module: M) -> str | None:
         """Return the reason why a candidate is not converted, or None."""
         return None
 
-    def kind(self, module: nn.Module) -> Hashable:
+    def kind(self, module: M) -> Hashable:
         """Return a key of the module; modules with the same key are compared only once."""
         return type(module).__name__
 
     def convert(self, model: nn.Module) -> None:
         """Convert all modules of a model; raises ValueError if none matches or a sample is not accurate enough."""
-        kinds: dict[Hashable, nn.Module] = {}
+        kinds: dict[Hashable, M] = {}
         refused: dict[str, str] = {}
         modules = []
         for name, module in model.named_modules():
@@ -89,7 +91,7 @@ class Converter(ABC):
         """Do nothing after an optimizer step."""
         del model
 
-    def _compare(self, module: nn.Module) -> float:
+    def _compare(self, module: M) -> float:
         """Return the error of our module as a multiple of the original one's; raises ValueError if it is too large."""
         device = torch.device(utils.device_type)
         dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]

@@ -1,7 +1,7 @@
 """whorl_gmm: compute the experts by `ops.grouped_matmul`, without padding and without a device synchronisation."""
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -42,24 +42,22 @@ def _is_expert_parallel(weight: Tensor) -> bool:
     return isinstance(weight, DTensor) and "ep" in (weight.device_mesh.mesh_dim_names or ())
 
 
-class GroupedMatmulConverter(Converter):
+class GroupedMatmulConverter(Converter[GroupedExperts]):
     """Converts TorchTitan's GroupedExperts."""
 
     name = "whorl_gmm"
     operators = ("grouped_matmul", "grouped_matmul_backward")
 
-    def is_candidate(self, module: nn.Module) -> bool:
+    def is_candidate(self, module: nn.Module) -> TypeGuard[GroupedExperts]:
         return type(module) is GroupedExperts
 
-    def kind(self, module: nn.Module) -> Hashable:
-        assert isinstance(module, GroupedExperts)
+    def kind(self, module: GroupedExperts) -> Hashable:
         return tuple(module.w1.shape), module.use_grouped_mm
 
     def replace(self, module: nn.Module) -> None:
         replace_forward(module, _forward)
 
-    def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
-        assert isinstance(module, GroupedExperts)
+    def sample(self, module: GroupedExperts, generator: torch.Generator) -> Probe:
         count, hidden, dim = (min(size, limit) for size, limit in zip(module.w1.shape, (8, 48, 64), strict=True))
         small = GroupedExperts(
             dim=dim, hidden_dim=hidden, num_experts=count, use_grouped_mm=bool(module.use_grouped_mm)

@@ -5,7 +5,7 @@ parallelism, which is a hook of the experts, works as before.
 """
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -53,16 +53,16 @@ def _forward(self: MoE, x: Tensor) -> Tensor:
     return (out if shared is None else shared + out).view(x.shape)
 
 
-class PermuteConverter(Converter):
+class PermuteConverter(Converter[MoE]):
     """Converts TorchTitan's MoE."""
 
     name = "whorl_permute"
     operators = ("permute", "unpermute")
 
-    def is_candidate(self, module: nn.Module) -> bool:
+    def is_candidate(self, module: nn.Module) -> TypeGuard[MoE]:
         return isinstance(module, MoE)
 
-    def refusal(self, module: nn.Module) -> str | None:
+    def refusal(self, module: MoE) -> str | None:
         forward = type(module).forward
         if forward is _forward:
             return "it is already converted"
@@ -70,8 +70,7 @@ class PermuteConverter(Converter):
             return f"{type(module).__name__} has another dispatch"
         return None
 
-    def kind(self, module: nn.Module) -> Hashable:
-        assert isinstance(module, MoE)
+    def kind(self, module: MoE) -> Hashable:
         return module.experts.num_experts, module.router.top_k, module.score_before_experts
 
     def replace(self, module: nn.Module) -> None:
@@ -80,8 +79,7 @@ class PermuteConverter(Converter):
         replace_forward(moe, _forward)
         replace_forward(moe.reorderer, _keep_token_order)
 
-    def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
-        assert isinstance(module, MoE)
+    def sample(self, module: MoE, generator: torch.Generator) -> Probe:
         count, top_k, tokens = module.experts.num_experts, module.router.top_k, 24
         args = MoEArgs(
             num_experts=count, num_shared_experts=0, top_k=top_k, score_before_experts=bool(module.score_before_experts)

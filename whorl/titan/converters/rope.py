@@ -7,7 +7,7 @@ copy of its `forward` with other globals, in which only that name is ours; Torch
 import functools
 import types
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -76,13 +76,13 @@ def _rotate_by_ops(self: Rotary, q: Tensor, k: Tensor, rows: Tensor) -> tuple[Te
     return rotated_q, rotated_k.squeeze(-2)
 
 
-class RopeConverter(Converter):
+class RopeConverter(Converter[nn.Module]):
     """Converts our Rotary modules and the attention modules of TorchTitan."""
 
     name = "whorl_rope"
     operators = ("rope",)
 
-    def is_candidate(self, module: nn.Module) -> bool:
+    def is_candidate(self, module: nn.Module) -> TypeGuard[nn.Module]:
         return type(module) is Rotary or _rotary_function(module) is not None
 
     def refusal(self, module: nn.Module) -> str | None:

@@ -1,17 +1,16 @@
-"""Multi-head latent attention over selected keys: projections, rotation, and a replaceable `core`."""
+"""Multi-head latent attention over keys that an indexer selects: projections, rotation, and a replaceable `core`."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchtitan.models.utils import trunc_normal_
 
+from whorl.titan.local import local
 from whorl.titan.rotary import Rotary
 
 from .args import DeepSeekV32Args
 from .core import AttentionSettings, Core, SmallOps, carry
-from .indexer import Indexer
 
 # With context parallelism: gathers (kv, k_pe, index_k, positions) from all ranks that share the sequence.
 GatherKeys = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor, Tensor | None]]
@@ -32,6 +31,38 @@ def rotary_rows(cos_sin: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
     if x.shape[1] > cos_sin.shape[0]:
         raise ValueError(f"DeepSeek-V3.2: {x.shape[1]} tokens, expected at most {cos_sin.shape[0]} (max_seq_len)")
     return cos_sin[: x.shape[1]].expand(x.shape[0], -1, -1)
+
+
+class Indexer(nn.Module):
+    """Computes queries, keys and head weights that select keys by score = sum over heads of weight * max(0, q . k)."""
+
+    def __init__(self, args: DeepSeekV32Args) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = args.index_n_heads, args.index_head_dim
+        self.wq_b = nn.Linear(args.q_lora_rank, self.num_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, self.head_dim, bias=False)
+        self.k_norm = nn.LayerNorm(self.head_dim, eps=1e-6)
+        self.weights_proj = nn.Linear(args.dim, self.num_heads, bias=False)
+        self.rotary = Rotary("half")
+
+    def forward(self, x: Tensor, q_low: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, S, HI, D], keys [B, S, D] and head weights [B, S, HI], the latter in at least fp32.
+
+        x: [B, S, C]; q_low: [B, S, q_lora_rank], the normalised low-rank query of the attention; rows: [B, S, R], rows
+        of the rotary table. x and q_low are detached: the indexer is trained by its own loss and trains nothing else.
+        """
+        x, q_low = x.detach(), q_low.detach()
+        q = self.wq_b(q_low).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_norm(self.wk(x)).to(q.dtype)  # autocast computes a LayerNorm in fp32
+        q, k = self.rotary(q, k, rows)
+        weights = self.weights_proj(x)
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        return q, k, weights.to(wide) * (self.num_heads * self.head_dim) ** -0.5
+
+    def init_weights(self) -> None:
+        for linear in (self.wq_b, self.wk, self.weights_proj):
+            trunc_normal_(linear.weight, mean=0.0, std=0.02)
+        self.k_norm.reset_parameters()
 
 
 class Attention(nn.Module):
@@ -92,10 +123,8 @@ class Attention(nn.Module):
         k_positions = positions
         if self.gather_keys is not None:
             kv, k_pe, index_k, k_positions = self.gather_keys(kv, k_pe, index_k, positions)
-        wkv_b = self.wkv_b.weight
-        local_weight = wkv_b.to_local() if isinstance(wkv_b, DTensor) else wkv_b
-        index_inputs = (index_q, index_k, index_weights)
-        return self.core(q_nope, q_pe, kv, k_pe, local_weight.to(q_nope.dtype), *index_inputs, positions, k_positions)
+        weight = local(self.wkv_b.weight).to(q_nope.dtype)
+        return self.core(q_nope, q_pe, kv, k_pe, weight, index_q, index_k, index_weights, positions, k_positions)
 
     def init_weights(self, init_std: float, buffer_device: torch.device | None = None) -> None:
         for linear in (self.wq_a, self.wq_b, self.wkv_a, self.wkv_b):

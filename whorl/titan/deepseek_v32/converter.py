@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +18,20 @@ from .fused import FusedDSA
 TOKENS, HEADS, TOP = 64, 16, 32  # upper limits for the sample: tokens, heads, selected keys
 
 
-class DSAConverter(Converter):
+class DSAConverter(Converter[Attention]):
     """Replaces the core of our attention modules by FusedDSA."""
 
     name = "whorl_dsa"
     operators = ("sparse_attention", "masked_attention", "lightning_indexer", "indexer_kl_gradients")
 
-    def is_candidate(self, module: nn.Module) -> bool:
+    def is_candidate(self, module: nn.Module) -> TypeGuard[Attention]:
         return isinstance(module, Attention)
 
-    def refusal(self, module: nn.Module) -> str | None:
+    def refusal(self, module: Attention) -> str | None:
         core = type(module.core)
         return None if core is SmallOps else f"its core is {core.__name__}, expected SmallOps"
 
-    def kind(self, module: nn.Module) -> Hashable:
-        assert isinstance(module, Attention)
+    def kind(self, module: Attention) -> Hashable:
         return module.core.settings, module.rope, module.rank
 
     def replace(self, module: nn.Module) -> None:
@@ -40,8 +39,7 @@ class DSAConverter(Converter):
         with torch.device(module.core.kl.device):
             module.core = FusedDSA(module.core.settings)
 
-    def sample(self, module: nn.Module, generator: torch.Generator) -> Probe:
-        assert isinstance(module, Attention)
+    def sample(self, module: Attention, generator: torch.Generator) -> Probe:
         settings, indexer = module.core.settings, module.indexer
         path = settings.path
         if path == "auto":  # compare the path that the job will use, on short sequences

@@ -89,11 +89,14 @@ class FusedDSA(Core):
 
 def indexer_gradients(
     core: Core, visibility: Visibility, index: tuple[Tensor, ...], indices: Tensor, step: IndexerStep
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Return dq, dk, dweights of the indexer and its scaled loss [1], computed by `step` one sequence at a time.
 
-    index: queries, keys and weights of the indexer, with flat tokens. indices: the result of `select_keys`.
+    index: queries, keys and weights of the indexer, with flat tokens. indices: the result of `select_keys`. Without an
+    indexer loss (coefficient 0) all four are None, and nothing is computed.
     """
+    if not core.settings.coefficient:
+        return (None,) * 4
     factor = core.settings.factor(indices.shape[0])
     options = {"grad_scale": factor, "deterministic": torch.are_deterministic_algorithms_enabled()}
     parts, total = [], torch.zeros(1, dtype=torch.float32, device=indices.device)
@@ -142,9 +145,7 @@ class _Masked(torch.autograd.Function):
             target = target if core.reduce_target is None else core.reduce_target(target)
             return indexer_kl(*index_tensors, target, **options)
 
-        index_gradients: Gradients = (None,) * 4
-        if settings.coefficient:
-            index_gradients = indexer_gradients(core, visibility, tuple(index), indices, step)
+        index_gradients = indexer_gradients(core, visibility, tuple(index), indices, step)
         dq, dk, dv = masked_attention_backward(dout, q, k, v, bits, out, lse, scale=settings.scale)
         key_weight, value_weight = (part.flatten(0, 1) for part in split_heads(weight, heads, settings.nope))
         dk_nope, dk_pe = dk[..., : settings.nope].flatten(1), dk[..., settings.nope :].sum(1)
@@ -192,9 +193,7 @@ class _Absorbed(torch.autograd.Function):
             tensors, causal = (*index_tensors, q_one, keys_one, lse_one), visibility.ends is None
             return gradients_over_ranks(core.reduce_target, *tensors, scale=settings.scale, causal=causal, **options)
 
-        index_gradients: Gradients = (None,) * 4
-        if settings.coefficient:
-            index_gradients = indexer_gradients(core, visibility, tuple(index), indices, step)
+        index_gradients = indexer_gradients(core, visibility, tuple(index), indices, step)
         by_heads = dout.transpose(0, 1)  # [H, N, Dv]
         dlatent = torch.empty_like(latent)
         bmm_into(dlatent.transpose(0, 1), by_heads, value_weight)

@@ -146,9 +146,8 @@ def measure_next_forward(models: Sequence[nn.Module]) -> SelectionMeasurement:
 
 @dataclass(slots=True)
 class _LogState:
-    """The last logged step of a model, the measurement under way, and whether a warning was logged."""
+    """The measurement of a model that is under way, and whether a warning was logged."""
 
-    step: int = 0
     measurement: SelectionMeasurement | None = None
     warned: bool = False
 
@@ -157,7 +156,7 @@ _log_states: "weakref.WeakKeyDictionary[nn.Module, _LogState]" = weakref.WeakKey
 
 
 def collect(
-    models: Sequence[nn.Module], parallel_dims: Any, job_config: Any, step: int, steps: int | None = None
+    models: Sequence[nn.Module], parallel_dims: Any, job_config: Any, step: int, steps: int
 ) -> dict[str, float]:
     """Return the metrics of the `steps` since the last call, over all ranks; every rank must call at the same steps.
 
@@ -168,7 +167,6 @@ def collect(
     if not layers and not parallel_dims.pp_enabled:
         return {}
     state = _log_states.setdefault(models[0], _LogState())
-    steps, state.step = steps or max(1, step - state.step), step
     stats = state.measurement.close() if state.measurement is not None else {}
     if state.measurement is not None and layers and not stats and not state.warned:
         logger.warning("whorl.health_every: no attention layer ran, so that recall and ties are missing")
