@@ -74,12 +74,12 @@ def check_model(metadata: Metadata, expected: dict[str, list[int]]) -> None:
         for n in sorted(expected.keys() & saved.keys())
         if saved[n] != expected[n]
     ]
-    found = {
+    differences = {
         "it lacks {}": missing,
         "it has {}, which this model does not have": unknown,
         "shapes differ: {}": differing,
     }
-    if problems := [text.format(join_names(names)) for text, names in found.items() if names]:
+    if problems := [text.format(join_names(names)) for text, names in differences.items() if names]:
         raise BadCheckpoint(f"it belongs to another model: {'; '.join(problems)}")
 
 

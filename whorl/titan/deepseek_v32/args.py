@@ -206,7 +206,7 @@ def _few_layers(layers: int, top_k: int) -> DeepSeekV32Args:
     return DeepSeekV32Args(n_layers=layers, n_dense_layers=1, moe_args=experts(num_experts=8, top_k=top_k))
 
 
-# The small flavours, each argument once: its value in `tiny`, for tests, and in `debug`.
+# The small flavors, each argument once: its value in `tiny`, for tests, and in `debug`.
 SMALL: dict[str, tuple[Any, Any]] = {
     "vocab_size": (512, 2048),
     "max_seq_len": (64, 2048),
