@@ -179,7 +179,7 @@ def test_memory() -> None:
 
 
 def test_cpu_time_ends_the_process() -> None:
-    code = "from whorl.media.child import Fence\nFence().allow_seconds(0)\nwhile True: pass"
+    code = "from whorl.sandbox import Fence\nFence(0, 0).allow_seconds()\nwhile True: pass"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
     assert done.returncode == -signal.SIGXCPU
 
@@ -229,7 +229,7 @@ def test_a_process_that_crashes(decoder: Decoder) -> None:
 def test_closing_ends_the_processes() -> None:
     made = Processor(OPTIONS, LIMITS, num_processes=2)
     made.image(png())
-    with made._decoders.acquire() as first:
+    with made._use(None) as first:
         pid = first.pid
         made.image(png())
     made.close()

@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "host_memory": set(),
     "files": set(),
     "extras": {"__init__"},
+    "sandbox": set(),
     "checkpoint_index": set(),
     "digests": set(),
     "ops": {"device", "contracts", "host_memory"},
@@ -49,7 +50,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "nn": {"device", "collectives", "rope_config", "rope_table", "ops"},
     "models": {"nn", "ops", "rope_config", "rope_table", "positions"},
     "passes": {"collectives", "ops", "device", "contracts"},
-    "media": {"extras"},
+    "media": {"extras", "sandbox"},
     "engine": {
         "checkpoint_index",
         "collectives",
@@ -66,7 +67,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "positions",
         "streams",
     },
-    "serve": {"engine", "extras", "fields", "media", "startup", "streams"},
+    "serve": {"engine", "extras", "fields", "media", "sandbox", "startup", "streams"},
     "cluster": {"engine", "extras", "fields", "serve"},
     "chat": {"engine", "extras", "fields", "media", "serve", "startup"},
     "doctor": {"contracts", "models", "plan", "rope_config"},
@@ -80,7 +81,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
 }
 # Torch may be imported inside their functions only.
 WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted", "media")
-WITHOUT_TORCH += ("__main__", "startup", "files", "extras")
+WITHOUT_TORCH += ("__main__", "startup", "files", "extras", "sandbox")
 LAZY = (
     "triton",
     "torch_npu",

@@ -1,60 +1,27 @@
 """The process that decodes pictures and videos in a sandbox.
 
 It gets the bytes of one picture or video at a time and nothing else: no environment, and it cannot open files or
-sockets. Its CPU time and memory are limited. `decoder` starts it and talks to it over pipes: a length, JSON, and bytes,
-in both directions.
+sockets. Its CPU time and memory are limited. `decoder` starts it and talks to it.
 """
 
 import contextlib
 import importlib
 import importlib.util
 import io
-import json
-import os
 import pkgutil
 import signal
-import struct
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from whorl.sandbox import START_SECONDS, Fence, read, read_exactly, write
+
 from .errors import DecodeError
 from .options import ImageOptions, VideoOptions
 from .sizes import image_size
-
-_HEAD = struct.Struct("<Q")
-_STREAMS = 3  # stdin, stdout and stderr: the only file descriptors that may be open
-_START_SECONDS = 60
-
-
-def write(stream: IO[bytes], value: Any, *payloads: Any) -> None:
-    """Send a value as JSON after its length, then the payloads' bytes."""
-    data = json.dumps(value).encode()
-    stream.write(_HEAD.pack(len(data)))
-    stream.write(data)
-    for payload in payloads:
-        stream.write(payload)
-    stream.flush()
-
-
-def read(stream: IO[bytes], most: int = 1 << 20) -> Any:
-    """Receive a value as `write` sends it; raise EOFError when the other side is gone or sends more than `most`."""
-    (size,) = _HEAD.unpack(read_exactly(stream, _HEAD.size))
-    if size > most:
-        raise EOFError
-    return json.loads(read_exactly(stream, size))
-
-
-def read_exactly(stream: IO[bytes], size: int) -> bytes:
-    """Read so many bytes; raise EOFError when there are fewer."""
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
 
 
 def image_options(fields: Mapping[str, Any]) -> ImageOptions:
@@ -102,37 +69,6 @@ def run_job(job: Mapping[str, Any], parts: list[bytes]) -> tuple[dict[str, Any],
         return {"code": "broken", "numbers": [], "detail": f"{type(error).__name__}: {error}"}, b""
 
 
-class Fence:
-    """Resource limits of this process, which the kernel enforces: exceeding them fails or kills the process."""
-
-    def __init__(self) -> None:
-        import resource
-
-        self._resource = resource
-        self._set(resource.RLIMIT_CORE, 0)
-
-    def allow_seconds(self, seconds: float) -> None:
-        """Allow this much CPU time from now on."""
-        usage = self._resource.getrusage(self._resource.RUSAGE_SELF)
-        limit = int(usage.ru_utime + usage.ru_stime + seconds) + 1
-        self._set(self._resource.RLIMIT_CPU, limit, is_final=False)
-
-    def close(self, memory: int) -> None:
-        """Forbid opening files and sockets and starting processes, for good. memory: bytes beyond those in use now."""
-        table = Path("/proc/self/statm")
-        if table.exists():  # only Linux enforces this limit
-            used = int(table.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            self._set(self._resource.RLIMIT_AS, used + memory)
-        self._set(self._resource.RLIMIT_FSIZE, 0)
-        self._set(self._resource.RLIMIT_NPROC, 0)
-        self._set(self._resource.RLIMIT_NOFILE, _STREAMS)
-
-    def _set(self, limit: int, value: int, *, is_final: bool = True) -> None:
-        hard = self._resource.getrlimit(limit)[1]
-        value = value if hard < 0 else min(value, hard)
-        self._resource.setrlimit(limit, (value, value if is_final else hard))
-
-
 def _warm_up() -> None:
     """Import everything that decoding imports lazily, as no file can be opened afterwards."""
     from PIL import Image
@@ -161,11 +97,12 @@ def main() -> None:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError):
         setup = read(source)
-        fence = Fence()
-        fence.allow_seconds(_START_SECONDS)
+        fence = Fence(setup["seconds"], setup["memory"])
+        fence.allow_seconds(START_SECONDS)
         try:
             _warm_up()
-            fence.close(setup["memory"])
+            fence.limit_memory()
+            fence.close()
         except Exception as error:
             write(sink, {"failed": f"{type(error).__name__}: {error}"})
             return
@@ -173,7 +110,7 @@ def main() -> None:
         while True:
             job = read(source)
             parts = [read_exactly(source, size) for size in job["sizes"]]
-            fence.allow_seconds(setup["seconds"])
+            fence.allow_seconds()
             write(sink, *run_job(job, parts))
 
 

@@ -10,7 +10,7 @@ class Limits:
     max_bytes: size of one picture or video as it is sent. max_pixels: width times height that a file declares, checked
     before anything is decoded. max_request_pixels: of all pictures of one request together; a video counts none, as
     decode_seconds limits it. max_frames: frames of a video file or of a list of pictures. max_items: pictures and
-    videos of one request. decode_seconds: CPU time for one picture or video; the wall-clock limit is `WALL` times that.
+    videos of one request. decode_seconds: CPU time for one picture or video; the wall-clock limit is four times that.
     decode_memory: memory for decoding, beyond what an idle decoder uses. fetch_seconds: wall-clock time to fetch all
     media of one request.
     """
@@ -28,6 +28,3 @@ class Limits:
         for name in self.__dataclass_fields__:
             if not getattr(self, name) > 0:
                 raise ValueError(f"media: {name} is {getattr(self, name)}, expected more than 0")
-
-
-WALL = 4  # wall-clock limit of decoding, as a multiple of its CPU time: the machine may be busy

@@ -1,11 +1,14 @@
 """Turns the bytes of pictures and videos into `Pixels`; media from every source pass through here."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from queue import LifoQueue
 
-from .decoder import Decoder, Decoders, need_pillow
+from whorl.sandbox import close_all
+
+from .decoder import Decoder, need_pillow
 from .errors import MediaError
 from .limits import Limits
 from .options import ImageOptions, Options, VideoOptions, read_options
@@ -27,7 +30,10 @@ class Processor:
 
     def __init__(self, options: Options, limits: Limits | None = None, *, num_processes: int = 3) -> None:
         self.options, self.limits = options, limits or Limits()
-        self._decoders = Decoders(self.limits, num_processes)
+        self.decoders = [Decoder(self.limits) for _ in range(num_processes)]
+        self._free: LifoQueue[Decoder] = LifoQueue()  # the decoder used last is warm
+        for decoder in reversed(self.decoders):
+            self._free.put(decoder)
 
     @classmethod
     def from_folder(
@@ -44,15 +50,11 @@ class Processor:
         return cls(options, limits, num_processes=num_processes)
 
     @property
-    def decoders(self) -> Sequence[Decoder]:
-        return self._decoders.all
-
-    @property
     def merge_size(self) -> int:
         return self.options.image.merge_size
 
     def close(self) -> None:
-        self._decoders.close()
+        close_all(self.decoders)
 
     def count_pixels(self, data: bytes, *, decoder: Decoder | None = None) -> int:
         """Return the number of pixels that a picture declares, without decoding it."""
@@ -94,8 +96,15 @@ class Processor:
         seconds = patch_seconds(indices, rate, options.frames.temporal_patch_size)
         return Pixels(kind="video", values=values, options=options.frames, digest=name, seconds=seconds)
 
-    def _use(self, decoder: Decoder | None) -> AbstractContextManager[Decoder]:
-        return self._decoders.acquire() if decoder is None else nullcontext(decoder)
+    @contextmanager
+    def _use(self, decoder: Decoder | None) -> Iterator[Decoder]:
+        """Yield the decoder; None: wait for a free one, and give it back at the end."""
+        mine = decoder or self._free.get()
+        try:
+            yield mine
+        finally:
+            if decoder is None:
+                self._free.put(mine)
 
     def _check_bytes(self, *parts: bytes) -> None:
         size = sum(map(len, parts))

@@ -1,35 +1,30 @@
 """A worker process for what may never end: a model's chat template, its tokenizer, a client's grammar.
 
-`worker_pool` starts this module, sends the tokenizer, then one job at a time. Both sides send JSON after its length in
-bytes. A job that exceeds its CPU time or memory ends this process and nothing else: templates and tokenizers come from
-model files, messages and schemas from clients, and neither is trusted. Torch is not imported, so that a new process
-starts quickly.
+`worker_pool` starts this module, sends the tokenizer, then one job at a time: templates and tokenizers come from model
+files, messages and schemas from clients, and neither is trusted. Torch is not imported, so that a new process starts
+quickly.
 """
 
 import contextlib
 import functools
-import json
 import os
 import signal
-import struct
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from whorl.engine.grammar_masks import native_tokenizer
 from whorl.engine.reply_parser import THINK
 from whorl.engine.tokenizer import Tokenizer
+from whorl.sandbox import START_SECONDS, Fence, read, write
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_LENGTH = struct.Struct("<Q")
 JOB_SECONDS, JOB_MEMORY = 10.0, 1 << 30  # by default: CPU time, and bytes of address space
 OVER_MEMORY = "it takes more memory than this server allows"
 _PROOF_TOKENS, _PROOF_SECONDS = 16, 0.5  # CPU time that the first tokens of an answer may take in the grammar
-_SETUP_SECONDS = 60  # CPU time to load a tokenizer: the vocabulary of a large model takes one or two seconds
 
 
 class RequestRefused(Exception):
@@ -38,25 +33,6 @@ class RequestRefused(Exception):
     def __init__(self, message: str, kind: str = "invalid") -> None:
         super().__init__(message)
         self.kind = kind
-
-
-def write(stream: IO[bytes], value: Any) -> None:
-    """Send a value as JSON after its length."""
-    data = json.dumps(value).encode()
-    stream.write(_LENGTH.pack(len(data)) + data)
-    stream.flush()
-
-
-def read(stream: IO[bytes]) -> Any:
-    """Receive a value as `write` sends it; raise EOFError when the other side has closed the pipe."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        raise EOFError
-    (size,) = _LENGTH.unpack(head)
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError
-    return json.loads(data)
 
 
 class Jobs:
@@ -174,43 +150,13 @@ def _check(matcher: "LLMatcher", label: str) -> None:
         raise RequestRefused(f"{label} cannot be followed: {reason}", "schema")
 
 
-class Limits:
-    """Resource limits of this process.
-
-    seconds: CPU time of one job. memory: bytes of address space beyond what is in use before the first job.
-    """
-
-    def __init__(self, seconds: float, memory: int) -> None:
-        import resource
-
-        self._resource, self._seconds, self._memory = resource, seconds, memory
-        self._set(resource.RLIMIT_CORE, 0)
-
-    def allow_seconds(self, seconds: float | None = None) -> None:
-        """Allow this much CPU time from now on; the kernel kills the process when it uses more."""
-        usage = self._resource.getrusage(self._resource.RUSAGE_SELF)
-        self._set(self._resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + (seconds or self._seconds)) + 1)
-
-    def allow_memory(self) -> None:
-        """Limit the address space, in the first call only: later calls have no effect."""
-        table = Path("/proc/self/statm")
-        if self._memory and table.exists():  # only Linux enforces this limit
-            used = int(table.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            self._set(self._resource.RLIMIT_AS, used + self._memory)
-        self._memory = 0
-
-    def _set(self, limit: int, value: int) -> None:
-        hard = self._resource.getrlimit(limit)[1]
-        self._resource.setrlimit(limit, (value if hard < 0 else min(value, hard), hard))
-
-
-def run_job(jobs: Jobs, limits: Limits, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def run_job(jobs: Jobs, fence: Fence, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Run a job; return its `value`, or why it was `refused` or `failed`."""
     try:
-        limits.allow_seconds(_SETUP_SECONDS)
+        fence.allow_seconds(START_SECONDS)
         jobs.warm_up(name)
-        limits.allow_memory()
-        limits.allow_seconds()
+        fence.limit_memory()
+        fence.allow_seconds()
         return {"value": getattr(jobs, name)(**arguments)}
     except RequestRefused as error:
         return {"refused": str(error), "kind": error.kind}
@@ -232,11 +178,11 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with contextlib.suppress(EOFError, BrokenPipeError):
         setup = read(source)
-        limits = Limits(setup["seconds"], setup["memory"])
-        limits.allow_seconds(_SETUP_SECONDS)
+        fence = Fence(setup["seconds"], setup["memory"])
+        fence.allow_seconds(START_SECONDS)
         jobs = Jobs(Tokenizer.from_state(setup["tokenizer"]), setup["vocab_size"])
         while True:
-            write(sink, run_job(jobs, limits, *read(source)))
+            write(sink, run_job(jobs, fence, *read(source)))
 
 
 if __name__ == "__main__":
