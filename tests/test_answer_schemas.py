@@ -8,7 +8,6 @@ import pytest
 from serving import Served, serving, told
 
 from whorl.serve import answer_schemas as answers
-from whorl.serve import turn_answers as turns
 
 CALL = '<think>hm</think><tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOOL = {"name": "weather", "parameters": {"type": "object"}}
@@ -35,12 +34,12 @@ CASES: dict[str, tuple[type[answers.Answer], list[dict[str, Any]]]] = {
         [{"prompt": ["a", "b"]}, {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}],
     ),
     "/v1/responses": (
-        turns.Response,
+        answers.Response,
         [{"input": "call", "tools": [{"type": "function", **TOOL}]}, {"input": "hi", "max_output_tokens": 3}],
     ),
-    "/v1/responses/input_tokens": (turns.InputTokens, [{"input": "hi"}]),
+    "/v1/responses/input_tokens": (answers.InputTokens, [{"input": "hi"}]),
     "/v1/messages": (
-        turns.MessageAnswer,
+        answers.MessageAnswer,
         [
             {
                 "messages": USER,
@@ -51,7 +50,7 @@ CASES: dict[str, tuple[type[answers.Answer], list[dict[str, Any]]]] = {
             {"messages": USER, "max_tokens": 3},
         ],
     ),
-    "/v1/messages/count_tokens": (turns.MessageTokens, [{"messages": USER}]),
+    "/v1/messages/count_tokens": (answers.MessageTokens, [{"messages": USER}]),
     "/inference/v1/generate": (
         answers.GeneratedIds,
         [{"token_ids": [64, 65], "sampling_params": {"max_tokens": 3, "logprobs": 1, "prompt_logprobs": 1}}],

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from whorl.cli import app
 from whorl.cluster import command
+from whorl.cluster.forwarded import BLOCK, MOST_BLOCKS, prompt_blocks
 from whorl.cluster.options import ClusterOptions
-from whorl.cluster.prompt_blocks import BLOCK, MOST_BLOCKS, prompt_blocks
 from whorl.cluster.ray_cluster import actor_options, deployment_options
 from whorl.cluster.routing import Routing
 from whorl.engine.settings import EngineSettings

@@ -17,8 +17,7 @@ from media_files import data_uri, png
 
 import whorl.media
 from whorl.media import Limits, MediaError
-from whorl.media.addresses import is_public
-from whorl.media.http_source import HttpSource, Target
+from whorl.media.http_source import HttpSource, Target, is_public
 from whorl.media.sources import Source, Sources
 
 LIMITS = Limits(max_bytes=100_000, max_frames=8, fetch_seconds=10.0)

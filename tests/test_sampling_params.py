@@ -18,7 +18,7 @@ from whorl.models.llama import Llama
 from whorl.serve import prepare
 from whorl.serve.message_schemas import MessagesRequest
 from whorl.serve.response_schemas import ResponsesRequest
-from whorl.serve.sampling_fields import SAMPLING
+from whorl.serve.schema_parts import SAMPLING
 from whorl.serve.schemas import ChatRequest, CompletionRequest
 from whorl.serve.token_generation import GenerateParams
 

@@ -33,8 +33,8 @@ async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def gate(**options: Any) -> TestClient:
-    limits: dict[str, Any] = {"max_body": 100, "body_seconds": 5.0, "keys": (), "allowed_hosts": ("localhost",)}
-    return TestClient(Gate(_answer, running=Running(), **limits | options), base_url="http://localhost:8000")
+    settings = ServerSettings(max_body=100, body_seconds=5.0, allowed_hosts=("localhost",), **options)
+    return TestClient(Gate(_answer, settings, running=Running()), base_url="http://localhost:8000")
 
 
 # ---- pages

@@ -27,6 +27,7 @@ from whorl.serve.api_error import ApiError
 from whorl.serve.body import BLOCK, Bodies, Body
 from whorl.serve.gate import Gate
 from whorl.serve.running import Running
+from whorl.serve.settings import ServerSettings
 
 PICTURE = "data:image/png;base64," + "iVBORw0KGgo/AAA+" * 1000
 JSON = {"Content-Type": "application/json"}
@@ -216,9 +217,7 @@ def test_many_large_bodies_at_once() -> None:
             await waiting.wait()
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
-        gate = Gate(
-            answer, running=Running(), keys=(), allowed_hosts=(), max_body=1 << 20, body_seconds=9, max_bodies=4 << 20
-        )
+        gate = Gate(answer, ServerSettings(max_body=1 << 20, body_seconds=9, max_bodies=4 << 20), running=Running())
 
         async def client() -> None:
             pieces = [b"x" * 50_000] * 20

@@ -22,8 +22,9 @@ from whorl.serve.connections import Listener, listen, most_connections
 from whorl.serve.gate import Gate
 from whorl.serve.hosts import hosts_for, is_loopback
 from whorl.serve.http_server import HttpServer
-from whorl.serve.log_limit import LogLimit
+from whorl.serve.request_log import LogLimit
 from whorl.serve.running import Running
+from whorl.serve.settings import ServerSettings
 
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -239,7 +240,7 @@ def test_a_client_that_does_not_read_is_given_up() -> None:
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    gate = Gate(app, running=Running(), keys=(), allowed_hosts=(), max_body=10, body_seconds=0.05)
+    gate = Gate(app, ServerSettings(max_body=10, body_seconds=0.05), running=Running())
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
     asyncio.run(asyncio.wait_for(gate(scope, receive, send), 20))
     assert closed == [True]

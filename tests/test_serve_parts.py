@@ -21,6 +21,7 @@ from whorl.serve.gate import Gate
 from whorl.serve.logprobs import TokenTexts, for_chat, for_completion
 from whorl.serve.metrics import Metrics
 from whorl.serve.running import Running
+from whorl.serve.settings import ServerSettings
 
 # ---- the gate
 
@@ -31,7 +32,7 @@ async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 def gate(app: Any = _answer, **options: Any) -> Gate:
     limits: dict[str, Any] = {"max_body": 100, "body_seconds": 5.0}
-    return Gate(app, running=Running(), keys=(), allowed_hosts=(), **limits | options)
+    return Gate(app, ServerSettings(**limits | options), running=Running())
 
 
 @pytest.mark.parametrize(("number", "is_kept"), [("a" * 128, True), ("a" * 129, False), ("", False)])

@@ -5,7 +5,6 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whorl.engine.drafting import DraftOptions
@@ -13,7 +12,7 @@ from whorl.engine.settings import EngineSettings
 from whorl.startup import starting
 
 from .options import AnswerOptions, ChatOptions, MediaOptions, SamplingOptions
-from .text_streams import as_argument, prepare_streams, read_stdin
+from .text_streams import as_argument, prepare_streams, read_file, read_stdin
 
 if TYPE_CHECKING:
     from whorl.engine.llm import LLM
@@ -100,8 +99,7 @@ def _session(options: Options) -> Callable[[], int]:
     from whorl.engine.tokenizer import Tokenizer
 
     from .attachments import Attachments
-    from .bounded import BoundedPrompts
-    from .conversation import Conversation
+    from .conversation import BoundedPrompts, Conversation
     from .loop import Chat
     from .schema import grammar_masks, read_schema
     from .terminal import Screen
@@ -236,9 +234,4 @@ def read_prompt(prompt: str | None, file: str | None, *, or_pipe: bool = False) 
         return as_argument(prompt, "--prompt")
     if file == "-":
         return read_stdin()
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--prompt-file {file}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt-file {file}: is not UTF-8 text: {error}") from error
+    return read_file(file, f"--prompt-file {file}")

@@ -5,7 +5,6 @@ import sys
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TextIO
 
 from whorl.engine.output import shown_progress
@@ -14,7 +13,7 @@ from whorl.engine.sequence import FinishReason, SamplingParams, Sequence
 from .attachments import Attachment
 from .conversation import Conversation
 from .terminal import stop_request
-from .text_streams import as_text, read_stdin
+from .text_streams import as_text, read_file, read_stdin
 
 
 @dataclass(slots=True)
@@ -32,7 +31,7 @@ def read_prompts(file: str) -> list[PromptAnswers]:
 
     file: `-` is standard input. Raises ValueError, which names the invalid line.
     """
-    lines = read_stdin() if file == "-" else _text(file)
+    lines = read_stdin() if file == "-" else read_file(file, f"--prompts {file}")
     is_json = file.endswith(".jsonl")
     numbered = enumerate(lines.split("\n"), 1)  # not splitlines(), which splits at other characters too
     prompts = [
@@ -43,15 +42,6 @@ def read_prompts(file: str) -> list[PromptAnswers]:
     if not prompts:
         raise ValueError(f"--prompts {file}: has no prompts")
     return prompts
-
-
-def _text(file: str) -> str:
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8", errors="strict")
-    except OSError as error:
-        raise ValueError(f"--prompts {file}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts {file}: is not UTF-8 text: {error}") from error
 
 
 def _parse_line(line: str, where: str) -> PromptAnswers:

@@ -3,10 +3,11 @@
 import importlib.util
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.extras import how_to_install
+
+from .text_streams import read_file
 
 if TYPE_CHECKING:
     from whorl.engine.grammar_masks import Allow
@@ -20,12 +21,7 @@ def read_schema(schema: str) -> dict[str, Any]:
     text, where = schema, "--schema"
     if not schema.lstrip().startswith("{"):
         where = f"--schema {schema}"
-        try:
-            text = Path(schema).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"{where}: cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: is not UTF-8 text: {error}") from error
+        text = read_file(schema, where)
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:

@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -42,6 +43,16 @@ def as_argument(text: str | None, label: str) -> str | None:
     except UnicodeEncodeError:
         return as_text(os.fsencode(text).decode("utf-8", "surrogateescape"), label)
     return text
+
+
+def read_file(file: str, label: str) -> str:
+    """Return the text of a file; raise ValueError, which begins with the label, when it cannot be read."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{label}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{label}: is not UTF-8 text: {error}") from error
 
 
 def read_stdin() -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
 from whorl.serve import openai
-from whorl.serve.address import check_address
+from whorl.serve.hosts import check_address
 
 from .options import ClusterOptions
 from .ray_cluster import RayCluster, need_ray
@@ -55,33 +55,21 @@ def build_server(
 
 
 def _serve(cluster: RayCluster, settings: "ServerSettings", options: ClusterOptions) -> int:
-    from whorl.serve.connections import listen
-    from whorl.serve.hosts import is_loopback
     from whorl.serve.http_server import HttpServer
-    from whorl.serve.log_limit import limit_logs
-    from whorl.serve.request_log import FORMAT, add_request_ids
+    from whorl.serve.request_log import begin_log
 
     from .endpoint import Endpoint
 
-    logging.basicConfig(level=logging.INFO, format=FORMAT)
-    host = settings.host
-    if not is_loopback(host) and not settings.keys:
-        _LOG.warning(
-            "%s can be reached from other machines and there is no --api-key or --api-key-file: anybody may use it",
-            host,
-        )
+    begin_log(settings)
     _LOG.info("starting replicas of %s: %d", settings.names[0], options.start_with)
     try:
         cluster.start()
         endpoint: Any = Endpoint(cluster, settings, cluster.routing)
-        server = HttpServer(endpoint, access_log=False, log_config=None, lifespan="off")
-        limit_logs()
-        add_request_ids()
-        listeners = listen(host, settings.port)
-        root = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}"
-        _LOG.info("ready: serving %s at %s/v1, with a page to talk to it at %s/", settings.names[0], root, root)
+        server = HttpServer(endpoint, lifespan="off")
+        server.listen()
+        server.log_ready()
         with _replacing_on_hangup(cluster):
-            server.run(sockets=list(listeners))
+            server.run(sockets=server.listeners)
         return server.exit_code
     finally:
         cluster.stop()

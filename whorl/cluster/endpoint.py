@@ -19,13 +19,11 @@ from whorl.serve.dialects import REQUEST_ID
 from whorl.serve.engine_thread import EngineError
 from whorl.serve.gate import KEY_INDEX, Cors, Gate
 from whorl.serve.key_limits import KeyUse
-from whorl.serve.openai import WITH_MEDIA
 from whorl.serve.running import Running
 from whorl.serve.schema_parts import MAX_IDS
 from whorl.serve.settings import ServerSettings
 
-from .forwarded import END, ForwardedRequest, Message, ReplicaLost, Replicas, forwarded_headers
-from .prompt_blocks import prompt_blocks
+from .forwarded import END, ForwardedRequest, Message, ReplicaLost, Replicas, forwarded_headers, prompt_blocks
 from .routing import Routing
 
 _LOG = logging.getLogger("whorl.serve")
@@ -52,20 +50,14 @@ class Endpoint:
         self.state = SimpleNamespace(service=self)
         self._app: ASGIApp = Gate(
             self._answer,
+            settings,
             running=self.running,
-            keys=settings.keys,
-            allowed_hosts=settings.allowed_hosts,
-            origins=settings.origins,
             uses=self.uses,
-            max_body=settings.max_body,
-            max_bodies=settings.max_bodies,
             max_values=MAX_IDS,  # a replica knows how many its model takes
-            body_seconds=settings.body_seconds,
-            larger=dict.fromkeys(WITH_MEDIA, settings.max_media_body),  # a text-only model refuses media itself
+            takes_media=True,  # a text-only model refuses media itself
         )
         if settings.origins:
-            origins = list(settings.origins)
-            self._app = Cors(self._app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+            self._app = Cors(self._app, settings.origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
@@ -232,8 +224,3 @@ def merge_metrics(replica_metrics: Iterable[tuple[str, str]]) -> list[str]:
                 all_labels = f'replica="{name}"' + (f",{labels}" if labels else "")
                 samples.setdefault(family, []).append(f"{metric}{{{all_labels}}} {value}")
     return [line for family in heads for line in (*heads[family], *samples.get(family, ()))]
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -12,9 +12,8 @@ from whorl.extras import how_to_install
 from whorl.serve.engine_thread import QueueFull
 from whorl.serve.settings import ServerSettings
 
-from .forwarded import ForwardedRequest, Message, ReplicaLost
+from .forwarded import BLOCK, ForwardedRequest, Message, ReplicaLost
 from .options import ClusterOptions
-from .prompt_blocks import BLOCK
 from .replica import Replica
 from .routing import Routing, share
 
@@ -106,7 +105,7 @@ def _bind_grpc_port_to_loopback() -> None:
 
 
 class RayCluster:
-    """Implements `asked.Replicas` on Ray.
+    """Implements `forwarded.Replicas` on Ray.
 
     make: builds the application of one replica; Ray pickles it and calls it in the replica's process.
     """

@@ -6,6 +6,7 @@ and the connection goes to the address that was checked. Proxies from the enviro
 
 import contextlib
 import http.client
+import ipaddress
 import logging
 import re
 import socket
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .addresses import is_public
 from .errors import MediaError
 
 _LOG = logging.getLogger("whorl.media")
@@ -28,6 +28,8 @@ _PIECE = 64 << 10
 _MAX_URL = 8192
 _HEADERS = {"Accept": "image/png, image/jpeg, image/webp, video/mp4, video/webm", "Accept-Encoding": "identity"}
 _HEADERS |= {"User-Agent": "whorl", "Connection": "close"}
+_UNICAST = ipaddress.IPv6Network("2000::/3")  # excludes IPv4-mapped, IPv4-compatible and translated addresses
+_TUNNELS = [ipaddress.IPv6Network(text) for text in ("2002::/16", "2001::/32")]  # 6to4, Teredo: they embed an IPv4 one
 NOT_FETCHED = "it could not be fetched"
 
 Resolve = Callable[[str, int], Sequence[str]]
@@ -67,6 +69,20 @@ def resolve(host: str, port: int) -> list[str]:
 def connect(address: str, port: int, seconds: float) -> socket.socket:
     """Connect to an address. seconds: to connect, and later for each single read or write."""
     return socket.create_connection((address, port), timeout=seconds)
+
+
+def is_public(text: str) -> bool:
+    """Return whether a text is a public unicast address: not private, loopback, link-local, multicast or reserved, and
+    not one that embeds another address."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address) and (
+        address not in _UNICAST or any(address in network for network in _TUNNELS)
+    ):
+        return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
 
 
 class HttpSource:

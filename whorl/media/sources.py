@@ -41,16 +41,8 @@ class Source:
 class Sources:
     """Reads media. hosts, folder: what may be read beside data: URIs. Raises ValueError if they are invalid."""
 
-    def __init__(
-        self,
-        limits: Limits | None = None,
-        *,
-        hosts: Sequence[str] = (),
-        folder: str | Path | None = None,
-        http: HttpSource | None = None,
-    ) -> None:
-        self._limits = limits or Limits()
-        self._http = http or HttpSource(hosts)
+    def __init__(self, limits: Limits, *, hosts: Sequence[str] = (), folder: str | Path | None = None) -> None:
+        self._limits, self._http = limits, HttpSource(hosts)
         path = None if folder is None else Path(folder).expanduser().absolute()
         self._folder = None if path is None else path.resolve()
         # The folder's path as it was written and with its links resolved: a URL may use either.

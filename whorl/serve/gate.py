@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,15 @@ from .running import CURRENT_CLIENT, Running, client_name, while_connected
 
 if TYPE_CHECKING:
     from .key_limits import KeyUse
+    from .settings import ServerSettings
 
 # Paths that need no API key: probes and scrapers have none, nor have readers; the page is where people enter theirs.
 _OPEN = ("/health", "/metrics", "/", "/docs", "/openapi.json")
+# Paths whose messages may contain pictures.
+_WITH_MEDIA = (
+    *("/v1/chat/completions", "/tokenize", "/v1/responses", "/v1/responses/input_tokens"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
+)
 # Exceptions that stop a task or the program; they are passed on. Every other one becomes an error response, including
 # a panic of a Rust library, which is a BaseException but not an Exception.
 STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
@@ -40,25 +46,21 @@ class Gate:
     def __init__(
         self,
         app: ASGIApp,
+        settings: "ServerSettings",
         *,
         running: Running,
-        keys: Sequence[str],
-        allowed_hosts: Sequence[str],
-        max_body: int,
-        body_seconds: float,
-        origins: Sequence[str] = (),
-        larger: Mapping[str, int] | None = None,
         uses: "Sequence[KeyUse]" = (),
-        max_bodies: int = 512 << 20,
         max_values: int = MAX_VALUES,
+        takes_media: bool = False,
     ) -> None:
-        """max_body: in bytes. larger: paths with a larger limit, in bytes, for the sake of pictures. uses: the rate
-        limits of the keys, in their order; (): no limits. max_bodies: of all requests in progress together.
-        max_values: numbers, texts and the like of one body."""
-        self.app, self.running, self.max_body, self.body_seconds = app, running, max_body, body_seconds
-        self._bodies = Bodies(max_bodies, max_values)
-        self._larger, self._uses, self._origins = larger or {}, uses, origins
-        self._keys, self._allowed_hosts = [key.encode() for key in keys], allowed_hosts
+        """uses: the rate limits of the keys, in their order; (): no limits. max_values: numbers, texts and the like of
+        one body. takes_media: bodies of some paths may be larger, for the sake of pictures."""
+        self.app, self.running = app, running
+        self.max_body, self.body_seconds = settings.max_body, settings.body_seconds
+        self._bodies = Bodies(settings.max_bodies, max_values)
+        self._larger = dict.fromkeys(_WITH_MEDIA if takes_media else (), settings.max_media_body)
+        self._uses, self._origins = uses, settings.origins
+        self._keys, self._allowed_hosts = [key.encode() for key in settings.keys], settings.allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -205,7 +207,10 @@ class _Answer:
 
 
 class Cors(CORSMiddleware):
-    """Starlette's CORS middleware, with errors in OpenAI's form."""
+    """Starlette's CORS middleware for pages of these origins, with errors in OpenAI's form."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        super().__init__(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)

@@ -1,4 +1,4 @@
-"""Checks of the headers Host, Origin and Sec-Fetch-Site: protection from foreign web pages.
+"""Checks of the address of a server, and of the headers Host, Origin and Sec-Fetch-Site that a foreign page sends.
 
 A foreign web page may let its domain resolve to this machine (DNS rebinding) and then send requests as if it came from
 here; such requests carry its domain in Host. And any page may send requests to a server that its reader can reach: the
@@ -7,6 +7,7 @@ browser withholds the answer, but only after the work is done. Such requests sho
 
 import ipaddress
 import re
+import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -16,6 +17,17 @@ if TYPE_CHECKING:  # settings import this module, and must do so without the ser
 
 ANY = "*"
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]@]+))(?::[0-9]*)?")  # an address in brackets or a name, and a port
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise ValueError when the port cannot be bound on every address of the host."""
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+    except OSError as error:
+        raise ValueError(f"serve: cannot listen on {host}, port {port}: {error.strerror}") from error
 
 
 def is_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import threading
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from .connections import Connections
+from .connections import Connections, listen
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+_LOG = logging.getLogger("whorl.serve")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SWEEP = 5  # how often idle connections are closed, in uvicorn's ticks of 0.1 seconds
 _GRACE = 5  # seconds to write errors to requests whose time is up, before connections are aborted
@@ -25,17 +27,35 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: "FastAPI", **options: Any) -> None:
         self._service = app.state.service
-        settings = self._service.settings
+        self._settings = settings = self._service.settings
+        self.listeners: list[socket.socket] = []
         self._drain = settings.drain_seconds
         self.connections = Connections(most=settings.max_connections, head_seconds=settings.head_seconds)
+        # The gate writes one line for each request, with its id; what uvicorn logs looks as everything else does.
         # No WebSockets: an upgraded connection would bypass every check of requests.
-        options |= {"ws": "none", "timeout_graceful_shutdown": round(self._drain) + _GRACE}
+        options |= {"access_log": False, "log_config": None, "ws": "none"}
+        options["timeout_graceful_shutdown"] = round(self._drain) + _GRACE
         super().__init__(uvicorn.Config(app, http=self.connections.protocol(), **options))
 
     @property
     def exit_code(self) -> int:
         """0: every request was answered in full; 1: some were cut off after `drain_seconds`; 130: Ctrl-C came twice."""
         return 130 if self.force_exit else int(self._service.running.num_ended > 0)
+
+    def listen(self) -> None:
+        """Listen on the address of the settings, with `listeners`."""
+        self.listeners += listen(self._settings.host, self._settings.port)
+
+    @property
+    def root(self) -> str:
+        """The address of the page; `listen` has chosen its port."""
+        host = self._settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.listeners[0].getsockname()[1]}"
+
+    def log_ready(self) -> None:
+        """Log where clients and readers find the server."""
+        name, root = self._settings.names[0], self.root
+        _LOG.info("ready: serving %s at %s/v1, with a page to talk to it at %s/", name, root, root)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _SWEEP == 0:

@@ -2,11 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from .refused_fields import RefusedMessages
-from .sampling_fields import SamplingFields
-from .schema_parts import MAX_PARTS, Lenient, Stop, Strict
+from .schema_parts import MAX_PARTS, Lenient, SamplingFields, Stop, Strict, few_parts
 
 _MEDIA = Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
 
@@ -108,16 +107,6 @@ class Message(Lenient):
     content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 
-def _has_few_blocks(messages: Any) -> Any:
-    """Count messages and blocks before they are validated, as `schema_parts._has_few_parts` does."""
-    if isinstance(messages, list):
-        inner = [message.get("content") for message in messages if isinstance(message, dict)]
-        count = len(messages) + sum(len(blocks) for blocks in inner if isinstance(blocks, list))
-        if count > MAX_PARTS:
-            raise ValueError(f"has {count} messages and blocks; up to {MAX_PARTS} are allowed")
-    return messages
-
-
 # ---- tools, thinking, format
 
 
@@ -159,7 +148,9 @@ class CountRequest(Strict):
 
     model: str
     messages: Annotated[
-        list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS), BeforeValidator(_has_few_blocks)
+        list[Message],
+        Field(fail_fast=True, min_length=1, max_length=MAX_PARTS),
+        few_parts(("content",), "messages and blocks"),
     ]
     system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
     tools: Annotated[list[CustomTool], Field(fail_fast=True, max_length=1024)] | None = None

@@ -23,7 +23,7 @@ from .message_schemas import (
     ToolUseBlock,
 )
 from .replies import Run
-from .sampling_fields import SAMPLING
+from .schema_parts import SAMPLING
 from .schemas import ChatRequest
 from .turns import Event, Kind, Section, TurnReply
 

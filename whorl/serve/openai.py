@@ -18,7 +18,7 @@ from whorl.engine.settings import EngineSettings
 from whorl.extras import how_to_install
 from whorl.startup import starting
 
-from .address import check_address
+from .hosts import check_address, hosts_for
 from .settings import ServerSettings, names_for
 
 if TYPE_CHECKING:
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from whorl.media import Processor
 
 _LOG = logging.getLogger("whorl.serve")
-# Routes whose messages may contain pictures.
-WITH_MEDIA = (
-    *("/v1/chat/completions", "/tokenize", "/v1/responses", "/v1/responses/input_tokens"),
-    *("/v1/messages", "/v1/messages/count_tokens"),
-)
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
@@ -107,20 +102,14 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
     app.add_exception_handler(HTTPException, on_http)
     app.add_middleware(
         Gate,
+        settings=settings,
         running=service.running,
-        keys=settings.keys,
-        allowed_hosts=settings.allowed_hosts,
-        origins=settings.origins,
         uses=service.uses,
-        max_body=settings.max_body,
-        max_bodies=settings.max_bodies,
         max_values=max(MAX_VALUES, 2 * llm.max_model_len),  # a prompt of token ids as long as the context
-        body_seconds=settings.body_seconds,
-        larger=None if processor is None else dict.fromkeys(WITH_MEDIA, settings.max_media_body),
+        takes_media=processor is not None,
     )
     if settings.origins:
-        names = list(settings.origins)
-        app.add_middleware(Cors, allow_origins=names, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(Cors, origins=settings.origins)
     return app
 
 
@@ -175,7 +164,6 @@ def settings_for(
     settings: other fields of `ServerSettings`.
     """
     need_extra()
-    from .hosts import hosts_for
     from .key_limits import read_keys
 
     return ServerSettings(
@@ -230,38 +218,23 @@ def run(model: str | Path | None = None, engine: EngineSettings | None = None, *
 def _serve(app: "FastAPI", settings: ServerSettings) -> int:
     from whorl.engine.heap import keep_objects
 
-    from .connections import listen
-    from .hosts import is_loopback
     from .http_server import HttpServer
-    from .log_limit import limit_logs
-    from .request_log import FORMAT, add_request_ids
+    from .request_log import begin_log
 
-    logging.basicConfig(level=logging.INFO, format=FORMAT)
-    # The gate writes one line for each request, with its id; what uvicorn logs looks as everything else does.
-    server = HttpServer(app, access_log=False, log_config=None)
-    limit_logs()
-    add_request_ids()
+    begin_log(settings)
+    server = HttpServer(app)
     engine = app.state.service.engine
 
     def end() -> None:
         server.should_exit = True
 
     engine.on_failure = end
-    host = settings.host
-    if not is_loopback(host) and not settings.keys:
-        _LOG.warning(
-            "%s can be reached from other machines and there is no --api-key or --api-key-file: anybody may use it",
-            host,
-        )
-    listeners = listen(host, settings.port)
-    root = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}"
-    where = f"{root}/v1"
+    server.listen()
     if (kind := app.state.service.warmup) != "off":
-        _LOG.info("warming up (%s): %s answers 503 until it is ready", kind, where)
-    ready = f"ready: serving {settings.names[0]} at {where}, with a page to talk to it at {root}/"
+        _LOG.info("warming up (%s): %s/v1 answers 503 until it is ready", kind, server.root)
     engine.readiness.on_warm = keep_objects
-    engine.readiness.on_ready = lambda: _LOG.info(ready)
-    server.run(sockets=list(listeners))
+    engine.readiness.on_ready = server.log_ready
+    server.run(sockets=server.listeners)
     if engine.failure is not None:
         raise RuntimeError(f"serve: the engine failed: {engine.failure}") from engine.failure
     return server.exit_code

@@ -1,5 +1,6 @@
 """Turns a validated request into token ids and sampling parameters for the engine."""
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,8 @@ from .api_error import ApiError
 from .grammar import Grammar, Grammars
 from .media_intake import MediaIntake, media_parts
 from .parsers import AUTO, choose_form, separates_thinking
-from .sampling_fields import sampling_values
-from .schema_parts import MAX_IDS, ChatMessage, Tool
+from .schema_parts import MAX_IDS, ChatMessage, Part, TextPart, Tool, sampling_values
 from .schemas import ChatRequest, CompletionRequest, Sampling
-from .template_messages import template_message
 from .tools import call_grammar
 from .worker_pool import Worker, WorkerPool
 
@@ -205,7 +204,7 @@ class Preparer:
         def work(worker: Worker) -> dict[str, Any]:
             return worker.ask(
                 "render",
-                messages=[template_message(message) for message in messages],
+                messages=[_template_message(message) for message in messages],
                 tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 variables=variables,
@@ -331,3 +330,31 @@ class Preparer:
 
 def _prompt_list(prompt: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def _content(parts: Sequence[Part]) -> str | list[dict[str, str]]:
+    """Join the parts if all are text; templates of vision models take the parts one by one."""
+    if all(isinstance(part, TextPart) for part in parts):
+        return "".join(part.text for part in parts if isinstance(part, TextPart))
+    return [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.type.removesuffix("_url")}
+        for part in parts
+    ]
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """Convert a message: content becomes text or parts, the arguments of calls become objects.
+
+    Raises ApiError 400 when the arguments are not JSON.
+    """
+    converted = message.model_dump(exclude_none=True, exclude={"content", "refusal"})
+    content = message.content
+    converted["content"] = _content(content) if isinstance(content, list) else content or ""
+    for call in converted.get("tool_calls", ()):
+        function = call["function"]
+        if isinstance(function["arguments"], str):
+            try:
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            except json.JSONDecodeError:
+                raise ApiError(400, f"messages: the arguments of {function['name']!r} are not JSON") from None
+    return converted

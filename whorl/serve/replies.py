@@ -14,10 +14,9 @@ from whorl.engine.reply_parser import Parts, ReplyParser
 from whorl.engine.sequence import Logprob, Sequence
 
 from .engine_thread import Job, StepOutput
-from .logprobs import TokenTexts, for_chat, for_completion
+from .logprobs import DetailWriter, TokenTexts, for_chat, for_completion
 from .prepare import Prepared
 from .schemas import ChatRequest, CompletionRequest, Sampling
-from .token_details import DetailWriter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

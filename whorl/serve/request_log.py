@@ -1,14 +1,19 @@
-"""The access log, one line for each request, and the request id in every other line that is logged for it."""
+"""The server's log: one access line for each request, its id in every other line, and limits on repeated messages."""
 
 import logging
-from collections.abc import Iterable
+import threading
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from starlette.types import Scope
 
+from .hosts import is_loopback
+from .settings import ServerSettings
+
+_LOG = logging.getLogger("whorl.serve")
 ACCESS = logging.getLogger("whorl.serve.access")
-FORMAT = "%(asctime)s %(levelname)s: %(message)s"  # of the whole log
+_FILTERED = ("uvicorn.error", "asyncio", "whorl.serve")  # loggers; the access log is not limited
 _POLLED = ("/page/stats", "/health", "/metrics")
 _OK = 200
 _LONGEST_REASON = 300
@@ -55,8 +60,39 @@ class RequestIdFilter(logging.Filter):
         return True
 
 
-def add_request_ids(names: Iterable[str] = ("uvicorn.error", "asyncio", "whorl.serve")) -> None:
-    """Add the filter to these loggers."""
-    request_ids = RequestIdFilter()
-    for name in names:
-        logging.getLogger(name).addFilter(request_ids)
+class LogLimit(logging.Filter):
+    """Lets `most` messages of each log statement pass in `seconds`; the next one says how many were left out.
+
+    So clients cannot fill the disk through the log.
+    """
+
+    def __init__(self, *, most: int = 10, seconds: float = 10.0) -> None:
+        super().__init__()
+        self._most, self._seconds = most, seconds
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, int], tuple[float, int]] = {}  # start of the period, messages in it
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place = record.pathname, record.lineno
+        with self._lock:
+            started, count = self._counts.get(place, (-self._seconds, 0))
+            is_over = time.monotonic() - started >= self._seconds
+            self._counts[place] = (time.monotonic(), 1) if is_over else (started, count + 1)
+        if is_over and count > self._most:
+            record.msg = f"{record.getMessage()} ({count - self._most} more like this were left out)"
+            record.args = ()
+        return is_over or count < self._most
+
+
+def begin_log(settings: ServerSettings) -> None:
+    """Set up the log of a server, and warn when anybody may use it."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s: %(message)s")
+    filters = (LogLimit(), RequestIdFilter())
+    for name in _FILTERED:
+        for each in filters:
+            logging.getLogger(name).addFilter(each)
+    if not is_loopback(settings.host) and not settings.keys:
+        _LOG.warning(
+            "%s can be reached from other machines and there is no --api-key or --api-key-file: anybody may use it",
+            settings.host,
+        )

@@ -2,11 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from .refused_fields import Refused, RefusedResponses
-from .sampling_fields import SamplingFields
-from .schema_parts import MAX_PARTS, Lenient, Priority, StreamOptions, Strict
+from .schema_parts import Lenient, Priority, SamplingFields, StreamOptions, Strict, few_parts
 from .schemas import MAX_TOP_LOGPROBS, Stop
 from .structured import Guided
 
@@ -110,19 +109,9 @@ AnyItem = Annotated[
 ]
 
 
-def _has_few_parts(items: Any) -> Any:
-    """Count items and parts before they are validated, as `schema_parts._has_few_parts` does for messages."""
-    if isinstance(items, list):
-        inner = [item.get(name) for item in items if isinstance(item, dict) for name in ("content", "output")]
-        count = len(items) + sum(len(parts) for parts in inner if isinstance(parts, list))
-        if count > MAX_PARTS:
-            raise ValueError(f"has {count} items and parts; up to {MAX_PARTS} are allowed")
-    return items
-
-
 Input = Annotated[
     str | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1)],
-    BeforeValidator(_has_few_parts),
+    few_parts(("content", "output"), "items and parts"),
 ]
 
 

@@ -24,7 +24,7 @@ from .response_schemas import (
     TextFormat,
     TokensRequest,
 )
-from .sampling_fields import SAMPLING
+from .schema_parts import SAMPLING
 from .schemas import ChatRequest
 from .structured import Guided
 from .turns import Event, Kind, Section, TurnReply

@@ -1,15 +1,17 @@
-"""The routes of the server, and what /openapi.json says about them."""
+"""The routes of the server, what /openapi.json says about them, and the page at /docs that is written from that."""
 
+import json
+from collections.abc import Iterator, Mapping
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import HTMLResponse
 
 from . import answer_schemas as answers
-from . import turn_answers as turns
 from .embeddings import EmbeddingsApi
 from .message_schemas import MessagesError
 from .messages import MessagesApi
-from .reference import reference
+from .refused_fields import REFUSED
 from .responses import ResponsesApi
 from .schemas import ErrorResponse
 from .token_generation import TokensApi
@@ -18,6 +20,13 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from .service import Service
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;width:100%}td{border-top:1px solid #8884;padding:.2rem .6rem .2rem 0;"
+    "vertical-align:top}code{font:13px ui-monospace,monospace}@media(prefers-color-scheme:dark)"
+    "{body{background:#16181d;color:#ddd}a{color:#8ab4f8}}"
+)
 
 
 def add_routes(app: "FastAPI", service: "Service") -> None:
@@ -34,10 +43,10 @@ def add_routes(app: "FastAPI", service: "Service") -> None:
     for path, method, function, answer, refusals in (
         ("/v1/chat/completions", "POST", service.chat_completions, _streamed(answers.ChatCompletion), usual),
         ("/v1/completions", "POST", service.completions, _streamed(answers.Completion), usual),
-        ("/v1/responses", "POST", responses.create, _streamed(turns.Response), usual),
-        ("/v1/responses/input_tokens", "POST", responses.input_tokens, {"model": turns.InputTokens}, usual),
-        ("/v1/messages", "POST", messages.create, _streamed(turns.MessageAnswer), anthropic),
-        ("/v1/messages/count_tokens", "POST", messages.count_tokens, {"model": turns.MessageTokens}, anthropic),
+        ("/v1/responses", "POST", responses.create, _streamed(answers.Response), usual),
+        ("/v1/responses/input_tokens", "POST", responses.input_tokens, {"model": answers.InputTokens}, usual),
+        ("/v1/messages", "POST", messages.create, _streamed(answers.MessageAnswer), anthropic),
+        ("/v1/messages/count_tokens", "POST", messages.count_tokens, {"model": answers.MessageTokens}, anthropic),
         ("/v1/embeddings", "POST", embeddings.create, {"model": answers.Embeddings}, usual),
         ("/inference/v1/generate", "POST", TokensApi(service).generate, _streamed(answers.GeneratedIds), usual),
         ("/v1/models", "GET", service.models, {"model": answers.ModelList}, usual),
@@ -58,3 +67,51 @@ def _streamed(model: Any) -> dict[str, Any]:
     lines = {"event": {"type": "string"}, "data": {"type": "string"}}
     event = {"type": "object", "properties": lines, "required": ["data"]}
     return {"model": model, "content": {"text/event-stream": {"schema": event}}}
+
+
+def reference(openapi: Mapping[str, Any]) -> str:
+    """Return the page for an OpenAPI document: every endpoint and the fields of its requests. It loads nothing."""
+    schemas = openapi["components"]["schemas"]
+    title = escape(f"{openapi['info']['title']} {openapi['info']['version']}")
+    parts = [
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>",
+        f'<h1>{title}</h1><p>The same for programs: <a href="openapi.json">openapi.json</a>',
+    ]
+    for path, methods in openapi["paths"].items():
+        for method, about in methods.items():
+            parts.append(
+                f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(about.get('description', ''))}"
+            )
+            body = about.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+            if body is not None:
+                parts += ["<table>", *_rows(schemas[_name(body)]), "</table>"]
+    return "\n".join(parts)
+
+
+def _rows(schema: Mapping[str, Any]) -> Iterator[str]:
+    required = schema.get("required", ())
+    fields = schema["properties"].items()
+    for name, field in sorted(fields, key=lambda field: field[1].get("description", "").startswith(REFUSED)):
+        note = (
+            "required" if name in required else f"default {json.dumps(field['default'])}" if "default" in field else ""
+        )
+        cells = (f"<code>{escape(name)}</code>", *map(escape, (_kind(field), note, field.get("description", ""))))
+        yield "<tr><td>" + "<td>".join(cells)
+
+
+def _kind(field: Mapping[str, Any]) -> str:
+    """Name the values that a field takes."""
+    if "$ref" in field:
+        return _name(field)
+    if (values := field.get("enum", [field["const"]] if "const" in field else None)) is not None:
+        return " or ".join(map(json.dumps, values))
+    for several in ("anyOf", "oneOf"):
+        if several in field:
+            return " or ".join(dict.fromkeys(map(_kind, field[several])))
+    if field.get("type") == "array":
+        return f"list of {_kind(field.get('items', {}))}"
+    return str(field.get("type", "any"))
+
+
+def _name(reference: Mapping[str, Any]) -> str:
+    return str(reference["$ref"]).rpartition("/")[2]

@@ -1,7 +1,7 @@
-"""Parts of request schemas: numbers, messages, tools, formats. A field that is not declared is refused by name."""
+"""Parts of request schemas: numbers, messages, tools, formats, sampling. Undeclared fields are refused by name."""
 
 import functools
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -10,8 +10,11 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    create_model,
     model_validator,
 )
+
+from whorl.engine.sampling_params import PARAMETERS, Parameter
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Priority = Annotated[
@@ -208,19 +211,55 @@ class ResponseFormat(Strict):
         return self
 
 
-def _has_few_parts(messages: Any) -> Any:
-    """Count messages, parts and calls before they are validated: each takes a few microseconds to validate."""
-    outer = messages if isinstance(messages, list) else []
-    inner = [message.get(name) for message in outer if isinstance(message, dict) for name in ("content", "tool_calls")]
-    count = len(outer) + sum(len(parts) for parts in inner if isinstance(parts, list))
-    if count > MAX_PARTS:
-        raise ValueError(f"has {count} messages, parts and calls; up to {MAX_PARTS} are allowed")
-    return messages
+def few_parts(fields: tuple[str, ...], things: str) -> BeforeValidator:
+    """Count entries and their parts before they are validated: each takes a few microseconds to validate.
+
+    fields: of an entry, whose lists are counted. things: what is counted, for the error.
+    """
+
+    def check(entries: Any) -> Any:
+        outer = entries if isinstance(entries, list) else []
+        inner = [entry.get(name) for entry in outer if isinstance(entry, dict) for name in fields]
+        count = len(outer) + sum(len(parts) for parts in inner if isinstance(parts, list))
+        if count > MAX_PARTS:
+            raise ValueError(f"has {count} {things}; up to {MAX_PARTS} are allowed")
+        return entries
+
+    return BeforeValidator(check)
 
 
 Messages = Annotated[
     list[ChatMessage],
     Field(fail_fast=True, min_length=1, max_length=MAX_PARTS),
-    BeforeValidator(_has_few_parts),
+    few_parts(("content", "tool_calls"), "messages, parts and calls"),
 ]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=1024)]
+
+
+# ---- sampling parameters: every API that generates has them, under the parameters' own names
+
+SAMPLING = tuple(name for name, (_, declared) in PARAMETERS.items() if declared.is_in_apis)
+
+
+def _field(hint: Any, declared: Parameter) -> tuple[Any, Any]:
+    """Return the annotation and the default of a parameter's field; null means the model's recommendation."""
+    kind = int if int in (hint, *get_args(hint)) else float
+    least, most = declared.api_bounds
+    bounds: dict[str, Any] = {"ge": least, "gt": declared.above, "le": most}
+    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
+    return Annotated[kind, Field(**bounds)] | None, Field(None, description=declared.text)
+
+
+if TYPE_CHECKING:
+
+    class SamplingFields(Strict):
+        """Whose fields only the table of parameters knows."""
+
+else:
+    fields = {name: _field(*PARAMETERS[name]) for name in SAMPLING}
+    SamplingFields = create_model("SamplingFields", __base__=Strict, __module__=__name__, **fields)
+
+
+def sampling_values(request: SamplingFields) -> dict[str, Any]:
+    """Return the fields that a request sets."""
+    return {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}

@@ -14,7 +14,6 @@ from pydantic import (
 )
 
 from .refused_fields import Refused, RefusedChat, RefusedCompletion, RefusedSampling
-from .sampling_fields import SamplingFields
 from .schema_parts import (
     MAX_IDS,
     Count,
@@ -23,6 +22,7 @@ from .schema_parts import (
     NamedTool,
     Priority,
     ResponseFormat,
+    SamplingFields,
     Stop,
     StreamOptions,
     Strict,

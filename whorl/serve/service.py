@@ -3,23 +3,24 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from whorl import __version__
 from whorl.engine.reply_parser import END_THINK
 from whorl.engine.warmup import Kind, WarmUp, kind_for, shown
 
 from .api_error import ApiError
-from .dialects import REQUEST_ID
+from .dialects import REQUEST_ID, dialect_for, last_event
 from .engine_thread import EngineThread
-from .gate import KEY_INDEX
+from .gate import KEY_INDEX, STEERING
 from .key_limits import KeyUse
-from .logprobs import TokenTexts
+from .logprobs import DetailWriter, TokenTexts
 from .media_intake import MediaIntake
 from .metrics import Metrics
 from .prepare import Prepared, Preparer
@@ -29,8 +30,6 @@ from .running import CURRENT_CLIENT, Running
 from .schema_parts import MAX_IDS
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from .settings import ServerSettings
-from .stream import EventStream
-from .token_details import DetailWriter
 from .worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("whorl.serve")
 _R = TypeVar("_R", bound=Sampling)
+# Proxies must neither cache an answer nor buffer it before passing it on.
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class Service:
@@ -252,3 +253,34 @@ class Service:
     async def version(self) -> dict[str, str]:
         """Return the server's version."""
         return {"version": __version__}
+
+
+class EventStream(StreamingResponse):
+    """Sends chunks as server-sent events in the dialect of the route.
+
+    `close` runs when the stream is over, however it ends.
+    """
+
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], scope: Scope, close: Callable[[], None]) -> None:
+        super().__init__(_events(chunks, scope), media_type="text/event-stream", headers=_STREAM_HEADERS)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+async def _events(chunks: AsyncIterator[dict[str, Any]], scope: Scope) -> AsyncIterator[str]:
+    """Yield the text of each event, then the end of the stream or an event with the error."""
+    dialect = dialect_for(scope["path"])
+    try:
+        async for chunk in chunks:
+            yield dialect.event(chunk)
+    except STEERING:
+        raise
+    except BaseException as error:  # status 200 has been sent already, so the error is an event
+        yield last_event(ApiError.from_exception(error), scope)
+    else:
+        yield dialect.done

@@ -16,8 +16,7 @@ from whorl.engine.sequence import Logprob
 from .engine_thread import StepOutput
 from .logprobs import finite
 from .replies import Reply, Run
-from .sampling_fields import SamplingFields
-from .schema_parts import Count, Ids, Priority, StreamOptions, Strict, TokenId
+from .schema_parts import Count, Ids, Priority, SamplingFields, StreamOptions, Strict, TokenId
 from .schemas import MAX_N, MAX_TOP_LOGPROBS, CompletionRequest
 from .validation import validation_error
 
