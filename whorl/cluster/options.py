@@ -1,6 +1,6 @@
 """The options of `whorl serve` about replicas of the engine. Imports neither torch nor Ray."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from whorl.fields import check, option
@@ -59,18 +59,10 @@ class ClusterOptions:
 
     def _check_alone(self) -> None:
         """Raise ValueError for an option that needs a cluster, when there is none."""
-        values = {
-            "--replicas": self.replicas,
-            "--min-replicas": self.min_replicas,
-            "--max-replicas": self.max_replicas,
-            "--replica-cpus": self.replica_cpus,
-            "--ray-address": self.ray_address,
-            "--ray-dashboard": self.ray_dashboard or None,
-            "--routing": None if self.routing == "prefix" else self.routing,
-        }
-        for name, value in values.items():
-            if value is not None:
-                raise ValueError(f"serve: {name} is {value}, which needs a cluster: add --on ray")
+        for field in fields(self):
+            if (value := getattr(self, field.name)) != field.default:
+                name = field.name.replace("_", "-")
+                raise ValueError(f"serve: --{name} is {value}, which needs a cluster: add --on ray")
 
     def _check_range(self, least: int, most: int) -> None:
         if not least <= self.start_with <= most:

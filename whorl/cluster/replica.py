@@ -8,20 +8,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from whorl.engine.heap import keep_objects
+from whorl.serve.key_limits import KeyUse
+from whorl.serve.settings import ServerSettings
 
 from .forwarded import END, ForwardedRequest, Message
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from whorl.serve.settings import ServerSettings
-
 WEIGHTS = b"x-whorl-weights"  # a response header: the number of the deployment whose weights answered, from 1
 _FAILED = 70  # exit code of a replica whose engine failed
 _CHARGED: ContextVar[list[int]] = ContextVar("whorl_charged")
 
 
-def replica_settings(settings: "ServerSettings") -> "ServerSettings":
+def replica_settings(settings: ServerSettings) -> ServerSettings:
     """Return the settings without what the endpoint enforces: hosts, origins and the limits of keys.
 
     The keys themselves stay, since each has its own prefix cache.
@@ -39,7 +39,7 @@ class Replica:
         self._app: Any = make()
         self._service = self._app.state.service
         self._weights = str(weights).encode()
-        self._service.uses[:] = [_charge_recorder(use.key) for use in self._service.uses]
+        self._service.uses[:] = [_ChargeRecorder(use.key) for use in self._service.uses]
         # A replica whose engine failed is useless. Once its process is dead, its requests go to others and Ray
         # replaces it.
         self._service.engine.on_failure = lambda: os._exit(_FAILED)
@@ -104,12 +104,8 @@ class Replica:
         return pool.num_blocks * pool.block_size
 
 
-def _charge_recorder(key: Any) -> Any:
-    """Return a `KeyUse` that records the tokens of a request for the endpoint, which enforces the limits."""
-    from whorl.serve.key_limits import KeyUse
+class _ChargeRecorder(KeyUse):
+    """Records the tokens of a request for the endpoint, which enforces the limits."""
 
-    class ChargeRecorder(KeyUse):
-        def charge(self, num_tokens: int) -> None:
-            _CHARGED.get().append(num_tokens)
-
-    return ChargeRecorder(key)
+    def charge(self, num_tokens: int) -> None:
+        _CHARGED.get().append(num_tokens)
