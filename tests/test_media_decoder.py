@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -224,6 +225,16 @@ def test_a_process_that_crashes(decoder: Decoder) -> None:
     crash.join()
     assert decoder.image(png(), IMAGE).shape[0] == 1
     assert decoder.pid != first
+
+
+def test_a_job_that_comes_while_the_process_starts(decoder: Decoder) -> None:
+    """A spare one is started before it is needed; a job must not read what the process says first."""
+    spare = threading.Thread(target=decoder.start)
+    spare.start()
+    while decoder.pid is None:
+        time.sleep(0.001)
+    assert decoder.image(png(), IMAGE).shape[0] == 1
+    spare.join()
 
 
 def test_closing_ends_the_processes() -> None:
