@@ -10,7 +10,7 @@ from checkpoints import write_checkpoints
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers
 
-from whorl.chat import bounded
+from whorl.chat import conversation
 from whorl.chat.command import Options, build_session
 from whorl.chat.options import ChatOptions
 from whorl.engine.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def test_prompts_of_the_command_line_are_bounded(
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template or "a"}))
     limits = {"seconds": 1, "memory": 1 << 28}
-    monkeypatch.setattr(bounded.BoundedPrompts.__init__, "__kwdefaults__", limits)
+    monkeypatch.setattr(conversation.BoundedPrompts.__init__, "__kwdefaults__", limits)
     began = time.monotonic()
     with pytest.raises(ValueError, match=message):
         build_session(Options(model=str(folder), prompt="a", chat=ChatOptions(chat=True)))
@@ -61,7 +61,7 @@ def test_prompts_in_a_process_are_those_of_this_one(tmp_path: Path) -> None:
     Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
     tokenizer = Tokenizer.from_path(tmp_path)
-    prompts = bounded.BoundedPrompts(tokenizer)
+    prompts = conversation.BoundedPrompts(tokenizer)
     message = {"role": "user", "content": "b"}
     assert prompts.apply_chat_template([message], enable_thinking=True) == tokenizer.apply_chat_template([message])
     assert prompts.encode("b", add_special=False) == tokenizer.encode("b", add_special=False) == [1]
