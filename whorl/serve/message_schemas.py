@@ -2,17 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, Field, Tag
 
 from .refused_fields import RefusedMessages
-from .schema_parts import MAX_PARTS, Lenient, SamplingFields, Stop, Strict, few_parts
+from .schema_parts import MAX_PARTS, Lenient, SamplingFields, Stop, Strict, by_type, few_parts
 
 _MEDIA = Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
-
-
-def _kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if isinstance(kind, str) else ""
 
 
 # ---- blocks
@@ -47,15 +42,10 @@ class ToolUseBlock(Lenient):
     caller: dict[str, Any] | None = Field(None, description="no effect")
 
 
-# Tags of the kinds of blocks, by type; see `schema_parts.Part` for why they are not the types themselves.
 _INNER = {"text": "words", "image": "picture"}
 InnerBlock = Annotated[
     Annotated[TextBlock, Tag("words")] | Annotated[ImageBlock, Tag("picture")],
-    Discriminator(
-        lambda value: _INNER.get(_kind(value)),
-        custom_error_type="kind_of_block",
-        custom_error_message="a block in a tool's result has the type 'text' or 'image'",
-    ),
+    by_type("block", _INNER, "a block in a tool's result has the type 'text' or 'image'"),
 ]
 
 
@@ -94,11 +84,7 @@ Block = Annotated[
     | Annotated[ToolResultBlock, Tag("result")]
     | Annotated[ThinkingBlock, Tag("thought")]
     | Annotated[RedactedBlock, Tag("hidden")],
-    Discriminator(
-        lambda value: _BLOCKS.get(_kind(value)),
-        custom_error_type="kind_of_block",
-        custom_error_message="a block's type is 'text', 'image', 'tool_use', 'tool_result' or 'thinking'",
-    ),
+    by_type("block", _BLOCKS, "a block's type is 'text', 'image', 'tool_use', 'tool_result' or 'thinking'"),
 ]
 
 

@@ -2,18 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Field, Tag, field_validator
 
 from .refused_fields import Refused, RefusedResponses
-from .schema_parts import Lenient, Priority, SamplingFields, StreamOptions, Strict, few_parts
+from .schema_parts import Lenient, Priority, SamplingFields, StreamOptions, Strict, by_type, few_parts
 from .schemas import MAX_TOP_LOGPROBS, Stop
 from .structured import Guided
-
-
-def _kind(value: Any, default: str | None = None) -> str | None:
-    kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-    return kind if isinstance(kind, str) else None
-
 
 # ---- parts of a message
 
@@ -39,18 +33,13 @@ class InputImage(Lenient):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-# Tags of the kinds of parts, by type; see `schema_parts.Part` for why they are not the types themselves.
 _PARTS = {"input_text": "words", "text": "words", "output_text": "said", "refusal": "refused", "input_image": "picture"}
 Part = Annotated[
     Annotated[InputText, Tag("words")]
     | Annotated[OutputText, Tag("said")]
     | Annotated[Refusal, Tag("refused")]
     | Annotated[InputImage, Tag("picture")],
-    Discriminator(
-        lambda value: _PARTS.get(_kind(value) or ""),
-        custom_error_type="kind_of_part",
-        custom_error_message="a part's type is 'input_text', 'input_image', 'output_text' or 'refusal'",
-    ),
+    by_type("part", _PARTS, "a part's type is 'input_text', 'input_image', 'output_text' or 'refusal'"),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True)]
 
@@ -101,10 +90,11 @@ AnyItem = Annotated[
     | Annotated[CallItem, Tag("call")]
     | Annotated[ResultItem, Tag("result")]
     | Annotated[ReasoningItem, Tag("thought")],
-    Discriminator(
-        lambda value: _ITEMS.get(_kind(value, "message") or ""),
-        custom_error_type="kind_of_item",
-        custom_error_message="an item's type is 'message', 'function_call', 'function_call_output' or 'reasoning'",
+    by_type(
+        "item",
+        _ITEMS,
+        "an item's type is 'message', 'function_call', 'function_call_output' or 'reasoning'",
+        default="message",
     ),
 ]
 

@@ -1,6 +1,7 @@
 """Parts of request schemas: numbers, messages, tools, formats, sampling. Undeclared fields are refused by name."""
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -117,23 +118,25 @@ class VideoPart(Lenient):
     video_url: VideoUrl | str
 
 
-_KINDS = {"text": "words", "image_url": "picture", "video_url": "video"}
+def by_type(thing: str, tags: Mapping[str, str], message: str, default: str | None = None) -> Discriminator:
+    """Choose the schema of a value by its field `type`.
+
+    thing, message: for the error of a value without a known type. tags: of the schemas, by type. pydantic puts a tag
+    into the path of an error, between field names, and `validation` removes every step of the path that is not in the
+    body; so a tag must not be the name of a field. default: the type of a value without one.
+    """
+
+    def tag(value: Any) -> str | None:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return tags.get(kind) if isinstance(kind, str) else None
+
+    return Discriminator(tag, custom_error_type=f"kind_of_{thing}", custom_error_message=message)
 
 
-def _kind_of_part(part: Any) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return _KINDS.get(kind) if isinstance(kind, str) else None
-
-
-# pydantic puts the tag of a kind into the path of an error, between field names. `validation` removes every step of the
-# path that is not in the body, so a tag must not be the name of a field.
+_TAGS = {"text": "words", "image_url": "picture", "video_url": "video"}
 Part = Annotated[
     Annotated[TextPart, Tag("words")] | Annotated[ImagePart, Tag("picture")] | Annotated[VideoPart, Tag("video")],
-    Discriminator(
-        _kind_of_part,
-        custom_error_type="kind_of_part",
-        custom_error_message="a part's type is 'text', 'image_url' or 'video_url'",
-    ),
+    by_type("part", _TAGS, "a part's type is 'text', 'image_url' or 'video_url'"),
 ]
 
 
