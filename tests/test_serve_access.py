@@ -272,6 +272,7 @@ def test_errors_are_logged_with_their_reason_and_polls_only_when_they_fail(caplo
         ):
             assert served.http.post(path, json=body).status_code == 400
         served.http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
+        wait_until(lambda: "double quotes" in caplog.text)  # the line follows the answer, and the next one may pass it
         served.http.post("/v1/completions", content=b"{}")
         served.app.state.service.engine.failure = ValueError("it broke")
         assert served.http.get("/health").status_code == 503
@@ -293,6 +294,7 @@ def test_errors_are_logged_with_their_reason_and_polls_only_when_they_fail(caplo
 def test_every_line_of_the_log_has_its_time(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as out, own_process("llm=told()", output=out) as (_, url):
         httpx.post(f"{url}/v1/completions", json={"prompt": "a", "n": 0})
+        wait_until(lambda: "POST" in (tmp_path / "log").read_text())  # the line follows the answer
     lines = [line for line in (tmp_path / "log").read_text().splitlines() if "INFO" in line]
     assert any('"POST /v1/completions" 400 in ' in line for line in lines)
     assert any("Started server process" in line for line in lines), "uvicorn's lines are in the same form"

@@ -261,8 +261,8 @@ def test_what_is_not_taken_beside_pictures(served: Served, field: str, says: str
 
 
 def test_pictures_may_be_larger_than_the_text_beside_them(served: Served) -> None:
-    body = served.app.user_middleware[0].kwargs
-    assert body["max_body"] < 200_000 < min(body["larger"].values())
+    settings = served.app.state.service.settings
+    assert settings.max_body < 200_000 < settings.max_media_body
     url = data_uri(b"x" * 150_000)
     refused(served, ask(served, image(url), TEXT), 400, "messages.0.content.0")  # read, and no picture
     refused(served, ask(served, {"type": "text", "text": "\u00e9" * 50_000}), 413, "more than 40000 bytes beside")
