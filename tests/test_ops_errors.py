@@ -158,7 +158,7 @@ WRITTEN: dict[str, tuple[Change, str]] = {
     ),
     "scales of other tokens": (
         lambda values: dict.fromkeys(("k_scale", "v_scale"), torch.zeros(values["k_cache"].shape[0], 1, 3)),
-        r"k_cache is \[\d+, 4, 1, 16\] .*, expected \[\d+, 3, 1, 16\]",
+        r"k_scale is \[\d+, 1, 3\] .*, expected \[\d+, 1, 4\]",
     ),
     "one scale": (
         lambda values: {"k_scale": torch.zeros(values["k_cache"].shape[0], 1, 4)},

@@ -39,7 +39,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"q": torch.zeros(3, 8)}, "q is [3, 8] torch.float32, expected [T, G*HK, D] floating point"),
     "dtype": ({"k": torch.zeros(7, 2, 8).half()}, "k is [7, 2, 8] torch.float16, expected [7, 2, 8] torch.float32"),
-    "a letter": ({"k": torch.zeros(7, 2, 9)}, "k is [7, 2, 9] torch.float32, expected [S, 2, 8] torch.float32"),
+    "a letter": ({"k": torch.zeros(7, 2, 9)}, "k is [7, 2, 9] torch.float32, expected [S, HK, 8] torch.float32"),
     "a sum": ({"ids": torch.zeros(3).long()}, "ids is [3] torch.int64, expected [4] torch.int32 or torch.int64"),
     "no multiple": (
         {"k": torch.zeros(7, 3, 8), "scales": None},
