@@ -12,18 +12,11 @@ from torch import Tensor
 from ._formats import FORMATS
 from ._tracing import is_readable
 
-INTEGERS = (torch.int32, torch.int64)
-
 
 def check_like(name: str, argument: str, x: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Raise ValueError unless x (a gradient or a saved tensor) is None or has this shape and dtype."""
     if x is not None and (tuple(x.shape) != tuple(shape) or x.dtype != dtype):
         raise ValueError(f"{name}: {argument} is {list(x.shape)} {x.dtype}, expected {list(shape)} {dtype}")
-
-
-def or_fp32(dtype: torch.dtype) -> str:
-    """Return "torch.bfloat16 or torch.float32" for messages, and torch.float32 once."""
-    return " or ".join(str(kind) for kind in dict.fromkeys((dtype, torch.float32)))
 
 
 def check_range(name: str, argument: str, ids: Tensor, end: int, *, start: int = 0) -> None:
@@ -44,43 +37,6 @@ def check_scales(name: str, k_cache: Tensor, k_scale: Tensor | None, v_scale: Te
         raise ValueError(f"{name}: k_scale is given and k_cache is {k_cache.dtype}, expected int8 or float8_e4m3fn")
     if k_scale is None and is_coded:
         raise ValueError(f"{name}: k_cache is {k_cache.dtype} and k_scale is None, expected the scales of its codes")
-
-
-def check_cache(
-    name: str, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
-) -> None:
-    """Raise ValueError unless both caches are [blocks, block size, HK, D], with scales if and only if they hold codes.
-
-    Scales are [blocks, HK, block size] fp32, contiguous.
-    """
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
-        raise ValueError(
-            f"{name}: k_cache is {list(k_cache.shape)} {k_cache.dtype}, v_cache {list(v_cache.shape)} {v_cache.dtype}, "
-            "expected two of [blocks, block size, HK, D] and one dtype"
-        )
-    if k_scale is None and v_scale is None:
-        return
-    if k_scale is None or v_scale is None:
-        raise ValueError(f"{name}: one of k_scale and v_scale is given, expected both or neither")
-    if k_cache.dtype not in [kind for kind, _ in FORMATS.values()]:
-        raise ValueError(f"{name}: k_scale is given and k_cache is {k_cache.dtype}, expected int8 or float8_e4m3fn")
-    blocks, size, heads, _ = k_cache.shape
-    for argument, plane in (("k_scale", k_scale), ("v_scale", v_scale)):
-        check_like(name, argument, plane, (blocks, heads, size), torch.float32)
-        if not plane.is_contiguous():
-            raise ValueError(f"{name}: {argument} has strides {list(plane.stride())}, expected a contiguous tensor")
-
-
-def check_slots(name: str, slots: Tensor, count: int, cache: Tensor) -> None:
-    """Raise ValueError unless slots is [count] integers, none past the last slot of the cache.
-
-    Negative slots are allowed: they write nothing.
-    """
-    if slots.shape != (count,) or slots.dtype not in INTEGERS:
-        raise ValueError(f"{name}: slots is {list(slots.shape)} {slots.dtype}, expected [{count}] int32 or int64")
-    size = cache.shape[0] * cache.shape[1]
-    if slots.numel() and is_readable(slots) and int(slots.max()) >= size:
-        raise ValueError(f"{name}: slot {int(slots.max())} is past the cache of {size} slots")
 
 
 def check_lengths(name: str, starts: Sequence[int], contexts: Sequence[int], num_queries: int, num_keys: int) -> None:

@@ -12,11 +12,6 @@ from .bounds import Bound, Positions, check_bounds, visible_keys
 MOST = 8192  # largest topk of the Triton kernel: a quarter of the longest row that one program handles
 
 
-def check_topk(name: str, topk: int) -> None:
-    if topk < 1:
-        raise ValueError(f"{name}: topk is {topk}, expected at least 1")
-
-
 @operator(
     check=partial(check_bounds, "top_k"),
     forward_only=True,

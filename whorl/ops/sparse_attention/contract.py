@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from .._check import check_like
 from .._op import Values, operator, widen
 from .._tracing import is_readable
 from . import attention_torch_npu
@@ -46,17 +45,6 @@ def check_order(name: str, indices: Tensor, **_: object) -> None:
         raise ValueError(
             f"{name}: row {row} of indices does not ascend or has a key after a -1; sort it, each key once, -1 last"
         )
-
-
-def check_outputs(
-    name: str, q: Tensor, value_dim: int, *, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
-) -> None:
-    """Raise ValueError unless out, lse and their gradients fit q's shape and dtype. value_dim: channels of out."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    check_like(name, "dout", dout, (*q.shape[:2], value_dim), q.dtype)
-    check_like(name, "out", out, (*q.shape[:2], value_dim), q.dtype)
-    check_like(name, "lse", lse, q.shape[:2], wide)
-    check_like(name, "dlse", dlse, q.shape[:2], wide)
 
 
 def _chunks(q: Tensor, indices: Tensor) -> Iterator[slice]:
