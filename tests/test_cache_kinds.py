@@ -149,7 +149,7 @@ def test_blocks_are_counted_by_what_the_layers_say() -> None:
     assert LLM(model=model, device="cpu", memory=5 * 6 * token + 7, max_model_len=24).pool.num_blocks == 5
     assert LLM(model=model, device="cpu", memory=5 * 3 * token, block_size=3).pool.num_blocks == 5
     assert DraftModel(model=model, device="cpu", memory=4 * 6 * token).pool.num_blocks == 4
-    assert tensor_parallel._cache_room(model, "cpu")["token"] == token
+    assert tensor_parallel._cache_room(model, "cpu", 1)["token"] == token
     assert roofline.step_bytes(model, batch=3, context=10) == 3 * 11 * token
     for make in (LLM, DraftModel):
         with pytest.raises(ValueError, match="block_size is 16: latent attention takes multiples of 3"):

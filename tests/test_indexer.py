@@ -377,7 +377,7 @@ def test_hadamard_makes_fp8_scores_better() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": torch.zeros(5, 9)}, r"lightning_indexer: k is \[5, 9\] torch.float32, expected \[5, 16\] torch.float32"),
+        ({"k": torch.zeros(5, 9)}, r"lightning_indexer: k is \[5, 9\] torch.float32, expected \[S, 16\] torch.float32"),
         ({"k": torch.zeros(5, 16).half()}, "k is .* torch.float16, expected .* torch.float32"),
         ({"weights": torch.zeros(3, 9)}, r"weights is \[3, 9\] torch.float32, expected \[3, 2\]"),
         ({"topk": 0}, "topk is 0, expected a positive number"),

@@ -207,7 +207,7 @@ def test_the_prompt_says_what_the_cache_held(served: Served) -> None:
 
 
 def test_of_a_long_prompt_the_end_is_told(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
-    monkeypatch.setattr("whorl.serve.token_details._MOST_PROMPT", 8)
+    monkeypatch.setattr("whorl.serve.logprobs._MOST_PROMPT", 8)
     _, detail = details(served, "a question", prompt=True)
     prompt = detail["prompt"]
     assert prompt["first"] == prompt["num_tokens"] - 8

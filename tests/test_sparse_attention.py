@@ -364,7 +364,7 @@ def test_wrong_indices_are_refused(row: list[int], message: str) -> None:
 def test_wrong_shapes_are_refused() -> None:
     q, kv, indices = torch.randn(2, 1, 16), torch.randn(5, 1, 16), torch.zeros(2, 1, dtype=torch.int32)
     for wrong, message in (
-        ({"kv": torch.randn(5, 2, 16)}, r"kv is \[5, 2, 16\] torch.float32, expected \[5, 1, 16\] torch.float32"),
+        ({"kv": torch.randn(5, 2, 16)}, r"kv is \[5, 2, 16\] torch.float32, expected \[S, 1, 16\] torch.float32"),
         ({"kv": kv.half()}, r"kv is \[5, 1, 16\] torch.float16, expected \[5, 1, 16\] torch.float32"),
         ({"indices": indices.long()}, r"indices is \[2, 1\] torch.int64, expected \[2, 1\] torch.int32"),
         ({"scale": 0.0}, "expected a positive number"),

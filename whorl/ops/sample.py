@@ -5,6 +5,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from whorl.device import HOST
+
 from . import sample_torch_npu
 from ._check import check_like, check_range
 from ._draw import Draw, Sizes
@@ -42,20 +44,27 @@ def gumbel(seeds: Tensor, steps: Tensor, size: int) -> Tensor:
 
 def _near(logits: Tensor, top_n_sigma: Tensor | None) -> Tensor:
     """Return logits [N, V] with minus infinity for those that top-n-sigma excludes."""
-    if top_n_sigma is None or not (rows := (top_n_sigma > 0).nonzero().flatten().tolist()):
+    if top_n_sigma is None:
         return logits
-    logits = logits.clone()
-    # Row by row: how torch divides a sum among threads depends on the number of rows, and so would its rounding.
-    for row in rows:
-        below = logits[row].amax() - logits[row]
-        logits[row].masked_fill_(below > top_n_sigma[row] * _deviation(below), -torch.inf)
-    return logits
+    below = logits.amax(-1, keepdim=True) - logits
+    limit = top_n_sigma.unsqueeze(1) * _deviations(below, top_n_sigma)
+    return logits.masked_fill((top_n_sigma > 0).unsqueeze(1) & (below > limit), -torch.inf)
 
 
-def _deviation(x: Tensor) -> Tensor:
-    """Return the standard deviation of the finite values of x [V]."""
-    finite = x[x < torch.inf]
-    return (finite - finite.mean()).square().mean().sqrt()
+def _deviations(x: Tensor, is_used: Tensor) -> Tensor:
+    """Return the standard deviation [N, 1] of the finite values of each row of x [N, V]; is_used: [N], not 0 for the
+    rows that need one."""
+    if x.device.type == HOST:
+        # Row by row: how torch divides a sum among threads depends on the number of rows, and so would its rounding.
+        out = x.new_zeros(x.shape[0], 1)
+        for row in is_used.nonzero().flatten().tolist():
+            finite = x[row][x[row] < torch.inf]
+            out[row] = (finite - finite.mean()).square().mean().sqrt()
+        return out
+    is_finite = x < torch.inf
+    count, x = is_finite.sum(-1, keepdim=True), torch.where(is_finite, x, 0)
+    deviations = torch.where(is_finite, x - x.sum(-1, keepdim=True) / count, 0)
+    return (deviations.square().sum(-1, keepdim=True) / count).sqrt()
 
 
 def _cut(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
