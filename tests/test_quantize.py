@@ -175,7 +175,7 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
         assert (done.exit_code, message in done.output) == (2, True), done.output
     (tmp_path / "y.partial").mkdir()
     assert "is left over from a run that did not end" in run(folders["llama"], tmp_path / "y").output
-    with pytest.raises(ValueError, match="quantize is 'int3', expected one of w4a16, w8a8, fp8, cpu4"):
+    with pytest.raises(ValueError, match="quantize is 'int3', expected None, 'w4a16', 'w8a8', 'fp8' or 'cpu4'"):
         load(folders["llama"], quantize="int3")
 
 
