@@ -300,6 +300,23 @@ class Spec:
 
     def check(self, values: Values) -> None:
         """Raise ValueError for arguments that the signature excludes."""
+        sizes, _ = self._solve(values)
+        for spec in self.tensors:
+            x = values[spec.name]
+            if spec.is_contiguous and x is not None and not x.is_contiguous():
+                raise ValueError(
+                    f"{self.operator}: {spec.name} has strides {list(x.stride())}, expected a contiguous tensor"
+                )
+            if spec.is_constant and x is not None and x.requires_grad:
+                raise ValueError(f"{self.operator}: {spec.name} requires a gradient, expected a constant{spec.hint}")
+        for name, bounds in self.numbers:
+            value = values[name]
+            if value is not None and not bounds.contain(value, value, sizes):
+                raise ValueError(f"{self.operator}: {name} is {value}, expected {bounds.render(sizes)}")
+        self._check_values(values, sizes)
+
+    def _solve(self, values: Values) -> tuple[Sizes, dict[str, torch.dtype]]:
+        """Return all sizes, and the dtypes of the tensors. Raise ValueError for shapes and dtypes that do not fit."""
         sizes, dtypes = self._known(values)
         wide = self._wide(dtypes)
         later: list[tuple[TensorSpec, Expression, Any]] = []
@@ -313,30 +330,14 @@ class Spec:
             fits = spec.fits(x.shape, sizes, later)
             if not fits or not has_dtype:
                 self._refuse(spec, x, sizes if fits else known, dtypes)
-            if spec.is_contiguous and not x.is_contiguous():
-                raise ValueError(
-                    f"{self.operator}: {spec.name} has strides {list(x.stride())}, expected a contiguous tensor"
-                )
-            if spec.is_constant and x.requires_grad:
-                raise ValueError(f"{self.operator}: {spec.name} requires a gradient, expected a constant{spec.hint}")
         for spec, dim, size in later:
             if not dim.fits(size, sizes):
                 self._refuse(spec, values[spec.name], sizes, dtypes)
-        for name, bounds in self.numbers:
-            value = values[name]
-            if value is not None and not bounds.contain(value, value, sizes):
-                raise ValueError(f"{self.operator}: {name} is {value}, expected {bounds.render(sizes)}")
-        self._check_values(values, sizes)
+        return sizes, dtypes
 
     def fake(self, values: Values, absent: Sequence[int] = ()) -> tuple[Tensor | None, ...]:
         """Return empty outputs of the shapes and dtypes that the signature states; absent: those that are None."""
-        sizes, dtypes = self._known(values)
-        later: list[tuple[TensorSpec, Expression, Any]] = []
-        for spec in self.tensors:
-            if values[spec.name] is not None:
-                spec.fits(values[spec.name].shape, sizes, later)
-        for _, dim, size in later:
-            dim.fits(size, sizes)
+        sizes, dtypes = self._solve(values)
         like, wide = next(v for v in values.values() if isinstance(v, Tensor)), self._wide(dtypes)
         empty: list[Tensor | None] = []
         for i, spec in enumerate(self.outputs):

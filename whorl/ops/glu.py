@@ -1,6 +1,5 @@
 """Gated activations: SwiGLU of Llama, Qwen, DeepSeek and most other models, GeGLU of Gemma."""
 
-import math
 from typing import Annotated, Any, Literal
 
 import torch
@@ -10,13 +9,10 @@ from whorl.contracts import geglu_limit, swiglu_limit
 
 from . import _torch_npu
 from ._draw import Draw, Sizes
+from ._gelu import CUBE, SLOPE
 from ._op import Values, narrow, operator, widen
 from ._torch_npu import dtype_name
 
-# The tanh approximation of GELU is gelu(g) = g * sigmoid(SLOPE * (g + CUBE * g^3)): its usual form is
-# g / 2 * (1 + tanh(z)) with z = SLOPE / 2 * (g + CUBE * g^3), and 1 + tanh(z) is 2 sigmoid(2 z).
-CUBE = 0.044715
-SLOPE = 2 * math.sqrt(2 / math.pi)
 _NPU_GELU = {"dim": -1, "approximate": 1, "activate_left": True}  # tanh approximation; the gate is the first half
 Activation = Literal["silu", "gelu_tanh"]
 

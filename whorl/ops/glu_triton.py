@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._gelu import CUBE, SLOPE
 from ._launch_triton import launched, prepare
 from ._overlap_triton import begin, follow, overlap_level, overlap_options
 from ._rows import ceil_div, empty_like
-from .glu import CUBE, SLOPE
 
 BLOCK = 1024
 
