@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import write_checkpoints
 from serving import byte_tokenizer, serving
+from torch import distributed
 
 from whorl.engine import launch
 from whorl.engine.launch import RankGroup
@@ -109,3 +110,4 @@ def test_health_tells_of_a_rank_that_is_stopped_or_lost(tmp_path: Path) -> None:
         assert served.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
         rank.kill()
         health(503, 5, "rank 1 was killed by signal 9")
+    assert not distributed.is_initialized(), "the next engine could not start"

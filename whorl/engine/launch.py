@@ -210,8 +210,8 @@ class RankGroup(Rank):
         """End the other ranks. ask_to_end: tells them to end by themselves. is_broken: kill them without asking."""
         if self._is_closed:
             return
-        self._is_closed = True
-        if not is_broken and self._failure is None:
+        self._is_closed, is_broken = True, is_broken or self._failure is not None
+        if not is_broken:
             with contextlib.suppress(RuntimeError):  # a rank that has already ended cannot be asked
                 if ask_to_end is not None and self.control is not None:
                     ask_to_end()
