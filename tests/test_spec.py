@@ -75,6 +75,17 @@ def test_what_fits_runs() -> None:
     spread(**arguments(**wide))  # fp32 is fp64 beside tensors in fp64
 
 
+def test_a_product_of_sizes_that_an_absent_argument_would_give_is_any_size() -> None:
+    def grouped(
+        q: Annotated[Tensor, "[T, G*HK] float"], k: Annotated[Tensor | None, "[T, HK] q"] = None
+    ) -> Annotated[Tensor, "[T] q"]: ...
+
+    spec = spec_of(grouped)
+    spec.check({"q": torch.zeros(2, 6), "k": None})
+    with pytest.raises(ValueError, match=r"grouped: q is \[2, 6\] .*, expected \[2, G\*4\]"):
+        spec.check({"q": torch.zeros(2, 6), "k": torch.zeros(2, 4)})
+
+
 def test_values_are_compared_in_every_call() -> None:
     values = arguments()
     spread(**values)

@@ -331,6 +331,8 @@ class Spec:
             if not fits or not has_dtype:
                 self._refuse(spec, x, sizes if fits else known, dtypes)
         for spec, dim, size in later:
+            if len(dim.unknowns(sizes)) > 1:  # the argument that would give one of them is absent
+                continue
             if not dim.fits(size, sizes):
                 self._refuse(spec, values[spec.name], sizes, dtypes)
         return sizes, dtypes
