@@ -325,8 +325,9 @@ def test_liger_is_asked_the_same_question():
     assert result.stdout.strip() == "same answers", result.stderr[-2000:]
 
 
-def test_timing_counts_every_launch_of_a_graph(monkeypatch):
-    """A device of paper: each launch takes 3 us, replays are what is timed."""
+@pytest.fixture
+def paper(monkeypatch):
+    """A device of paper: a launch takes 3 us. Returns the launch."""
     clock = {"now": 0.0}
 
     class Event:
@@ -349,9 +350,37 @@ def test_timing_counts_every_launch_of_a_graph(monkeypatch):
     monkeypatch.setattr(devices, "synchronize", lambda device: None)
     monkeypatch.setattr(devices, "timing_event", lambda device: Event())
     monkeypatch.setattr(devices, "record_graph", record_graph)
-    measured = timing.measure([launch] * 16, "paper", short=True)
+    return launch
+
+
+def test_timing_counts_every_launch_of_a_graph(paper):
+    measured = timing.measure([paper] * 16, "paper", short=True)
     assert (measured.us, measured.hot_us) == (pytest.approx(3.0), pytest.approx(3.0))
     assert measured.how == "graph of 128 launches over 16 buffers"
+
+
+def test_a_call_that_no_graph_records_is_timed_by_events(paper, monkeypatch):
+    def record_graph(device, function):
+        raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
+
+    monkeypatch.setattr(devices, "record_graph", record_graph)
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 64)
+    monkeypatch.setattr(timing, "_backlog", lambda *_: 1)
+    measured = timing.measure([paper] * 16, "cpu", short=True)
+    assert (measured.us, measured.hot_us, measured.how) == (pytest.approx(3.0), None, "events, cache flushed")
+
+
+def test_a_call_of_seconds_is_timed_once(paper, monkeypatch):
+    calls = []
+
+    def slow():
+        calls.append(paper())
+        for _ in range(int(timing.SLOW_US) // 3):
+            paper()
+
+    measured = timing.measure([slow] * 16, "paper")
+    assert (len(calls), measured.how) == (2, "one call")
+    assert measured.us > timing.SLOW_US
 
 
 def test_buffers_together_never_fit_the_cache(monkeypatch):

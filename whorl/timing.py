@@ -1,5 +1,6 @@
 """Timing of calls on a device, by replayed graphs without launch gaps, or by events where no graph can be recorded."""
 
+import contextlib
 import math
 import statistics
 import time
@@ -21,6 +22,7 @@ LONG_LAUNCHES = 8
 REPEATS, FEWEST = 100, 5  # the most and the fewest repeats of a measurement
 BUDGET_US = 1e6  # of one measurement: long calls are repeated less often
 CALL_US = 2e4  # for longer calls the launch gap is negligible and no graph is recorded
+SLOW_US = 5e5  # a longer call is timed once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,15 +70,20 @@ def measure(runs: Sequence[Run], device: str, *, short: bool = False, recorded: 
 
     short: the call moves few bytes (`is_short`). It is then timed twice: with cold buffers (`us`), and repeatedly on
     the first buffer (`hot_us`), since between two small kernels of a decode step its inputs are in the cache.
-    recorded: False times calls one by one, for a call that cannot be recorded as a graph.
+    recorded: False times calls one by one. So is a call that a graph cannot record, since it reads from the device.
     """
     if devices.accelerator(device) is None:
         return Timing(us=_by_clock(runs[0]), how="wall clock")
-    for run in runs[:3]:
+    runs[0]()
+    first = _between_events(runs[0], device, repeats=1)
+    if first > SLOW_US:
+        return Timing(us=first, how="one call")
+    for run in runs[1:3]:
         run()
-    is_long = _between_events(runs[0], device, repeats=1) > CALL_US
-    if recorded and not is_long and (timing := _by_graph(runs, device, short)) is not None:
-        return timing
+    if recorded and first < CALL_US:
+        with contextlib.suppress(RuntimeError):  # a graph cannot record a call that reads a value back
+            if (timing := _by_graph(runs, device, short)) is not None:
+                return timing
     return Timing(us=_by_events(runs[0], device), how="events, cache flushed")
 
 

@@ -281,19 +281,9 @@ def _time_peer(
         wrong = None if peer.is_contract else _peer_problem(bound[0], peer.select_expected(gold()))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*Graph is empty.*")  # the error that follows gives the reason
-            return wrong or _time_calls([b.run for b in bound], device, short, recorded)
+            return wrong or measure([b.run for b in bound], device, short=short, recorded=recorded)
     except Exception as error:  # an exception of another library must not end the benchmark
         return f"did not run: {first_line(error)}"
-
-
-def _time_calls(calls: Sequence[Callable[[], Any]], device: str, short: bool, recorded: bool) -> Timing:
-    try:
-        return measure(calls, device, short=short, recorded=recorded)
-    except RuntimeError:
-        if not recorded:
-            raise
-        # A graph cannot record a call that reads a value back to the host.
-        return measure(calls, device, short=short, recorded=False)
 
 
 def _gold(op: Op, values: Values, device: str) -> list[Tensor]:
