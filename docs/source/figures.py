@@ -1,4 +1,4 @@
-"""Tables of measured figures, written from the documents in bench/results so that a page cannot drift from them.
+"""Tables of figures and of files, written from bench/results and from the code so that a page cannot drift from them.
 
 A page has a pair of comments, `<!-- figures: NAME -->` and `<!-- /figures -->`; what stands between them is replaced by
 the table of that name. To show another run, change the key in its function here and run `make docs`.
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
+PACKAGE = Path(__file__).parents[2] / "whorl"
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -175,9 +176,41 @@ def _speed(row: dict[str, Any]) -> str:
     return f"{row['tok_s']:.0f} tok/s, {row['allocated_bytes'] / 2**30:.1f} GiB{notes}"
 
 
+# ---- the files of a token
+
+# In the order of docs/read_the_code.md: file, what to read it for.
+_CODE = (
+    ("engine/llm.py", "`LLM`: a step, and what a caller uses"),
+    ("engine/sequence.py", "`Sequence`: a prompt and its tokens"),
+    ("engine/scheduler.py", "`Scheduler`: the tokens of the next step"),
+    ("engine/blocks.py", "`BlockPool`: the blocks of the KV cache, and shared prefixes"),
+    ("engine/batch.py", "`Batch`: chunks become indices"),
+    ("engine/call.py", "`Call`: the indices in one buffer"),
+    ("engine/runner.py", "`Runner`: forward calls, as graphs where there are any"),
+    ("models/llama.py", "`Llama`: the model that the other families subclass"),
+    ("nn/linear.py", "`Linear`: every matmul by a weight"),
+    ("nn/attention.py", "`Rope`, `attend`: positions and attention"),
+    ("ops/glu.py", "`glu`: an operator, its reference and its backends"),
+    ("engine/sampler.py", "`Sampler`: from logits to accepted tokens"),
+)
+
+
+def _code() -> str:
+    def rows() -> Iterator[list[str]]:
+        total = 0
+        for number, (name, purpose) in enumerate(_CODE, 1):
+            num_lines = len((PACKAGE / name).read_text().splitlines())
+            total += num_lines
+            yield [str(number), f"[whorl/{name}](../whorl/{name})", str(num_lines), purpose]
+        yield ["", "together", f"**{total}**", ""]
+
+    return _table(["", "file", "lines", "read it for"], rows())
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode": _decode,
     "prefill": _prefill,
     "operators": _operators,
     "training": _training,
+    "code": _code,
 }
