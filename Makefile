@@ -16,12 +16,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread a process: tests are small and run side by side. A file is one worker's, or both would make its fixtures.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
-.PHONY: help venv run test kernels test-all lint format docs wheel commit bench
+.PHONY: help venv run test test-more kernels test-all lint format docs wheel commit bench
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run       a first look: the default model answers a question"
-	@echo "make test      the tests, on any machine"
+	@echo "make test      the tests, on any machine, in minutes"
+	@echo "make test-more more variants of them, and those that take longer"
 	@echo "make kernels   compile every Triton kernel for Hopper, without a GPU: registers, spills, widths of loads"
 	@echo "make test-all  the slow ones too; the result goes into bench/results/test_all.md"
 	@echo "make lint      ruff and mypy;  make format: apply ruff's formatting"
@@ -60,6 +61,9 @@ run: venv
 KERNELS := tests/test_hopper.py
 
 test: venv
+	@$(PYTEST) --quick --ignore=$(KERNELS)
+
+test-more: venv
 	@$(PYTEST) --ignore=$(KERNELS)
 
 kernels: venv

@@ -34,6 +34,7 @@ def runs_slow(config: pytest.Config) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help=f"run the tests marked slow too (as does {RUN_ALL}=1)")
+    parser.addoption("--quick", action="store_true", help="of tests marked `sampled` run a few variants, of `more` none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,6 +60,10 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        chosen = quick(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     skip_slow = pytest.mark.skip(reason=f"slow: pass --slow or set {RUN_ALL}=1")
     skip_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
     run_slow = runs_slow(config)
@@ -67,6 +72,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_slow)
         if "gpu" in item.keywords and not HAS_CUDA:
             item.add_marker(skip_gpu)
+
+
+def quick(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return what `make test` runs: nothing marked `more`, and evenly spaced variants of what is marked `sampled`.
+
+    `sampled(*names, keep=1)`: of the variants that are equal in the parameters `names` it runs `keep`, evenly
+    spaced, so that every value of those parameters is tested. `make test-more` runs all variants.
+    """
+    chosen: set[pytest.Item] = set()
+    variants: dict[tuple[object, ...], list[pytest.Item]] = {}
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            values = (item.callspec.params[name] for name in sampled.args)  # type: ignore[attr-defined]
+            key = item.parent, item.originalname, *(getattr(value, "name", value) for value in values)  # type: ignore[attr-defined]
+            variants.setdefault(key, []).append(item)
+        elif item.get_closest_marker("more") is None:
+            chosen.add(item)
+    for alike in variants.values():
+        alike = [item for item in alike if "slow" not in item.keywords] or alike
+        keep = min(alike[0].get_closest_marker("sampled").kwargs.get("keep", 1), len(alike))  # type: ignore[union-attr]
+        chosen |= {alike[i * len(alike) // keep] for i in range(keep)}
+    return chosen
 
 
 @pytest.fixture

@@ -290,7 +290,8 @@ class Op:
         if self.check is not None:
             reads = VALUE_READS.count
             self.check(**values)
-            self._check_reads_values |= VALUE_READS.count > reads
+            if VALUE_READS.count > reads:  # set only then: torch.compile would see an effect in every call
+                self._check_reads_values = True
         return device
 
     def _check_again(self, **values: Any) -> None:
