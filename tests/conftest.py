@@ -34,7 +34,7 @@ def runs_slow(config: pytest.Config) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help=f"run the tests marked slow too (as does {RUN_ALL}=1)")
-    parser.addoption("--quick", action="store_true", help="of tests marked `sampled` run a few variants, of `more` none")
+    parser.addoption("--quick", action="store_true", help="few variants of tests marked `sampled`, none marked `more`")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -114,6 +114,10 @@ def test_a_folder_without_its_index_was_never_finished(tmp_path: Path) -> None:
     """Whatever lies beside the data for a server."""
     describer(trained().model_args.hf_config("float32"), is_bytes=True, assets=Path())(tmp_path)
     assert is_unfinished(tmp_path)
+    (tmp_path / ".config.4711.partial.json").write_text("{")  # of a run that was killed while it wrote the file
+    assert is_unfinished(tmp_path)
+    with pytest.raises(ValueError, match="it is incomplete"):
+        read_complete(tmp_path)
     (tmp_path / "__0_0.distcp").write_bytes(b"data")
     assert is_unfinished(tmp_path)
     with pytest.raises(ValueError, match="it is incomplete"):

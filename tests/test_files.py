@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from whorl.files import CannotWrite, check_output_file, output_file
+from whorl.files import CannotWrite, check_output_file, is_partial, output_file
 
 
 def mode(path: Path) -> int:
@@ -42,6 +42,13 @@ def test_until_the_block_ends_the_old_file_is_there_and_after_an_error_still(tmp
         assert (target.read_text(), file.parent, file.suffix) == ("old", tmp_path, ".json")
     assert (target.read_text(), mode(target)) == ("new", 0o640)
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_file_before_its_end_is_known_by_its_name(tmp_path: Path) -> None:
+    for name in ("model.json", "SHA256SUMS", "a.tar.gz"):
+        with output_file(tmp_path / name) as partial:
+            assert is_partial(partial)
+        assert not is_partial(tmp_path / name)
 
 
 def test_a_link_stays_and_a_device_is_written_as_it_is(tmp_path: Path) -> None:

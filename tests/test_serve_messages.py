@@ -201,6 +201,7 @@ def refused(response: httpx.Response, status: int, kind: str, says: str) -> None
         ({"max_tokens": None}, "max_tokens: Input should be a valid integer"),
         ({"max_tokens": 5000}, "5000 more are asked for"),
         ({"topp": 1}, "topp: is not a parameter that this server knows"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages: none has any content"),
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "the last message has no text to continue"),
         (

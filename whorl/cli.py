@@ -22,7 +22,7 @@ from whorl.engine import model_names
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.load_options import MODEL
 from whorl.engine.settings import RANKS, EngineSettings
-from whorl.extras import how_to_install
+from whorl.extras import how_to_install, need_server
 from whorl.files import NO_ROOM, CannotWrite
 from whorl.host_memory import is_of_memory, limits
 from whorl.options import (
@@ -351,11 +351,11 @@ def serve(
     need_engine("serve")
     _use_threads(threads)
     with exit_on_bad_usage():
+        need_server()
         drafting.check()
         chosen = _one_model("serve", model, model_dir, drafting)  # before an import that takes half a second
         from whorl.serve import openai
 
-        openai.need_extra()
         if cluster.on is None:
             run = openai.build_server(chosen, engine, drafting=drafting, report=report, **server.settings())
         else:

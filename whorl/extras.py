@@ -1,5 +1,6 @@
 """How to install what a feature lacks: whorl is on no package index, where its name belongs to another project."""
 
+import importlib.util
 import json
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -7,6 +8,15 @@ from urllib.parse import unquote, urlsplit
 from whorl import __version__
 
 DISTRIBUTION = "whorl-llm"  # as in pyproject.toml; the import name and the command are whorl
+
+_SERVER = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+
+
+def need_server() -> None:
+    """Raise ValueError when the packages of the extra `serve` are not installed."""
+    missing = [name for name in _SERVER if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"serve: {', '.join(missing)} not installed: {how_to_install('serve')}")
 
 
 def how_to_install(extra: str) -> str:

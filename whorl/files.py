@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}  # errors of nothing but writing
+_PARTIAL = re.compile(r"\..+\.\d+\.partial(\.\w+)?")  # see _create_beside
 _RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and others written in Rust do not raise OSError
 
 
@@ -39,6 +40,11 @@ def output_file(path: Path) -> Iterator[Path]:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def is_partial(path: Path) -> bool:
+    """Return whether the name is one of `output_file` before its end: a process that was killed leaves such a file."""
+    return _PARTIAL.fullmatch(path.name) is not None
 
 
 @contextlib.contextmanager

@@ -101,6 +101,8 @@ def _conversation(request: CountRequest) -> Conversation:
             _add_assistant(conversation, blocks, where)
         else:
             _add_user(conversation, blocks, where)
+    if not conversation.messages:
+        raise ApiError(400, "messages: none has any content, expected at least one block", param="messages")
     return conversation
 
 

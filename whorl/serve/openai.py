@@ -4,7 +4,6 @@ FastAPI and its dependencies are imported inside functions, so that without the 
 install it.
 """
 
-import importlib.util
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.settings import EngineSettings
-from whorl.extras import how_to_install
+from whorl.extras import need_server
 from whorl.startup import starting
 
 from .hosts import check_address, hosts_for
@@ -28,14 +27,6 @@ if TYPE_CHECKING:
     from whorl.media import Processor
 
 _LOG = logging.getLogger("whorl.serve")
-_NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
-
-
-def need_extra() -> None:
-    """Raise ValueError when the packages of the extra `serve` are not installed."""
-    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"serve: {', '.join(missing)} not installed: {how_to_install('serve')}")
 
 
 def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | None" = None) -> "FastAPI":
@@ -46,7 +37,7 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
 
     Example: `uvicorn.run(create_app(LLM("Qwen/Qwen3-0.6B"), ServerSettings(names=("qwen",))))`.
     """
-    need_extra()
+    need_server()
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
@@ -163,7 +154,7 @@ def settings_for(
     address, else any. chat_template: a file; None: the model's own template. api_key_file: see `key_limits.read_keys`.
     settings: other fields of `ServerSettings`.
     """
-    need_extra()
+    need_server()
     from .key_limits import read_keys
 
     return ServerSettings(

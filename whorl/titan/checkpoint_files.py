@@ -31,7 +31,7 @@ from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode
 
 from whorl import digests
 from whorl.checkpoint_index import METADATA, check_lengths, data_files, read_index, why_unreadable
-from whorl.files import CannotWrite
+from whorl.files import CannotWrite, is_partial
 from whorl.titan.served_files import NAMES
 
 BESIDE = NAMES | {digests.FILE}  # files in the folder that torch.distributed.checkpoint does not know
@@ -41,10 +41,15 @@ class BadCheckpoint(ValueError):
     """The error for a checkpoint that a run cannot continue from; the message says why and what to do."""
 
 
+def _names(folder: Path) -> list[str]:
+    """Return the names of torch's files: not those for a server, nor a file that was being written when a run died."""
+    return sorted(p.name for p in folder.iterdir() if p.name not in BESIDE and not is_partial(p))
+
+
 def read_complete(folder: Path) -> Metadata:
     """Return the metadata of a complete checkpoint; raises `BadCheckpoint` with the reason when it is not complete."""
     if not (folder / METADATA).is_file():
-        names = sorted(p.name for p in folder.iterdir() if p.name not in BESIDE) if folder.is_dir() else []
+        names = _names(folder) if folder.is_dir() else []
         if any(name.endswith(".safetensors") or name.endswith(".safetensors.index.json") for name in names):
             raise BadCheckpoint(
                 "it is a Hugging Face export; load it with checkpoint.initial_load_path and initial_load_in_hf"
@@ -84,7 +89,7 @@ def is_unfinished(folder: Path) -> bool:
 
     A folder without any file counts as well; the files for a server are disregarded.
     """
-    names = [p.name for p in folder.iterdir() if p.name not in BESIDE]
+    names = _names(folder)
     return METADATA not in names and all(n.endswith(".distcp") or n.startswith(METADATA) for n in names)
 
 
