@@ -73,7 +73,7 @@ test-all: venv
 	@$(PIP) -e ".[dev,clients]"
 	@mkdir -p .cache
 	@WHORL_TEST_ALL=1 $(PYTEST) --junitxml=.cache/test_all.xml; code=$$?; \
-	$(BIN)/python tests/record_all.py .cache/test_all.xml bench/results/test_all.md && exit $$code
+	$(BIN)/python tests/record_all.py .cache/test_all.xml bench/results/test_all.md tests/long_tests.txt && exit $$code
 
 lint: venv
 	@$(BIN)/ruff check $(SOURCES)

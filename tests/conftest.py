@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 # As `make test` has it, also for a single file: what a test forks would wait for its parent's threads for ever. torch
 # reads it when it is imported.
@@ -26,6 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RUN_ALL = "WHORL_TEST_ALL"
+LONG = Path(__file__).with_name("long_tests.txt")
 
 
 def runs_slow(config: pytest.Config) -> bool:
@@ -34,7 +36,7 @@ def runs_slow(config: pytest.Config) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help=f"run the tests marked slow too (as does {RUN_ALL}=1)")
-    parser.addoption("--quick", action="store_true", help="few variants of tests marked `sampled`, none marked `more`")
+    parser.addoption("--quick", action="store_true", help="no long tests, and few variants of tests marked `sampled`")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,30 +70,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skip_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
     run_slow = runs_slow(config)
     for item in items:
-        if "slow" in item.keywords and not run_slow:
-            item.add_marker(skip_slow)
+        if "slow" in item.keywords:
+            item.user_properties.append(("slow", "1"))  # record_all.py reads it
+            if not run_slow:
+                item.add_marker(skip_slow)
         if "gpu" in item.keywords and not HAS_CUDA:
             item.add_marker(skip_gpu)
 
 
 def quick(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return what `make test` runs: nothing marked `more`, and evenly spaced variants of what is marked `sampled`.
+    """Return what `make test` runs: of long tests none, but the shortest of a file that has no others; of tests marked
+    `sampled` a few variants.
 
-    `sampled(*names, keep=1)`: of the variants that are equal in the parameters `names` it runs `keep`, evenly
-    spaced, so that every value of those parameters is tested. `make test-more` runs all variants.
+    Long tests are those in long_tests.txt, which `make test-all` writes. `sampled(*names, keep=1)`: of the variants
+    that are equal in the parameters `names` it runs `keep`, evenly spaced, so that every value of those is tested.
     """
+    seconds = {name: int(time) for time, name in (line.split(" ", 1) for line in LONG.read_text().splitlines())}
     chosen: set[pytest.Item] = set()
     variants: dict[tuple[object, ...], list[pytest.Item]] = {}
-    for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None:
+    for path in {item.path: None for item in items}:
+        of_file = [item for item in items if item.path == path and "slow" not in item.keywords]
+        short = [item for item in of_file if f"{path.stem}::{item.name}" not in seconds]
+        for item in short or sorted(of_file, key=lambda item: seconds[f"{path.stem}::{item.name}"])[:1]:
+            sampled = item.get_closest_marker("sampled")
+            if sampled is None:
+                chosen.add(item)
+                continue
             values = (item.callspec.params[name] for name in sampled.args)  # type: ignore[attr-defined]
-            key = item.parent, item.originalname, *(getattr(value, "name", value) for value in values)  # type: ignore[attr-defined]
+            key = path, item.originalname, *(getattr(value, "name", value) for value in values)  # type: ignore[attr-defined]
             variants.setdefault(key, []).append(item)
-        elif item.get_closest_marker("more") is None:
-            chosen.add(item)
     for alike in variants.values():
-        alike = [item for item in alike if "slow" not in item.keywords] or alike
         keep = min(alike[0].get_closest_marker("sampled").kwargs.get("keep", 1), len(alike))  # type: ignore[union-attr]
         chosen |= {alike[i * len(alike) // keep] for i in range(keep)}
     return chosen

@@ -1,4 +1,7 @@
-"""Write what `make test-all` found, from pytest's JUnit file: `record_all.py RESULT.xml RECORD.md`."""
+"""Write what `make test-all` found, from pytest's JUnit file: `record_all.py RESULT.xml RECORD.md LONG.txt`.
+
+RECORD.md: the result. LONG.txt: the tests that took a second or more, which `make test` leaves out (tests/conftest.py).
+"""
 
 import subprocess
 import sys
@@ -36,10 +39,23 @@ def record(junit: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def long_tests(junit: str, least: float = 1.0) -> str:
+    """Return seconds, file and name of each test that took `least` seconds or more; not of those marked slow."""
+    lines = []
+    for case in ElementTree.fromstring(junit).iter("testcase"):
+        is_slow = any(p.get("name") == "slow" for p in case.iter("property"))
+        if not is_slow and (seconds := float(case.get("time", 0))) >= least:
+            file = next(part for part in case.get("classname", "").split(".") if part.startswith("test_"))
+            lines.append(f"{seconds:.0f} {file}::{case.get('name')}")
+    return "".join(f"{line}\n" for line in sorted(lines, key=lambda line: line.split(" ", 1)[1]))
+
+
 def _git(*arguments: str) -> str:
     completed = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
     return completed.stdout.strip() if completed.returncode == 0 else "unknown"
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(record(Path(sys.argv[1]).read_text()))
+    result = Path(sys.argv[1]).read_text()
+    Path(sys.argv[2]).write_text(record(result))
+    Path(sys.argv[3]).write_text(long_tests(result))

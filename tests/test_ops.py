@@ -202,6 +202,7 @@ def strided(values: Values) -> Values:
 # ---- forward
 
 
+@pytest.mark.sampled("op", "backend", keep=5)
 @pytest.mark.parametrize(("op", "backend", "case", "dtype"), walk_dtypes())
 def test_agrees_with_the_reference(op: Op, backend: str, case: Values, dtype: torch.dtype) -> None:
     check(op, backend, made(op, backend, case, dtype))
