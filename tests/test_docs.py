@@ -214,7 +214,7 @@ def test_sessions_show_what_is_printed(name: str) -> None:
 # Commands of the pages that take seconds on a CPU and need no download, run as they are written. Other tests run
 # `whorl train tiny`, `whorl selftest`, `whorl serve` and the examples.
 RUN = {
-    "docs/training_plan.md": "whorl train --plan deepseek-v3.2 --cards 64 --dies 2 --memory 64 --seq 32768",
+    "docs/training.md": "whorl train --plan deepseek-v3.2 --cards 64 --dies 2 --memory 64 --seq 32768",
     "docs/operators.md": "whorl ops",
 }
 

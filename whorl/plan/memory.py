@@ -1,7 +1,7 @@
 """Estimate the peak memory of a rank during a step: weights and moments, and the rest by a walk through backward.
 
 Backward goes from the head to the embedding. When a part is done, what it saved for backward is freed, and its
-gradients stay. `docs/training_plan.md` compares these estimates with measurements.
+gradients stay. `docs/training.md` compares these estimates with measurements.
 """
 
 from dataclasses import dataclass, replace

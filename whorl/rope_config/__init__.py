@@ -2,7 +2,7 @@
 
 `RopeConfig` is frozen and needs no torch, so that the tables, the kernels and the doctor share one source.
 `RopeConfig.from_hf` reads a Hugging Face configuration in any of its spellings, `RopeConfig.from_keywords` plain
-arguments. frequencies.py and docs/frequencies.md have the formulas of each type; whorl/rope_table.py makes cos/sin
+arguments. frequencies.py and docs/rope.md have the formulas of each type; whorl/rope_table.py makes cos/sin
 tables.
 """
 

@@ -1,4 +1,4 @@
-"""The frequencies of each rotary type, in float64. docs/frequencies.md has the formulas and explains them."""
+"""The frequencies of each rotary type, in float64. docs/rope.md has the formulas and explains them."""
 
 import math
 from collections.abc import Callable
