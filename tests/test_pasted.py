@@ -223,7 +223,7 @@ def test_llama_cpp(served: Made, monkeypatch: pytest.MonkeyPatch) -> None:
         ("chat --host 0.0.0.0", "chat: there is no --host: it is an option of whorl serve"),
         ("serve -n 5", f"serve: there is no -n: {LENGTH}"),
         ("serve --n-predict 5", f"serve: there is no --n-predict: {LENGTH}"),
-        ("chat --conversation", "chat: there is no --conversation: whorl chat holds a conversation"),
+        ("chat --conversation", "chat: there is no --conversation: use whorl chat"),
         ("generate -p x --treads 3", "generate: no such option: --treads; did you mean --threads?"),
         ("serve --nonsense", "serve: no such option: --nonsense; --help-all lists those that there are"),
         ("generate -p x -t 0.7", "Invalid value for '--threads'"),

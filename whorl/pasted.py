@@ -53,18 +53,18 @@ _NEEDLESS_FLAGS = {
 }
 NEEDLESS = _NEEDLESS_VALUES | _NEEDLESS_FLAGS
 _RANKS = "tensor parallelism is the only way to split a model over ranks: use --tensor-parallel-size"
-_LORA = "merge the adapter into the weights and give the folder of the merged model"
-_FORMAT = "the checkpoint says how its weights are quantised: leave it out; --quantize rounds them while loading"
+_LORA = "merge the adapter into the weights and pass the folder of the merged model"
+_FORMAT = "the checkpoint says how its weights are quantized: leave it out; --quantize rounds them while loading"
 _SERVER = "it is an option of whorl serve"
 _LENGTH = "it is an option of whorl generate and chat; clients of a server send max_tokens"
 # Refused options, with the text that says what to do instead.
 MISSING = {
     **dict.fromkeys(("--host", "--port", "--api-key", "--served-model-name"), _SERVER),
     **dict.fromkeys(("-fa", "--flash-attn"), "attention is always fused: leave it out"),
-    **dict.fromkeys(("-cnv", "--conversation"), "whorl chat holds a conversation"),
-    **dict.fromkeys(("-b", "--batch-size"), "say --max-num-seqs N for sequences, --max-step-tokens N for prompts"),
+    **dict.fromkeys(("-cnv", "--conversation"), "use whorl chat"),
+    **dict.fromkeys(("-b", "--batch-size"), "use --max-num-seqs N for sequences, --max-step-tokens N for prompts"),
     **dict.fromkeys(("-n", "--n-predict", "--predict", "--max-tokens"), _LENGTH),
-    "--repeat-penalty": "requests of a server take repetition_penalty",
+    "--repeat-penalty": "requests of a server have repetition_penalty",
     "--lora": _LORA,
     "-ts": _RANKS,
     "--tensor-split": _RANKS,
@@ -93,7 +93,7 @@ MISSING = {
     "--cpu-offload-gb": "weights stay on the device: split the model over more devices with --tensor-parallel-size",
     "--swap-space": "preempted sequences are recomputed, not swapped: leave it out",
     "--additional-config": "vllm-ascend's settings have no counterpart, but --compilation-config is read",
-    "--generation-config": "the model's generation_config.json gives the defaults: leave it out",
+    "--generation-config": "the model's generation_config.json has the defaults: leave it out",
     "--scheduling-policy": "requests are scheduled in order of arrival: leave it out",
     "--allowed-origins": "use --allow-origin URL, once for each origin",
     "--ssl-keyfile": "put a proxy that terminates TLS in front",

@@ -27,7 +27,7 @@ _MODULES: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
     ("whorl.ascend", None, "torch_npu's operators on any device: [ascend.md](ascend.md)."),
     ("whorl.doctor", None, "Check a configuration or a live model: [doctor.md](doctor.md)."),
     ("whorl.passes", None, "Sequence parallelism as graph passes: [passes.md](passes.md)."),
-    ("whorl.media", None, "Pictures and videos for `LLM.generate`: [media.md](media.md)."),
+    ("whorl.media", None, "Pictures and videos for `LLM.generate`: [vision.md](vision.md)."),
     ("whorl.adapters.transformers", ("install",), "Our operators inside transformers: [adapters.md](adapters.md)."),
     ("whorl.adapters.megatron", ("install",), "Our operators inside Megatron: [adapters.md](adapters.md)."),
 )

@@ -31,8 +31,7 @@ class ClusterOptions:
     )
     ray_address: str | None = option(
         None,
-        "A running cluster as HOST:PORT, or auto if this machine is part of one. Default: a new one on this machine, "
-        "which only this machine can reach.",
+        "A running cluster as HOST:PORT, or auto if this machine is part of one. Default: a new, local one.",
         panel=PANEL,
         metavar="ADDRESS",
     )

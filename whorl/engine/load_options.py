@@ -28,13 +28,12 @@ class LoadOptions:
     )
     quantize: Literal["w4a16", "w8a8", "fp8", "cpu4"] | None = option(
         None,
-        "Quantise the weights while they are loaded, as whorl quantize does; cpu4: 4 bits for Arm CPUs, which is "
-        "faster and smaller there.",
+        "Quantize the weights while they are loaded, as whorl quantize does; cpu4: 4 bits for Arm CPUs.",
         panel=MODEL,
     )
     unpack: bool | None = option(
         None,
-        "Unpack weights of fewer bits to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
+        "Unpack quantized weights to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
         "--unpack/--no-unpack",
         panel=MODEL,
     )

@@ -42,10 +42,13 @@ class EngineSettings(LoadOptions):
         None, "With --sp: ranks exchange activations in 8 bits, which rounds.", panel=RANKS
     )
     sp_min_tokens: int | None = option(
-        None, "With --sp on: only for steps of so many prompt tokens or more. Default: all steps.", panel=RANKS, least=1
+        None,
+        "With --sp on: only for steps with at least this many prompt tokens. Default: all steps.",
+        panel=RANKS,
+        least=1,
     )
     sp_fuse: bool = option(
-        False, "With --sp: a matrix product and the collective next to it run as one operator, overlapped.", panel=RANKS
+        False, "With --sp: a matmul and the collective next to it run as one operator, overlapped.", panel=RANKS
     )
     compilation_config: str | None = option(
         None,
@@ -64,15 +67,14 @@ class EngineSettings(LoadOptions):
     )
     max_prompt_tokens: int | None = option(
         None,
-        "Most prompt tokens of one step; decoding waits for its end. Default: 2048; on a CPU what takes half a second.",
+        "Most prompt tokens of one step; decoding waits for its end. Default: 2048; on a CPU, half a second's worth.",
         "--max-step-tokens",
         panel=STEPS,
         least=1,
     )
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = option(
         "auto",
-        "Dtype of the KV cache: fp8 (e4m3) or int8, with a scale for each token and head, which rounds; auto: the "
-        "model's dtype.",
+        "Dtype of the KV cache: the model's (auto), or 8 bits with a scale for each token and head, which round.",
         vllm=("--kv-cache-dtype",),
         panel=CACHE,
     )
@@ -85,15 +87,14 @@ class EngineSettings(LoadOptions):
     )
     num_blocks: int | None = option(
         None,
-        "Blocks of the KV cache, whatever memory they take. Default: as many as fit into its memory.",
+        "Blocks of the KV cache, whatever memory they need. Default: what fits into its memory.",
         vllm=("--num-gpu-blocks-override",),
         panel=CACHE,
         least=1,
     )
     memory: int | None = option(
         None,
-        "Bytes of the KV cache on each device. Default: most of an accelerator's free memory; on a CPU 1 GiB, or half "
-        "of what is free if that is less.",
+        "Bytes of the KV cache on each device. Default: most of an accelerator's free memory; on a CPU at most 1 GiB.",
         "--cache-memory",
         vllm=("--kv-cache-memory-bytes",),
         panel=CACHE,
@@ -109,8 +110,7 @@ class EngineSettings(LoadOptions):
     )
     num_snapshots: int | None = option(
         None,
-        "Snapshots of states to keep for prefix hits, for models whose layers keep a state for each sequence. Default: "
-        "as many as --max-num-seqs; none without --prefix-cache.",
+        "Snapshots of per-sequence states to keep for prefix hits. Default: --max-num-seqs; 0 without --prefix-cache.",
         panel=CACHE,
         least=0,
     )
@@ -139,8 +139,7 @@ class EngineSettings(LoadOptions):
     )
     prompt_graphs: int = option(
         PROMPTS[-1],
-        "Record steps with prompts of up to so many tokens as well, if decode steps are recorded: else a short prompt "
-        "waits for the host. 0: none.",
+        "Also record steps with up to this many prompt tokens as graphs, if decode steps are recorded. 0: none.",
         panel=SWITCHES,
         least=0,
         most=PROMPTS[-1],
@@ -154,8 +153,7 @@ class EngineSettings(LoadOptions):
     )
     warmup: Literal["full", "short", "off"] | None = option(
         None,
-        "Sizes to compile and record before the first request: all, the common ones, none. Default: full for whorl "
-        "serve on an accelerator, else off.",
+        "Warm up all sizes, common ones or none. Default: full for whorl serve on an accelerator, else off.",
         panel=SWITCHES,
     )
     seed: int | None = option(

@@ -21,8 +21,8 @@ class ServerFields:
     port: int = option(8000, "Port to listen on; 0: any free port.", vllm=("--port",), least=0, most=65535)
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Accepted name in the header Host, * for any; may be repeated. Default: this machine's names where only it "
-        "can reach the server, else any.",
+        "Accepted name in the header Host, * for any; may be repeated. Default: this machine's names if --host is "
+        "local, else any.",
         metavar="NAME",
     )
     names: tuple[str, ...] = option(
@@ -54,15 +54,14 @@ class ServerFields:
     drain_seconds: float = option(60.0, "Seconds that running requests have after SIGTERM.", "--drain", above=0)
     origins: tuple[str, ...] = option(
         (),
-        "Origin of web pages that may send requests beside the server's own page, * for any; may be repeated. "
-        "Default: none.",
+        "Origin of web pages that may send requests in addition to the server's page, * for any; may be repeated.",
         "--allow-origin",
         metavar="URL",
     )
     media_hosts: tuple[str, ...] = option(
         (),
-        "Host that pictures and videos may be fetched from by http(s), with its port unless that is the default; may "
-        "be repeated. Default: none, only data: URIs.",
+        "Host to fetch pictures and videos from, with its port unless default; may be repeated. Default: none, only "
+        "data: URIs.",
         vllm=("--allowed-media-domains",),
         metavar="NAME",
     )
@@ -94,8 +93,7 @@ class ServeOptions(ServerFields):
     )
     api_key_file: str | None = option(
         None,
-        "A file with one key on each line, with a name for the log and limits: concurrent requests, requests and "
-        "tokens per minute.",
+        "A file with one key on each line, each with a name for the log and limits.",
         metavar="FILE",
     )
     chat_template: str | None = option(

@@ -105,7 +105,7 @@ class TokenDetails(Strict):
 
 class ChatRequest(Sampling, RefusedChat):
     messages: Messages
-    token_details: TokenDetails | None = Field(None, description="an extension of this server: see docs/page.md")
+    token_details: TokenDetails | None = Field(None, description="an extension of this server: see docs/serve.md")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
