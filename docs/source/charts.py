@@ -7,7 +7,7 @@ _ROW, _BAR = 24, 15
 
 
 def speed() -> Drawing:
-    """Three charts beside each other's peers: decoding, operators and training, on one H200."""
+    """Three charts, each with its peers: decoding, operators and training, on one H200."""
     rows = decode_rows()
     operators = [row for row in operator_rows() if row[2] is not None]
     height = 92 + _ROW * (len(rows) + 1) + 78
@@ -16,7 +16,7 @@ def speed() -> Drawing:
         height,
         "Speed on one H200, bf16",
         "Decoding Qwen3-30B-A3B as a share of what memory bandwidth allows, operators as a multiple of a plain "
-        "copy's time, and training steps of DeepSeek-V3.2 in tokens a second, each beside its peers.",
+        "copy's time, and training steps of DeepSeek-V3.2 in tokens a second, each next to its peers.",
     )
     _decode(d, rows)
     _operators(d, operators)

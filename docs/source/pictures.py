@@ -62,7 +62,7 @@ def engine_step() -> Drawing:
         "One step of the engine",
         "Requests wait in a queue. The scheduler picks tokens up to a budget and blocks of the cache. A batch "
         "becomes at most two forward calls, one for decoding and drafts, recorded as a graph, and one for "
-        "prompts; long prompts take decoding tokens along in one call. The sampler accepts tokens, which go to clients "
+        "prompts; a long prompt and decoding tokens share one call. The sampler accepts tokens, which go to clients "
         "and back to the scheduler.",
     )
     queue = d.box(24, 60, 120, 66, "requests", "wait in order", "data")
@@ -98,8 +98,8 @@ def cache() -> Drawing:
         900,
         330,
         "The paged KV cache",
-        "Two sequences share the blocks of their common prefix through their block tables; each has blocks of its"
-        " own behind it. A cached token's slot is its block times the block size plus its offset.",
+        "Two sequences share the blocks of their common prefix through their block tables; each has separate"
+        " blocks after it. A cached token's slot is its block times the block size plus its offset.",
     )
     d.label(24, 36, "block tables: the blocks of a sequence, in order", style="title", anchor="start")
     pool_x, pool_y, side = 340, 70, 84
@@ -154,12 +154,12 @@ def one_arithmetic() -> Drawing:
             )
         )
     ]
-    product = d.box(
+    matmul = d.box(
         260,
         40,
         380,
         84,
-        "product",
+        "matmul",
         "K upwards in one chain of tensor-core steps,\nrounded once; the tile does not matter",
         "work",
     )
@@ -176,9 +176,9 @@ def one_arithmetic() -> Drawing:
     for path in paths:
         y = path.at("right")[1]
         d.arrow((200, y), (254, y))
-    for part in (product, attention, norm):
+    for part in (matmul, attention, norm):
         d.line(part.at("right"), (676, part.at("right")[1]))
-    d.line((676, product.at("right")[1]), (676, norm.at("right")[1]))
+    d.line((676, matmul.at("right")[1]), (676, norm.at("right")[1]))
     d.arrow((676, 180), result.at("left"))
     d.label(794, 262, "bf16 and fp16 on Hopper,")
     d.label(794, 278, "and on a CPU; not promised")
@@ -221,7 +221,7 @@ def passes() -> Drawing:
         900,
         400,
         "Sequence parallelism by graph passes",
-        "Before: an all-reduce, then every rank adds, norms and quantises all tokens. After: a reduce-scatter, "
+        "Before: an all-reduce, then every rank adds, norms and quantizes all tokens. After: a reduce-scatter, "
         "each rank works on its share of the tokens, and an all-gather of fewer bytes where all tokens are "
         "needed.",
     )
@@ -239,7 +239,7 @@ def passes() -> Drawing:
         ("norm", "T / p tokens", "plain"),
         ("all-gather", "S / 2 or less, in int8", "work"),
     ]
-    columns = ((60, [*before, ("sharded product", "", "data")]), (360, [*after, ("sharded product", "", "data")]))
+    columns = ((60, [*before, ("sharded matmul", "", "data")]), (360, [*after, ("sharded matmul", "", "data")]))
     for x, entries in columns:
         step = 336 / len(entries)
         previous: Box | None = None
@@ -252,7 +252,7 @@ def passes() -> Drawing:
         (
             ("1  layout analysis", "replicated, partial, sharded"),
             ("2  place the gathers", "where the fewest bytes move"),
-            ("3  quantise them", "a scale for each token"),
+            ("3  quantize them", "a scale for each token"),
             ("4  prove it", "equal outputs, unchanged parts"),
             ("5  report", "what was rewritten, and why not"),
         )
@@ -308,7 +308,7 @@ def picture() -> Drawing:
     )
     source = d.box(24, 50, 140, 70, "picture", "data: URI, file, or a\nnamed http host", "data")
     decode = d.box(204, 50, 150, 70, "decoder", "child process, limits on\nbytes, pixels, seconds", "limit")
-    patches = d.box(394, 50, 150, 70, "patches", "resized, normalised,\ndigest of the content", "work")
+    patches = d.box(394, 50, 150, 70, "patches", "resized, normalized,\ndigest of the content", "work")
     tower = d.box(584, 50, 150, 70, "vision tower", "layers a step, within\nthe token budget", "accent")
     features = d.box(774, 50, 110, 70, "features", "kept by digest", "data")
     text = d.box(24, 210, 140, 70, "prompt", "text and placeholders", "data")
