@@ -1,6 +1,7 @@
 """The engine: requests in, texts out, refusals, and what a request may ask for. Exactness is in test_exactness.py."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -378,6 +379,21 @@ def test_greedy_and_sampled_share_a_batch() -> None:
 def test_top_k_one_is_greedy() -> None:
     hot = SamplingParams(max_tokens=8, temperature=3.0, top_k=1, seed=1, ignore_eos=True)
     assert one(hot).output_ids == one(SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)).output_ids
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"logit_bias": {65: 1e308}},
+        {"logit_bias": {65: 1e308, 66: 1e308}, "min_p": 0.5},
+        {"repetition_penalty": 1e-300},
+        {"logit_bias": dict.fromkeys(range(300), -math.inf)},
+    ],
+    ids=str,
+)
+def test_extreme_parameters_end_in_tokens(extreme: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=3, temperature=1.0, top_p=0.5, ignore_eos=True, seed=1, **extreme)
+    assert len(one(params).output_ids) == 3
 
 
 def test_logit_bias_and_allowed_tokens() -> None:

@@ -32,8 +32,9 @@ class Adjuster:
 
     def adjust(self, logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
         """Return the logits [N, vocab_size] with penalties, biases and masks applied."""
-        logits = logits[:, : self._vocab_size]
-        return _allow(self._bias(_penalize(logits, samples), samples), samples)
+        logits = self._bias(_penalize(logits[:, : self._vocab_size], samples), samples)
+        # An infinite logit, of a huge bias or a tiny penalty, has no difference from the highest to sample by.
+        return _allow(logits.clamp(max=torch.finfo(logits.dtype).max), samples)
 
     def _bias(self, logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
         """Add `logit_bias`, and exclude stop tokens until `min_tokens` are generated; `logits` is not changed."""

@@ -74,8 +74,8 @@ def _cut(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     """
     if 0 < top_k < scaled.shape[0]:
         scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -torch.inf)
-    if top_p < 1:
-        descending = scaled[scaled > -torch.inf].sort(descending=True).values
+    descending = scaled[scaled > -torch.inf].sort(descending=True).values if top_p < 1 else scaled[:0]
+    if len(descending):  # else there is nothing to cut: no logit is a finite number
         weights = torch.exp(descending)
         above = weights.cumsum(0) - weights  # the sum of the weights before each token in descending order
         reached = above >= top_p * weights.sum()
