@@ -21,10 +21,9 @@ from torch import Tensor
 
 from whorl import device as devices
 from whorl.bench.peer import Values, liger_function, tensors_of
-from whorl.bench.peers import hf_glu
+from whorl.bench.peers import hf_glu, hf_rope, hf_tables, to_hf
 from whorl.bench.provenance import Document, provenance, render_provenance
 from whorl.bench.report import Benchmark, finish
-from whorl.bench.rope_peers import hf_rope, hf_tables, to_hf
 from whorl.ops import OPS, Op
 from whorl.options import Device, Dtype, Json, exit_on_bad_usage
 

@@ -4,7 +4,6 @@ They are straightforward torch formulas, torch's own operators, and whorl's plai
 kernels are the ones chosen.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whorl.bench.peer import Bound, Outputs, Peer, Values, backward_alone, compile_static
+from whorl.bench.peer import (
+    Function,
+    Outputs,
+    Peer,
+    PeersOf,
+    Values,
+    backward_peers,
+    compiled_functions,
+    forward_peers,
+    pick,
+)
 from whorl.ops.sparse_attention.bits import unpack
+
+_GATHER = "gather and two products"
 
 
 def eager_sparse(q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_dim: int) -> Tensor:
@@ -31,81 +42,57 @@ def _is_full(values: Values) -> bool:
     return bool((values["indices"] >= 0).all())
 
 
-def _plain_triton_peers(bind: Callable[[Values], Bound], values: Values, value_dim: int) -> list[Peer]:
-    from whorl.ops.sparse_attention.launch import hopper_reason
+def _plain_triton(values: Values, value_dim: int, name: str, arguments: tuple[str, ...], **more: Any) -> list[Peer]:
+    """Return the plain Triton kernels as a peer, unless the operator already runs them."""
+    from whorl.ops.sparse_attention import launch
 
     q = values["q"]
-    if hopper_reason(q.shape[1], q.shape[2], value_dim, q.dtype, q.device) is not None:
-        return []  # the operator already runs the plain Triton kernels
-    return [Peer(label="our kernels in plain Triton", bind=bind)]
+    if launch.hopper_reason(q.shape[1], q.shape[2], value_dim, q.dtype, q.device) is not None:
+        return []
+    function = getattr(launch, name)
+
+    def run(*tensors: Any) -> Any:
+        return function(**dict(zip(arguments, tensors, strict=True)), **more, use_gluon=False)
+
+    return forward_peers({"our kernels in plain Triton": run}, pick(*arguments))
 
 
 def _sparse(values: Values, compiled: bool) -> list[Peer]:
     value_dim = values["value_dim"] or values["q"].shape[2]
-
-    def bind_eager(function: Callable[..., Tensor]) -> Callable[[Values], Bound]:
-        def bind(values: Values) -> Bound:
-            arguments = [values[n] for n in ("q", "kv", "indices", "scale")]
-            return Bound(run=lambda: function(*arguments, value_dim), outputs=lambda out: [out])
-
-        return bind
-
-    def bind_plain(values: Values) -> Bound:
-        from whorl.ops.sparse_attention.launch import forward
-
-        arguments = {n: values[n] for n in ("q", "kv", "indices", "scale")}
-        return Bound(
-            run=lambda: forward(**arguments, value_dim=value_dim, deterministic=False, use_gluon=False), outputs=list
-        )
-
-    peers = _plain_triton_peers(bind_plain, values, value_dim)
-    if _is_full(values):
-        peers.append(
-            Peer(label="gather and two products, eager", bind=bind_eager(eager_sparse), select_expected=_first)
-        )
-        if compiled:
-            label = "gather and two products, torch.compile"
-            peers.append(Peer(label=label, bind=bind_eager(compile_static(eager_sparse)), select_expected=_first))
-    return peers
+    names = ("q", "kv", "indices", "scale")
+    peers = _plain_triton(values, value_dim, "forward", names, value_dim=value_dim, deterministic=False)
+    if not _is_full(values):
+        return peers
+    functions: dict[str, Function] = {f"{_GATHER}, eager": eager_sparse}
+    functions |= compiled_functions({_GATHER: eager_sparse}, compiled)
+    return peers + forward_peers(functions, lambda v: [*pick(*names)(v), value_dim], select_expected=_first)
 
 
 def _sparse_backward(values: Values, compiled: bool) -> list[Peer]:
     value_dim = values["dout"].shape[2]
-
-    def bind_eager(values: Values) -> Bound:
-        def forward(q: Tensor, kv: Tensor) -> Tensor:
-            return eager_sparse(q, kv, values["indices"], values["scale"], value_dim)
-
-        run = backward_alone(forward, [values["q"], values["kv"]], [values["dout"]])
-        return Bound(run=run, outputs=list)
-
-    def bind_plain(values: Values) -> Bound:
-        from whorl.ops.sparse_attention.launch import backward
-
-        names = ("dout", "dlse", "q", "kv", "indices", "out", "lse", "scale", "deterministic")
-        arguments = {n: values[n] for n in names}
-        return Bound(run=lambda: backward(**arguments, use_gluon=False), outputs=list)
-
-    peers = _plain_triton_peers(bind_plain, values, value_dim)
-    if _is_full(values) and values["dlse"] is None:
-        label = "gather and two products, eager, backward alone"
-        peers.append(Peer(label=label, bind=bind_eager, through_autograd=True))
-    return peers
+    names = ("dout", "dlse", "q", "kv", "indices", "out", "lse", "scale", "deterministic")
+    peers = _plain_triton(values, value_dim, "backward", names)
+    if not _is_full(values) or values["dlse"] is not None:
+        return peers
+    functions = {f"{_GATHER}, eager": eager_sparse}
+    constants = lambda v: [v["indices"], v["scale"], value_dim]  # noqa: E731
+    return peers + backward_peers(functions, pick("q", "kv"), pick("dout"), constants=constants)
 
 
 # ---- masked and causal attention
 
-Attend = Callable[[Values], Callable[[Tensor, Tensor, Tensor], Tensor]]
+
+def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
-def _masked(values: Values) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    mask = unpack(values["bits"], values["k"].shape[0])
-    return functools.partial(F.scaled_dot_product_attention, attn_mask=mask, scale=values["scale"])
+def _mask(values: Values) -> list[Any]:
+    return [values["scale"], unpack(values["bits"], values["k"].shape[0])]
 
 
-def _causal(values: Values) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _sdpa_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Return torch's causal attention, which has no packed sequences."""
-    return functools.partial(F.scaled_dot_product_attention, is_causal=True, scale=values["scale"], enable_gqa=True)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
 
 def _heads_first(values: Values) -> list[Tensor]:
@@ -128,27 +115,25 @@ def _is_one_sequence(values: Values) -> bool:
     return not values["window"] and one_sequence[1] > 0 and values["starts"].tolist() == one_sequence
 
 
-def _sdpa(kind: str, attend: Attend, fits: Callable[[Values], bool]) -> Callable[[Values, bool], list[Peer]]:
-    """Return the peers function of attention: torch's own."""
-
-    def bind(values: Values) -> Bound:
-        function, arguments = attend(values), _heads_first(values)
-        return Bound(run=lambda: function(*arguments), outputs=_tokens_first)
-
-    peer = Peer(label=f"scaled_dot_product_attention, {kind}", bind=bind, select_expected=_first)
-    return lambda values, compiled: [peer] if fits(values) else []
-
-
-def _sdpa_backward(kind: str, attend: Attend, fits: Callable[[Values], bool]) -> Callable[[Values, bool], list[Peer]]:
-    """Return the peers function of the backward of attention."""
-
-    def bind(values: Values) -> Bound:
-        grads = [values["dout"].transpose(0, 1)[None].contiguous()]
-        return Bound(run=backward_alone(attend(values), _heads_first(values), grads), outputs=_tokens_first)
-
-    label = f"scaled_dot_product_attention, {kind}, backward alone"
-    peer = Peer(label=label, bind=bind, through_autograd=True)
-    return lambda values, compiled: [peer] if fits(values) and values["dlse"] is None else []
+def _sdpa(
+    kind: str, function: Function, constants: Callable[[Values], list[Any]], fits: Callable[[Values], bool]
+) -> dict[str, PeersOf]:
+    """Return the peers functions of attention and of its backward: torch's own."""
+    functions = {f"scaled_dot_product_attention, {kind}": function}
+    forward = forward_peers(
+        functions, lambda v: [*_heads_first(v), *constants(v)], outputs=_tokens_first, select_expected=_first
+    )
+    backward = backward_peers(
+        functions,
+        _heads_first,
+        lambda v: [v["dout"].transpose(0, 1)[None].contiguous()],
+        constants=constants,
+        outputs=_tokens_first,
+    )
+    return {
+        "": lambda values, compiled: forward if fits(values) else [],
+        "_backward": lambda values, compiled: backward if fits(values) and values["dlse"] is None else [],
+    }
 
 
 # ---- selection
@@ -163,23 +148,24 @@ def _top_k(values: Values, compiled: bool) -> list[Peer]:
     if values.get("ends") is not None or num_keys - num_queries + 1 < topk:
         return []
 
-    def bind(values: Values) -> Bound:
+    def arguments(values: Values) -> list[Any]:
         seen = torch.ones_like(values["scores"], dtype=torch.bool).tril(num_keys - num_queries)
-        scores = values["scores"].masked_fill(~seen, -torch.inf)
-        return Bound(run=lambda: torch.topk(scores, topk), outputs=lambda out: [out.values])
+        return [values["scores"].masked_fill(~seen, -torch.inf), topk]
 
     def ranked(gold: list[Tensor]) -> Outputs:
         return [gold[1].sort(-1, descending=True).values]
 
-    return [Peer(label="torch.topk", bind=bind, select_expected=ranked)]
+    return forward_peers(
+        {"torch.topk": torch.topk}, arguments, outputs=lambda out: [out.values], select_expected=ranked
+    )
 
 
-ATTENTION_PEERS: dict[str, Callable[[Values, bool], list[Peer]]] = {
+_MASKED = _sdpa("boolean mask", _sdpa_masked, _mask, _fits_mask)
+_CAUSAL = _sdpa("causal", _sdpa_causal, lambda values: [values["scale"]], _is_one_sequence)
+ATTENTION_PEERS: dict[str, PeersOf] = {
     "sparse_attention": _sparse,
     "sparse_attention_backward": _sparse_backward,
-    "masked_attention": _sdpa("boolean mask", _masked, _fits_mask),
-    "masked_attention_backward": _sdpa_backward("boolean mask", _masked, _fits_mask),
-    "causal_attention": _sdpa("causal", _causal, _is_one_sequence),
-    "causal_attention_backward": _sdpa_backward("causal", _causal, _is_one_sequence),
+    **{f"masked_attention{suffix}": peers for suffix, peers in _MASKED.items()},
+    **{f"causal_attention{suffix}": peers for suffix, peers in _CAUSAL.items()},
     "top_k": _top_k,
 }

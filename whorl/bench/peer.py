@@ -1,7 +1,8 @@
 """Peers: implementations of other libraries that are checked and timed next to whorl's."""
 
+import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from whorl import device as devices
 from whorl.ops import Op
 
+Function = Callable[..., Any]
 Values = dict[str, Any]
 Outputs = Sequence[Tensor]
 
@@ -34,7 +36,10 @@ class Peer:
     select_expected: Callable[[list[Tensor]], Outputs] = list  # selects the expected outputs that it returns
 
 
-def bind_plainly(op: Op, function: Callable[..., Any]) -> Callable[[Values], Bound]:
+PeersOf = Callable[[Values, bool], list[Peer]]  # the peers for an operator's arguments, and with compiled ones or not
+
+
+def bind_plainly(op: Op, function: Function) -> Callable[[Values], Bound]:
     """Return the `bind` of a function that takes the operator's own arguments."""
 
     def bind(values: Values) -> Bound:
@@ -45,7 +50,7 @@ def bind_plainly(op: Op, function: Callable[..., Any]) -> Callable[[Values], Bou
     return bind
 
 
-def compile_static(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_static(function: Function) -> Function:
     """Return the function compiled for static shapes."""
     # A backward that is timed alone runs many times on the tensors that one forward saved, so it must not donate them.
     import torch._functorch.config as aot_config
@@ -59,9 +64,7 @@ def tensors_of(out: Any) -> list[Tensor]:
     return [t for t in (out if isinstance(out, tuple | list) else (out,)) if t is not None]
 
 
-def backward_alone(
-    function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]
-) -> Callable[[], Any]:
+def backward_alone(function: Function, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Callable[[], Any]:
     """Run the forward now, and return a call of its backward through autograd."""
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in inputs]
@@ -69,21 +72,63 @@ def backward_alone(
     return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=True)
 
 
-def functions_of(
-    values: Values,
-    compiled: bool,
+def forward_peers(
+    functions: Mapping[str, Function],
+    arguments: Callable[[Values], Sequence[Any]],
     *,
-    eager: dict[str, Callable[..., Any]],
-    compile_too: dict[str, Callable[..., Any]],
-    liger: tuple[str, str] | None = None,
-) -> dict[str, Callable[..., Any]]:
-    """Return the functions of other libraries by label: eager ones, compiled ones if asked for, and Liger's."""
-    functions = dict(eager)
-    if compiled:
-        functions |= {f"{label}, torch.compile": compile_static(function) for label, function in compile_too.items()}
-    if liger is not None and (function := liger_function(values, *liger)) is not None:
-        functions["Liger"] = function.apply
-    return functions
+    outputs: Callable[[Any], Outputs] = tensors_of,
+    select_expected: Callable[[list[Tensor]], Outputs] = list,
+) -> list[Peer]:
+    """Return a peer for each function, by label. arguments: what it is called with, prepared from ours."""
+
+    def bind(function: Function, values: Values) -> Bound:
+        prepared = arguments(values)
+        return Bound(run=lambda: function(*prepared), outputs=outputs)
+
+    return [
+        Peer(label=label, bind=functools.partial(bind, function), select_expected=select_expected)
+        for label, function in functions.items()
+    ]
+
+
+def backward_peers(
+    functions: Mapping[str, Function],
+    inputs: Callable[[Values], Sequence[Tensor]],
+    grads: Callable[[Values], Sequence[Tensor]],
+    *,
+    constants: Callable[[Values], Sequence[Any]] = lambda values: (),
+    outputs: Callable[[Any], Outputs] = tensors_of,
+) -> list[Peer]:
+    """Return a peer for the backward of each function, which autograd runs on a forward that is not timed.
+
+    inputs: the first arguments, which get gradients; constants: the others; grads: the gradients of the outputs.
+    """
+
+    def bind(function: Function, values: Values) -> Bound:
+        others = constants(values)
+        run = backward_alone(lambda *tensors: function(*tensors, *others), inputs(values), grads(values))
+        return Bound(run=run, outputs=outputs)
+
+    return [
+        Peer(label=f"{label}, backward alone", bind=functools.partial(bind, function), through_autograd=True)
+        for label, function in functions.items()
+    ]
+
+
+def compiled_functions(functions: Mapping[str, Function], compiled: bool) -> dict[str, Function]:
+    """Return the functions by label, compiled; none where that is not asked for."""
+    return {f"{label}, torch.compile": compile_static(f) for label, f in functions.items()} if compiled else {}
+
+
+def pick(*names: str) -> Callable[[Values], list[Any]]:
+    """Return the function that takes these arguments, in this order, from ours."""
+    return lambda values: [values[name] for name in names]
+
+
+def liger_functions(values: Values, module: str, name: str) -> dict[str, Function]:
+    """Return a class of Liger as a function by label; none where it does not run."""
+    kind = liger_function(values, module, name)
+    return {} if kind is None else {"Liger": kind.apply}
 
 
 def liger_function(values: Values, module: str, name: str) -> Any:
