@@ -5,103 +5,54 @@ from pathlib import Path
 from typing import Any
 
 from whorl.engine.weights.quantize import KEPT
+from whorl.models.deepseek_v32 import DeepSeekV32Config
 from whorl.nn.weights import SCHEME_NAMES, rounding_to
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "Qwen3-30B-A3B": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "dtype": "bfloat16",
-    },
-    "Qwen3-0.6B": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "dtype": "bfloat16",
-    },
-}
-# DeepSeek-V3.2 at full width with fewer layers, the first of them without experts. An expert has 44 M weights, so 256
-# experts in 3 layers are 34 G weights: the model takes 74 GB in bf16 and 39 GB in FP8. In 7 layers the experts take
-# 81 GB in FP8 (86 GB with the other weights), and 166 GB in bf16, which does not fit an H200: with 128 experts the bf16
-# model takes 87 GB.
-_DEEPSEEK: dict[str, Any] = {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
-    "hidden_size": 7168,
-    "num_hidden_layers": 4,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "vocab_size": 129280,
-    "max_position_embeddings": 163840,
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "attention_bias": False,
     "dtype": "bfloat16",
 }
+_QWEN3_MOE: dict[str, Any] = _QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+# DeepSeek-V3.2 at full width with fewer layers, the first of them without experts. An expert has 44 M weights, so 256
+# experts in 3 layers are 34 G weights: the model takes 74 GB in bf16 and 39 GB in FP8. In 7 layers the experts take
+# 81 GB in FP8 (86 GB with the other weights), and 166 GB in bf16, which does not fit an H200: with 128 experts the bf16
+# model takes 87 GB.
+_DEEPSEEK = DeepSeekV32Config(num_hidden_layers=4, first_k_dense_replace=1, rope_factor=40.0).to_hf("bfloat16")
 _FP8 = rounding_to("fp8", {}, "ue8m0").settings([])
-PRESETS |= {
+
+
+def _sizes(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, expert: int = 0) -> dict[str, Any]:
+    """Return the sizes of a Qwen3, with experts of a width or without."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes = dict(zip(names, (hidden, layers, heads, kv_heads, intermediate), strict=True))
+    return sizes | ({"moe_intermediate_size": expert} if expert else {})
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": _QWEN3_MOE | _sizes(2048, 48, 32, 4, 6144, 768),
+    "Qwen3-0.6B": _QWEN3 | _sizes(1024, 28, 16, 8, 3072) | {"tie_word_embeddings": True},
     "DeepSeek-V3.2-4L": _DEEPSEEK,
     "DeepSeek-V3.2-4L-FP8": _DEEPSEEK | {"quantization_config": _FP8},
     "DeepSeek-V3.2-8L-FP8": _DEEPSEEK | {"num_hidden_layers": 8, "quantization_config": _FP8},
     "DeepSeek-V3.2-8L-128E": _DEEPSEEK | {"num_hidden_layers": 8, "n_routed_experts": 128},
+    "Qwen3-8B": _QWEN3 | _sizes(4096, 36, 32, 8, 12288),
+    "Qwen3-235B-A22B": _QWEN3_MOE | _sizes(4096, 94, 64, 4, 12288, 1536),
 }
 _VISION = {
     "depth": 27,
@@ -140,20 +91,6 @@ def _with_vision(text: dict[str, Any], kind: str, architecture: str) -> dict[str
     }
 
 
-PRESETS["Qwen3-8B"] = PRESETS["Qwen3-0.6B"] | {
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "intermediate_size": 12288,
-    "tie_word_embeddings": False,
-}
-PRESETS["Qwen3-235B-A22B"] = PRESETS["Qwen3-30B-A3B"] | {
-    "hidden_size": 4096,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-}
 PRESETS["Qwen3-VL-30B-A3B"] = _with_vision(
     PRESETS["Qwen3-30B-A3B"], "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"
 )
