@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,6 +53,36 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))).rstrip()
         for row in rows
     ]
+
+
+Column = tuple[str, str | Callable[[Document], str]]
+
+
+def columns(rows: Iterable[Document], layout: Sequence[Column], *, named: int = 1) -> list[str]:
+    """Return documents as a table.
+
+    layout: the heading of each column, and its cell as a format such as "{tok_s:.1f}" or a function of the row. A
+    figure that is absent or None is shown as "-". A row with a "note" has only the first `named` cells, and its note
+    behind the first of them.
+    """
+    return table([[heading for heading, _ in layout], *(cells(row, layout, named=named) for row in rows)])
+
+
+def cells(row: Document, layout: Sequence[Column], *, named: int = 1) -> list[str]:
+    """Return the cells of one row of `columns`."""
+    if "note" not in row:
+        return [_cell(row, cell) for _, cell in layout]
+    first, *others = (_cell(row, cell) for _, cell in layout[:named])
+    return [f"{first}: {row['note']}", *others]
+
+
+def _cell(row: Document, cell: str | Callable[[Document], str]) -> str:
+    if callable(cell):
+        return cell(row)
+    try:
+        return cell.format(**row)
+    except (KeyError, TypeError):
+        return "-"
 
 
 def noted(work: Callable[[], Document]) -> Document:

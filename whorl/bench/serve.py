@@ -12,7 +12,7 @@ from whorl.bench import serve_report
 from whorl.bench.options import LoadOptions
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
-from whorl.bench.report import Benchmark, need_plot
+from whorl.bench.report import Benchmark
 from whorl.bench.serve_record import Record, parse_slo, summarize
 from whorl.bench.workload import Lengths, Load, Request, Workload, parse_sweep, read_trace
 from whorl.engine import model_names
@@ -21,7 +21,10 @@ from whorl.files import check_output_file
 from whorl.startup import starting
 
 if TYPE_CHECKING:
-    from whorl.bench.serve_targets import Target
+    from whorl.bench.serve_client import Server
+    from whorl.bench.serve_engine import EngineTarget
+
+    Target = EngineTarget | Server
 
 DEFAULT_CONCURRENCY = 8
 _TOO_LATE = 0.005  # seconds; a generator later than this, and than 5% of the time to first token, is too slow
@@ -36,8 +39,12 @@ def benchmark(model: str | None, options: LoadOptions, engine: EngineSettings) -
     loads, workload = _loads(options), _workload(options)
     slo = parse_slo(options.slo) if options.slo else {}
     with starting():
-        from whorl.bench.serve_targets import find_target
-    target = find_target(model, options, engine, workload)
+        from whorl.bench import serve_client, serve_engine
+    target: Target
+    if options.url is None:
+        target = serve_engine.EngineTarget(model, options, engine, workload)
+    else:
+        target = serve_client.find_server(model, options)
     points = [
         Point(
             load,
@@ -138,7 +145,6 @@ def _check(model: str | None, options: LoadOptions, engine: EngineSettings) -> N
                 raise ValueError(f"bench serve: --trace gives the lengths; leave out --{name.replace('_', '-')}")
     if options.prefixes > 1 and not options.shared_prefix:
         raise ValueError(f"bench serve: --prefixes {options.prefixes} needs --shared-prefix, their length")
-    need_plot(options.plot)
     if options.records is not None:
         check_output_file(options.records)
     if options.url is None and options.random_config is None:

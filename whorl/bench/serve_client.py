@@ -1,16 +1,18 @@
-"""Sends the requests of a load to a server with the OpenAI API, over httpx, at their times."""
+"""A server with the OpenAI API as the target of a load: sends the requests over httpx, at their times."""
 
 import asyncio
 import importlib.util
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from whorl.bench.provenance import Document
-from whorl.bench.serve_queue import queue_between, read_queue
-from whorl.bench.serve_record import Record
+from whorl import device as devices
+from whorl.bench.options import LoadOptions
+from whorl.bench.provenance import Document, provenance
+from whorl.bench.serve_record import Record, percentiles
 from whorl.bench.serve_stream import Answer, EventReader
 from whorl.bench.workload import Load, Request
 from whorl.extras import how_to_install
@@ -34,6 +36,8 @@ _TEXT = (
 WORDS = tuple(_TEXT.split())
 _KEEPALIVE = 2.0  # seconds that an idle connection may be reused; servers close theirs after 5
 _BEAT = 0.02  # seconds between checks of how late the event loop is
+_QUEUE = re.compile(r"^\w+:request_queue_time_seconds_(bucket|sum|count)\{([^}]*)\} (\S+)$", re.MULTILINE)
+_EDGE = re.compile(r'le="([^"]+)"')
 
 Send = Callable[[Request, float], Awaitable[Record]]  # takes a request and the time it was due
 
@@ -52,16 +56,16 @@ class Server:
     has_running_usage: the server reports in every chunk how many tokens there are so far. about: its version.
     """
 
-    url: str
+    options: LoadOptions
     model: str
-    api_key: str | None = None
-    is_chat: bool = False
-    ignore_eos: bool = True
     more: Document = field(default_factory=dict)
-    timeout: float = 120.0
     vocabulary: tuple[int, ...] | None = None
     has_running_usage: bool = True
     about: str = ""
+
+    @property
+    def url(self) -> str:
+        return (self.options.url or "").rstrip("/").removesuffix("/v1")
 
     @property
     def vocab_size(self) -> int:
@@ -69,7 +73,7 @@ class Server:
 
     @property
     def path(self) -> str:
-        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
+        return "/v1/chat/completions" if self.options.chat else "/v1/completions"
 
     def body(self, request: Request) -> bytes:
         """Return the body of a request; all bodies are built before the clock starts."""
@@ -78,11 +82,11 @@ class Server:
             options["continuous_usage_stats"] = True
         fields: Document = {"model": self.model, "stream": True, "stream_options": options, "temperature": 0}
         fields["max_tokens"] = request.num_output
-        if self.ignore_eos:
+        if self.options.ignore_eos:
             fields["ignore_eos"] = True
         if self.vocabulary is None:
             text = " ".join(WORDS[place] for place in request.prompt)
-            fields |= {"messages": [{"role": "user", "content": text}]} if self.is_chat else {"prompt": text}
+            fields |= {"messages": [{"role": "user", "content": text}]} if self.options.chat else {"prompt": text}
         else:
             fields["prompt"] = [self.vocabulary[place] for place in request.prompt]
         return json.dumps(fields | self.more).encode()
@@ -91,14 +95,42 @@ class Server:
         import httpx
 
         headers = {"Content-Type": "application/json"}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
+        if self.options.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.options.api_key}"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE)
-        timeout = httpx.Timeout(self.timeout, pool=None)
+        timeout = httpx.Timeout(self.options.timeout, pool=None)
         return httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=timeout)
 
+    def header(self) -> Document:
+        """Return the header of the document."""
+        prompts = "token ids of common words" if self.vocabulary else "words of about one token each"
+        about = {"target": f"{self.url}{self.path}", "model": self.model, "server_version": self.about}
+        return provenance(devices.HOST) | about | {"prompts": prompts, "body": self.more}
 
-async def find(server: Server) -> Server:
+    def measure(
+        self, load: Load, requests: Sequence[Request], seconds: float | None, on_end: Callable[[], None]
+    ) -> tuple[list[Record], Document]:
+        """Run one load; returns a record for each request, and more fields of the row."""
+        return asyncio.run(_measure(self, load, requests, seconds, on_end))
+
+
+def find_server(model: str | None, options: LoadOptions) -> Server:
+    """Return the server of --url; raises ValueError when httpx is missing or nobody answers."""
+    need_httpx()
+    return asyncio.run(_find(Server(options=options, model=model or "", more=_body(options.body))))
+
+
+def _body(text: str | None) -> Document:
+    try:
+        fields: Any = json.loads(text or "{}")
+    except ValueError as error:
+        raise ValueError(f"--body is {text}, expected JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"--body is {text}, expected a JSON object")
+    return fields
+
+
+async def _find(server: Server) -> Server:
     """Return the server with what it reports: its model, its token ids, and whether it has running usage.
 
     Raises ValueError when the server cannot be reached or refuses a request.
@@ -133,7 +165,7 @@ def _json_object(response: "httpx.Response") -> Document:
 
 async def _vocabulary(http: "httpx.AsyncClient", server: Server) -> tuple[int, ...] | None:
     """Return the token ids of common words by the server's /tokenize; None for chat or where there is no such route."""
-    if server.is_chat:
+    if server.options.chat:
         return None
     body = {"model": server.model, "prompt": " ".join(WORDS), "add_special_tokens": False}
     tokens = set(_json_object(await http.post("/tokenize", json=body)).get("tokens", ()))
@@ -182,7 +214,7 @@ async def send(http: "httpx.AsyncClient", server: Server, body: bytes, record: R
     except httpx.ConnectError as error:
         record.failure, record.message = "no connection", str(error)
     except httpx.TimeoutException:
-        record.failure, record.message = "timeout", f"no data for {server.timeout:g} s"
+        record.failure, record.message = "timeout", f"no data for {server.options.timeout:g} s"
     except httpx.TransportError as error:
         record.failure, record.message = "dropped", str(error) or type(error).__name__
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -232,17 +264,12 @@ async def send_closed(
     return sorted(records, key=lambda record: record.index)
 
 
-async def measure(
-    server: Server,
-    load: Load,
-    requests: Sequence[Request],
-    seconds: float | None,
-    on_end: Callable[[], None] = lambda: None,
+async def _measure(
+    server: Server, load: Load, requests: Sequence[Request], seconds: float | None, on_end: Callable[[], None]
 ) -> tuple[list[Record], Document]:
-    """Run one load; returns a record for each request, how late the event loop was, and the server's queue time."""
     bodies = {request.index: server.body(request) for request in requests}
     async with server.client() as http:
-        before = await read_queue(http)
+        before = await _read_queue(http)
         lateness: list[float] = []
         beat = asyncio.ensure_future(_watch_loop(lateness))
         start = time.perf_counter()
@@ -265,8 +292,12 @@ async def measure(
                 records = await send_closed(requests, load.concurrency, seconds, send_one, clock)
         finally:
             beat.cancel()
-        after = await read_queue(http)
-    return records, {"loop_late": lateness, "queue": queue_between(before, after)}
+        after = await _read_queue(http)
+    return records, {
+        "send_late_ms": percentiles(record.sent - record.due for record in records),
+        "loop_late_ms": percentiles(lateness),
+        "queue_ms": _queue_between(before, after),
+    }
 
 
 async def _watch_loop(lateness: list[float]) -> None:
@@ -275,3 +306,45 @@ async def _watch_loop(lateness: list[float]) -> None:
         before = time.perf_counter()
         await asyncio.sleep(_BEAT)
         lateness.append(time.perf_counter() - before - _BEAT)
+
+
+# ---- the server's own queue
+
+
+async def _read_queue(http: "httpx.AsyncClient") -> dict[str, float]:
+    """Return the server's histogram of queue time, of whorl or vLLM; empty where there is none."""
+    import httpx
+
+    try:
+        response = await http.get("/metrics")
+    except httpx.TransportError:
+        return {}
+    return _parse_queue(response.text) if response.status_code == 200 else {}
+
+
+def _parse_queue(text: str) -> dict[str, float]:
+    """Return the bucket counts by upper edge in seconds, and "sum" and "count", added up over labels."""
+    histogram: dict[str, float] = {}
+    for kind, labels, value in _QUEUE.findall(text):
+        edge = _EDGE.search(labels)
+        name = edge[1] if kind == "bucket" and edge else kind
+        histogram[name] = histogram.get(name, 0.0) + float(value)
+    return histogram
+
+
+def _queue_between(before: dict[str, float], after: dict[str, float]) -> Document | None:
+    """Return the queue time between two histograms in ms; None without requests.
+
+    The mean is exact, percentiles are the upper edges of their buckets (`are_bounds`), and the maximum is unknown.
+    """
+    new: dict[str, Any] = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    count = new.pop("count", 0.0)
+    if count <= 0:
+        return None
+    mean = new.pop("sum", 0.0) / count
+    edges = sorted((float(edge), value) for edge, value in new.items())
+    summary: Document = {"mean": mean * 1e3}
+    for share in (50, 90, 99):
+        edge = next((edge for edge, below in edges if below >= share / 100 * count), float("inf"))
+        summary[f"p{share}"] = edge * 1e3 if edge < float("inf") else None
+    return summary | {"max": None, "are_bounds": True}

@@ -1,4 +1,4 @@
-"""Runs the load on an engine in this process. Requests are added between steps, as in the engine of a server."""
+"""An engine in this process as the target of a load. Requests are added between steps, as in the engine of a server."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from whorl.bench.options import DecodeOptions
+from whorl import device as devices
+from whorl.bench.options import DecodeOptions, LoadOptions
 from whorl.bench.progress import say
-from whorl.bench.provenance import Document
+from whorl.bench.provenance import Document, provenance
 from whorl.bench.serve_record import Record
-from whorl.bench.workload import Load, Request
+from whorl.bench.workload import Load, Request, Workload
+from whorl.engine.heap import keep_objects
 from whorl.engine.llm import LLM
 from whorl.engine.load import use_one_stream
 from whorl.engine.sequence import SamplingParams
@@ -20,7 +22,51 @@ from whorl.engine.warmup import WarmUp, kind_for, shown
 _SPIN = 0.001  # seconds before an arrival that are spent polling the clock instead of sleeping
 
 
-def load_engine(model: str | None, random_config: str | None, settings: EngineSettings) -> LLM:
+class EngineTarget:
+    """An engine in this process."""
+
+    def __init__(self, model: str | None, options: LoadOptions, engine: EngineSettings, workload: Workload) -> None:
+        self._name, self._options = options.random_config or model or "SmolLM2-135M-Instruct", options
+        self._llm = _load_engine(model, options.random_config, engine)
+        self._ids = vocabulary(self._llm)
+        self.vocab_size = len(self._ids)
+        longest, limit = workload.longest, self._llm.max_model_len
+        if longest > limit and (workload.trace or longest < 2**31):
+            raise ValueError(
+                f"bench serve: requests have up to {longest} tokens, prompt and output together; sequences of this "
+                f"engine have up to {limit}; give shorter --input and --output, or a larger --max-seq or --cache-memory"
+            )
+
+    def header(self) -> Document:
+        """Return the header of the document."""
+        llm, settings = self._llm, self._llm.settings
+        about = {
+            "dtype": str(llm.model.dtype).removeprefix("torch."),
+            "max_num_seqs": settings.max_num_seqs,
+            "max_num_batched_tokens": settings.step_tokens,
+            "max_model_len": llm.max_model_len,
+            "cache_tokens": llm.pool.num_blocks * llm.pool.block_size,
+            "prefix_cache": settings.use_prefix_cache,
+        }
+        weights = "loaded" if self._options.random_config is None else "random"
+        target = {"target": "in process", "model": self._name, "weights": weights, "engine": about}
+        return provenance(settings.device or devices.default_device()) | target
+
+    def measure(
+        self, load: Load, requests: Sequence[Request], seconds: float | None, on_end: Callable[[], None]
+    ) -> tuple[list[Record], Document]:
+        """Run one load; returns a record for each request, and more fields of the row."""
+        keep_objects()  # as a server does; the load's own requests are many more than a server's
+        before = self._llm.stats()
+        more = {"seconds": seconds, "ignore_eos": self._options.ignore_eos, "on_end": on_end}
+        records = EngineLoad(self._llm, self._ids, load, requests, **more).run()
+        after = self._llm.stats()
+        counts = {name: after[name] - before[name] for name in ("num_steps", "num_preemptions")}
+        # Requests are added between steps; the wait for a step counts as queue time, so none is sent late.
+        return records, {"send_late_ms": None, "loop_late_ms": None, **counts}
+
+
+def _load_engine(model: str | None, random_config: str | None, settings: EngineSettings) -> LLM:
     """Return an engine with the model, or with random weights of a config, warmed up as that of a server is."""
     say(f"weights of {random_config or model or 'the default model'}")
     if random_config is None:
@@ -154,16 +200,3 @@ class EngineLoad:
         if self._load.concurrency is not None:
             self._free_since.append(record.end)
         self._on_end()
-
-
-def about(llm: LLM) -> Document:
-    """Return the fields of the header that describe the engine."""
-    settings = llm.settings
-    return {
-        "dtype": str(llm.model.dtype).removeprefix("torch."),
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.step_tokens,
-        "max_model_len": llm.max_model_len,
-        "cache_tokens": llm.pool.num_blocks * llm.pool.block_size,
-        "prefix_cache": settings.use_prefix_cache,
-    }

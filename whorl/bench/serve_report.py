@@ -1,13 +1,11 @@
 """The result of `whorl bench serve` as text and as a chart."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 from whorl.bench.provenance import Document, render_provenance
-from whorl.bench.report import save_figure
+from whorl.bench.report import Column, columns, save_figure, table
 
-WIDTH = 120
 LATENCIES = (
     ("ttft_ms", "first token"),
     ("itl_ms", "between tokens"),
@@ -21,20 +19,26 @@ COLUMNS = ("mean", "p50", "p90", "p99", "max")
 _COLOURS = {"p50": "#9fb8d0", "p90": "#4f81b0", "p99": "#1f4e79"}
 
 
+_THROUGHPUT: tuple[Column, ...] = (
+    ("load", "{label}"),
+    ("good", "{num_good}"),
+    ("failed", lambda row: str(sum(row["failures"].values()))),
+    ("seconds", "{seconds:.1f}"),
+    ("req/s", "{requests_s:.2f}"),
+    ("input tok/s", "{input_tok_s:.1f}"),
+    ("output tok/s", "{output_tok_s:.1f}"),
+    ("cached", lambda row: "unknown" if row["cached_share"] is None else f"{row['cached_share']:.1%}"),
+    ("tok/piece", "{tokens_per_piece:.2f}"),
+)
+_GOODPUT: tuple[Column, ...] = (("good/s", "{goodput[requests_s]:.2f}"), ("within", "{goodput[share]:.1%}"))
+
+
 def render(document: Document) -> str:
     """Return the document as text."""
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
-    for line in _header(document["header"]):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(_throughput(document["rows"]))
-    console.print(_latencies(document["rows"]))
-    for row in document["rows"]:
-        for warning in row["warnings"]:
-            console.print(f"WARNING   {row['label']}: {warning}", markup=False, soft_wrap=True)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
+    rows = document["rows"]
+    throughput = columns(rows, (*_THROUGHPUT, *([] if rows[0]["goodput"] is None else _GOODPUT)))
+    warnings = [f"WARNING   {row['label']}: {warning}" for row in rows for warning in row["warnings"]]
+    return "\n".join([*_header(document["header"]), "", *throughput, "", *_latencies(rows), *warnings])
 
 
 def _header(header: Document) -> list[str]:
@@ -49,39 +53,15 @@ def _header(header: Document) -> list[str]:
     return [*lines, "workload  " + ", ".join(f"{name} {value}" for name, value in workload.items())]
 
 
-def _table(*columns: str) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    return table
-
-
-def _throughput(rows: list[Document]) -> Any:
-    has_slo = rows[0]["goodput"] is not None
-    names = ["load", "good", "failed", "seconds", "req/s", "input tok/s", "output tok/s", "cached", "tok/piece"]
-    table = _table(*names, *(["good/s", "within"] if has_slo else []))
-    for row in rows:
-        cached = "unknown" if row["cached_share"] is None else f"{row['cached_share']:.1%}"
-        counts = [row["label"], str(row["num_good"]), str(sum(row["failures"].values())), f"{row['seconds']:.1f}"]
-        speeds = [f"{row['requests_s']:.2f}", f"{row['input_tok_s']:.1f}", f"{row['output_tok_s']:.1f}", cached]
-        goodput = row["goodput"] or {}
-        good = [f"{goodput['requests_s']:.2f}", f"{goodput['share']:.1%}"] if has_slo else []
-        table.add_row(*counts, *speeds, f"{row['tokens_per_piece']:.2f}", *good)
-    return table
-
-
-def _latencies(rows: list[Document]) -> Any:
-    table = _table("load", "milliseconds", *COLUMNS)
+def _latencies(rows: list[Document]) -> list[str]:
+    cells = [["load", "milliseconds", *COLUMNS]]
     for row in rows:
         label = row["label"]
         for name, meaning in LATENCIES:
             if row[name] is not None:
-                table.add_row(label, meaning, *(_cell(row[name], column) for column in COLUMNS))
+                cells.append([label, meaning, *(_cell(row[name], column) for column in COLUMNS)])
                 label = ""
-    return table
+    return table(cells)
 
 
 def _cell(figures: Document, column: str) -> str:
