@@ -13,7 +13,7 @@ from whorl.bench.decode_engine import DecodeSettings, header, load
 from whorl.bench.decode_report import render_header
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
-from whorl.bench.report import Benchmark, table
+from whorl.bench.report import Benchmark, Column, columns
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
@@ -204,6 +204,26 @@ def is_good(document: Document) -> bool:
     return all(row["equal"] == row["runs"] for row in document["classes"])
 
 
+def _outputs(row: Document) -> str:
+    """Return how many outputs are of each class, those that are OK first."""
+    return " ".join(f"{name} {count}" for name, count in sorted(row["outputs"].items(), key=lambda pair: pair[0] != OK))
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("prompts", "{class}"),
+    ("outputs", _outputs),
+    *((heading, f"{{distinct[{n}]:.2f}}") for n, heading in ((1, "distinct-1"), (2, "-2"), (3, "-3"))),
+    ("as plain", "{equal}/{runs}"),
+    ("accepted", "{acceptance:.0%}"),
+    ("OK: plain tok/s", "{ok[plain_tok_s]:.1f}"),
+    ("drafting", "{ok[tok_s]:.1f}"),
+    ("times", "{ok[times]:.2f}x"),
+    ("other: plain", "{degraded[plain_tok_s]:.1f}"),
+    ("drafting", "{degraded[tok_s]:.1f}"),
+    ("times", "{degraded[times]:.2f}x"),
+)
+
+
 def render(document: Document) -> str:
     """Return the document as text."""
     spec = document["speculation"]
@@ -212,26 +232,10 @@ def render(document: Document) -> str:
         f"drafts    {spec['proposer']}, up to {spec['k']} tokens, {spec['draft_length']}",
         f"runs      medians of {document['num_runs']} for each prompt, up to {document['num_tokens']} tokens, greedy",
     ]
-    head = ["prompts", "outputs", "distinct-1", "-2", "-3", "as plain", "accepted"]
-    cells = [[*head, "OK: plain tok/s", "drafting", "times", "other: plain", "drafting", "times"]]
-    for row in document["classes"]:
-        outputs = " ".join(
-            f"{name} {count}" for name, count in sorted(row["outputs"].items(), key=lambda p: p[0] != OK)
-        )
-        diversity = [f"{value:.2f}" for value in row["distinct"].values()]
-        share = "-" if row["acceptance"] is None else f"{row['acceptance']:.0%}"
-        cells.append([row["class"], outputs, *diversity, f"{row['equal']}/{row['runs']}", share])
-        cells[-1] += [*_speed_cells(row["ok"]), *_speed_cells(row["degraded"])]
-    lines += ["", *table(cells), "", "acceptance by position in the draft (number drafted)"]
+    lines += ["", *columns(document["classes"], _COLUMNS), "", "acceptance by position in the draft (number drafted)"]
     for row in document["classes"]:
         places = zip(row["acceptance_by_position"], row["drafted_by_position"], strict=True)
         lines.append(f"{row['class']:<12}" + ("  ".join(f"{p:.0%} ({n})" for p, n in places) or "nothing drafted"))
     if not is_good(document):
         lines += ["", "WRONG: speculation changed an output"]
     return "\n".join(lines)
-
-
-def _speed_cells(speeds: Document | None) -> list[str]:
-    if speeds is None:
-        return ["-"] * 3
-    return [f"{speeds['plain_tok_s']:.1f}", f"{speeds['tok_s']:.1f}", f"{speeds['times']:.2f}x"]

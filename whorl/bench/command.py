@@ -1,6 +1,8 @@
 """The commands of `whorl bench`. Their options are in `options`; the other modules of this package do the measuring."""
 
-from typing import Annotated
+import importlib
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -25,6 +27,18 @@ from whorl.startup import starting
 bench = typer.Typer(help="Benchmarks that time the best alternatives in the same run.", no_args_is_help=True)
 
 
+def _run(name: str, *arguments: Any, as_json: bool, plot: Path | None = None, out: Path | None = None) -> NoReturn:
+    """Run the benchmark that `whorl.bench.<name>` makes of the arguments; plot, out: files that must be writable."""
+    with exit_on_bad_usage():
+        need_plot(plot)
+        if out is not None:
+            check_output_file(out)
+        with starting():
+            module = importlib.import_module(f"whorl.bench.{name}")
+        benchmark = module.benchmark(*arguments)
+    finish(benchmark, as_json, plot)
+
+
 @bench.command("ops")
 @expand_options
 def bench_ops(
@@ -40,12 +54,7 @@ def bench_ops(
 ) -> None:
     """Time every operator next to eager torch, torch.compile and Liger; wrong outputs get no speed."""
     need_torch()
-    with exit_on_bad_usage():
-        need_plot(options.plot)
-        with starting():
-            from whorl.bench import ops
-        benchmark = ops.benchmark(names or (), options)
-    finish(benchmark, as_json, options.plot)
+    _run("ops", names or (), options, as_json=as_json, plot=options.plot)
 
 
 @bench.command("decode", cls=PastedCommand, epilog=PASTED)
@@ -72,10 +81,7 @@ def bench_decode(
         options.check(engine, drafting)
         if options.random_config is None:
             model_names.local_or_hub(model)
-        with starting():
-            from whorl.bench import decode
-        benchmark = decode.benchmark(model, options, engine, drafting)
-    finish(benchmark, as_json)
+    _run("decode", model, options, engine, drafting, as_json=as_json)
 
 
 @bench.command("serve", cls=PastedCommand, epilog=PASTED)
@@ -91,11 +97,7 @@ def bench_serve(
     need_torch()
     if load.random_config is None and load.url is None:
         need_engine("bench serve")
-    from whorl.bench import serve
-
-    with exit_on_bad_usage():
-        benchmark = serve.benchmark(model, load, engine)
-    finish(benchmark, as_json, load.plot)
+    _run("serve", model, load, engine, as_json=as_json, plot=load.plot)
 
 
 @bench.command("train")
@@ -104,13 +106,8 @@ def bench_train(*, options: TrainOptions, as_json: Json = False) -> None:
     """Time training steps of DeepSeek-V3.2 with and without fused operators and transformers."""
     need_torch()
     with exit_on_bad_usage():
-        if options.out is not None:
-            check_output_file(options.out)
         prepare_torchtitan(options.device)
-        with starting():
-            from whorl.bench import train
-        benchmark = train.benchmark(options)
-    finish(benchmark, as_json)
+    _run("train", options, as_json=as_json, out=options.out)
 
 
 @bench.command("vision")
@@ -118,10 +115,4 @@ def bench_train(*, options: TrainOptions, as_json: Json = False) -> None:
 def bench_vision(*, options: VisionOptions, as_json: Json = False) -> None:
     """Time a vision tower, the first token after images, and decoding, next to text and optionally transformers."""
     need_torch()
-    with exit_on_bad_usage():
-        if options.out is not None:
-            check_output_file(options.out)
-        with starting():
-            from whorl.bench import vision
-        benchmark = vision.benchmark(options)
-    finish(benchmark, as_json)
+    _run("vision", options, as_json=as_json, out=options.out)

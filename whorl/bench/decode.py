@@ -4,12 +4,23 @@ import statistics
 from typing import Any
 
 from whorl.bench import classify, decode_peer, decode_profile, decode_report
-from whorl.bench.decode_engine import DecodeSettings, engine, free, header, load, prompts, start, timed
+from whorl.bench.decode_engine import (
+    DecodeSettings,
+    count_experts,
+    engine,
+    expert_figures,
+    free,
+    header,
+    load,
+    median_time,
+    prompts,
+    start,
+    time_steps,
+)
 from whorl.bench.options import DecodeOptions
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 from whorl.bench.report import Benchmark
-from whorl.bench.steady_steps import count_experts, expert_figures, time_steps
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.llm import LLM
 from whorl.engine.roofline import copy_bandwidth, prompt_flops, step_bytes
@@ -106,8 +117,7 @@ def _prefill(model: Any, vocab_size: int, settings: DecodeSettings) -> Document:
     )
     (prompt,) = prompts(1, length, vocab_size)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    times = [timed(settings.device, lambda: llm.generate(prompt, params, progress=False)) for _ in range(4)]
-    seconds = statistics.median(times[1:])
+    seconds = median_time(settings.device, lambda: llm.generate(prompt, params, progress=False), 3)
     rate, matmul = prompt_flops(model, length) / seconds, matmul_rate(model.dtype, settings.device)
     return {
         "prompt_tokens": length,

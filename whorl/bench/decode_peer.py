@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from whorl import device as devices
-from whorl.bench.decode_engine import DecodeSettings, free, prompts, timed
+from whorl.bench.decode_engine import DecodeSettings, free, median_time, prompts, timed
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 from whorl.bench.report import noted
@@ -78,14 +78,13 @@ def _prefill(load: Callable[[], Any], ours: Document, settings: DecodeSettings) 
     while True:
         try:
             forward = functools.partial(_forward, model, ids, chunk)
-            times = [timed(settings.device, forward) for _ in range(settings.repeats + 1)]
+            seconds = median_time(settings.device, forward, settings.repeats)
             break
         except torch.OutOfMemoryError:
             if chunk // 2 < LEAST_CHUNK:
                 raise
             chunk //= 2
             free(settings.device)
-    seconds = statistics.median(times[1:])
     return {
         "chunk": chunk,
         "attention": getattr(model.config, "_attn_implementation", None),

@@ -3,7 +3,8 @@
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,21 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from whorl import device as devices
 from whorl.bench import decode_report, step_trace
-from whorl.bench.decode_engine import DecodeSettings, engine, free, header, load, start
+from whorl.bench.decode_engine import (
+    DecodeSettings,
+    Distinct,
+    count_experts,
+    end,
+    engine,
+    expert_figures,
+    free,
+    header,
+    load,
+    start,
+)
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 from whorl.bench.report import Benchmark
-from whorl.bench.steady_steps import Distinct, count_experts, end, expert_figures
 from whorl.bench.step_trace import EXPERTS, HEAD, MARK, STEP, Event, Kernel
 from whorl.engine.caches import cache_specs
 from whorl.engine.llm import LLM
@@ -144,11 +155,10 @@ def run(settings: DecodeSettings) -> Document:
 
 def _profile(model: Any, vocab_size: int, batch: int, context: int, settings: DecodeSettings) -> Document:
     is_host = devices.accelerator(settings.device) is None
-    read = _host_parts if is_host else _kernels
     settings = replace(settings, num_tokens=max(settings.num_tokens, _WARM + _STEPS))  # no sequence ends in the trace
     distinct: Distinct = {}
 
-    def traced(**changes: Any) -> tuple[list[Kernel], dict[str, int]]:
+    def traced(**changes: Any) -> list[Event]:
         free(settings.device)  # memory of the previous engine
         llm = engine(model, batch, context, settings, run_ahead=False, **changes)
 
@@ -160,15 +170,14 @@ def _profile(model: Any, vocab_size: int, batch: int, context: int, settings: De
         end(llm, sequences)
         if not distinct:
             distinct.update(count_experts(llm, started, _WARM + _STEPS))  # the same prompts once more
-        return read(events)
+        return events
 
     with marked(model):
-        kernels, calls = traced(use_graphs=None if is_host else False)
-    how = "host" if is_host else "eager"
+        events = traced(use_graphs=None if is_host else False)
+    kernels, how = (step_trace.host_parts(events), "host") if is_host else (step_trace.kernels(events), "eager")
     if not is_host and devices.use_graphs(settings.device, settings.engine.use_graphs):
-        replayed, _ = traced()
-        kernels, how = _aligned(replayed, kernels), "graph"
-        calls = _count(kernels)
+        kernels, how = _aligned(step_trace.kernels(traced()), kernels), "graph"
+    calls = step_trace.num_calls(events) if is_host else Counter(kernel.part for kernel in kernels)
     seen = {kernel.part for kernel in kernels}
     mean_context = context + _WARM + _STEPS // 2
     needed = part_bytes(model, batch, mean_context, seen, settings.engine.kv_cache_dtype, distinct)
@@ -216,24 +225,8 @@ def _trace(llm: LLM) -> list[Event]:
     return events
 
 
-def _host_parts(events: list[Event]) -> tuple[list[Kernel], dict[str, int]]:
-    return step_trace.host_parts(events), step_trace.num_calls(events)
-
-
-def _kernels(events: list[Event]) -> tuple[list[Kernel], dict[str, int]]:
-    kernels = step_trace.kernels(events)
-    return kernels, _count(kernels)
-
-
-def _count(kernels: Sequence[Kernel]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for kernel in kernels:
-        counts[kernel.part] = counts.get(kernel.part, 0) + 1
-    return counts
-
-
 def _parts(
-    model: Any, kernels: Sequence[Kernel], calls: dict[str, int], needed: dict[str, float], device: str
+    model: Any, kernels: Sequence[Kernel], calls: Mapping[str, int], needed: dict[str, float], device: str
 ) -> list[Document]:
     """Return a row for each part, in the order of a layer."""
     rate, num_layers = copy_bandwidth(device), len(model.cache_specs())
@@ -241,9 +234,9 @@ def _parts(
     for part in sorted({kernel.part for kernel in kernels}, key=_place):
         of_part = [kernel for kernel in kernels if kernel.part == part]
         us = sum(kernel.us for kernel in of_part) / _STEPS
-        by_name: dict[str, float] = {}
+        by_name: dict[str, float] = defaultdict(float)
         for kernel in of_part:
-            by_name[kernel.name] = by_name.get(kernel.name, 0.0) + kernel.us / _STEPS
+            by_name[kernel.name] += kernel.us / _STEPS
         num_bytes = needed.get(part, 0.0)
         rows.append(
             {
@@ -277,7 +270,7 @@ def part_bytes(
     `roofline.layer_bytes`.
     """
     specs = cache_specs(model, kv_cache_dtype)
-    num_bytes: dict[str, float] = {"attention": batch * sum(spec.step_bytes(context) for spec in specs)}
+    num_bytes = defaultdict[str, float](float, attention=batch * sum(spec.step_bytes(context) for spec in specs))
     modules = dict(model.named_modules())
     is_tied = "lm_head" not in modules
     for name, layer in weighted(model):
@@ -288,7 +281,7 @@ def part_bytes(
         if part == EXPERTS and "experts down" in seen:
             up, down = (getattr(layer, proj).num_values for proj in ("gate_up_proj", "down_proj"))
             for half, values in (("experts gate/up", up), ("experts down", down)):
-                num_bytes[half] = num_bytes.get(half, 0.0) + read_bytes * values / (up + down)
+                num_bytes[half] += read_bytes * values / (up + down)
             continue
-        num_bytes[part] = num_bytes.get(part, 0.0) + read_bytes
+        num_bytes[part] += read_bytes
     return num_bytes

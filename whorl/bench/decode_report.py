@@ -1,7 +1,7 @@
 """The results of `whorl bench decode` and of `--profile` as text."""
 
 from whorl.bench.provenance import Document, render_provenance
-from whorl.bench.report import table
+from whorl.bench.report import Column, columns
 
 EXPERTS = "different ones of a layer that a step reads, counted / if tokens chose independently"
 
@@ -34,17 +34,33 @@ def render_header(header: Document) -> list[str]:
     ]
 
 
+def _experts(row: Document) -> str:
+    """Return the experts that a step reads and those of independent choices; "-" where there are none to count."""
+    if row.get("distinct_experts") is None:
+        return "-"
+    return f"{row['distinct_experts']:.1f} / {row['independent_experts']:.1f}"
+
+
+_DECODE: tuple[Column, ...] = (
+    ("decode", "{label}"),
+    ("keys", "{context}"),
+    ("batch", "{batch}"),
+    ("experts", _experts),
+    ("tok/s", "{tok_s:.1f}"),
+    ("ms/step", "{ms_per_step:.3f}"),
+    ("a step reads", lambda row: size(row["bytes_per_step"])),
+    ("achieved", lambda row: rate(row["tb_s"])),
+    ("of roofline", "{share_of_roofline:.1%}"),
+)
+
+
 def render(document: Document) -> str:
     """Return the document as text."""
     lines = render_header(document["header"])
-    rows = [("whorl", row) for row in document["decode"]] + [(row["label"], row) for row in document["peers"]]
+    rows = [{"label": "whorl"} | row for row in document["decode"]] + document["peers"]
     if any(row["distinct_experts"] is not None for row in document["decode"]):
         lines.append(f"experts   {EXPERTS}")
-    cells = [["decode", "keys", "batch", "experts", "tok/s", "ms/step", "a step reads", "achieved", "of roofline"]]
-    cells += [
-        _cells(label, row) for label, row in sorted(rows, key=lambda pair: (pair[1]["context"], pair[1]["batch"]))
-    ]
-    lines += ["", *table(cells)]
+    lines += ["", *columns(sorted(rows, key=lambda row: (row["context"], row["batch"])), _DECODE, named=3)]
     if (prefill := document["prefill"]) is not None:
         share = f"{prefill['share_of_matmul']:.0%} of a large matmul's {prefill['matmul_tflop_s']:.2f}"
         lines += ["", f"prefill   {prefill['prompt_tokens']} tokens in {prefill['seconds'] * 1e3:.1f} ms: "]
@@ -61,21 +77,17 @@ def _peer_prefill(row: Document) -> str:
     return f"{times}, {row['chunk']} tokens at once, {row['attention']} attention: whorl is {row['ratio']:.2f}x as fast"
 
 
-def _cells(label: str, row: Document) -> list[str]:
-    if "note" in row:
-        return [f"{label}: {row['note']}", str(row["context"]), str(row["batch"])]
-    speed = [f"{row['tok_s']:.1f}", f"{row['ms_per_step']:.3f}", size(row["bytes_per_step"]), rate(row["tb_s"])]
-    return [label, str(row["context"]), str(row["batch"]), _experts(row), *speed, f"{row['share_of_roofline']:.1%}"]
-
-
-def _experts(row: Document) -> str:
-    """Return the experts that a step reads and those of independent choices; "-" where there are none to count."""
-    if row.get("distinct_experts") is None:
-        return "-"
-    return f"{row['distinct_experts']:.1f} / {row['independent_experts']:.1f}"
-
-
 # ---- profiles
+
+_PROFILE: tuple[Column, ...] = (
+    ("part", "{part}"),
+    ("us", "{us:.1f}"),
+    ("us a layer", "{us_per_layer:.2f}"),
+    ("share", "{share:.1%}"),
+    ("launches", "{launches:.1f}"),
+    ("must move", lambda row: size(row["bytes"]) if row["bytes"] else "-"),
+    ("of roofline", "{share_of_roofline:.1%}"),
+)
 
 
 def render_profile(document: Document) -> str:
@@ -84,20 +96,7 @@ def render_profile(document: Document) -> str:
     for result in document["profiles"]:
         total = result["step_us"]
         about = f"batch {result['batch']}, {result['context']} keys: {total:.1f} us a step; {HOW[result['how']]}"
-        cells = [["part", "us", "us a layer", "share", "launches", "must move", "of roofline"]]
-        cells += [_profile_cells(row, total) for row in result["parts"]]
-        lines += ["", about, *_experts_note(result), *table(cells)]
+        experts = [] if result["distinct_experts"] is None else [f"experts   {_experts(result)}: {EXPERTS}"]
+        parts = columns(({**row, "share": row["us"] / total} for row in result["parts"]), _PROFILE)
+        lines += ["", about, *experts, *parts]
     return "\n".join(lines)
-
-
-def _profile_cells(row: Document, total: float) -> list[str]:
-    layer = "" if row["us_per_layer"] is None else f"{row['us_per_layer']:.2f}"
-    roofline = "" if row["share_of_roofline"] is None else f"{row['share_of_roofline']:.1%}"
-    moved = size(row["bytes"]) if row["bytes"] else ""
-    cells = [row["part"], f"{row['us']:.1f}", layer, f"{row['us'] / total:.1%}", f"{row['launches']:.1f}"]
-    return [*cells, moved, roofline]
-
-
-def _experts_note(row: Document) -> list[str]:
-    """Return a line about the experts of a result; none for a model without experts."""
-    return [] if row["distinct_experts"] is None else [f"experts   {_experts(row)}: {EXPERTS}"]

@@ -115,15 +115,16 @@ def not_of(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "an option of whorl bench decode")
 
 
-def parse_counts(text: str, option: str) -> tuple[int, ...]:
+def parse_counts(text: str, option: str, *, least: int = 1) -> tuple[int, ...]:
     """Return the numbers of a list such as 1,8,64 or a range such as 1..8; raises ValueError for anything else."""
     try:
         first, dots, last = text.partition("..")
         counts = range(int(first), int(last) + 1) if dots else [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or min(counts) < 1:
-        raise ValueError(f"{option} is {text}, expected numbers such as 1,8,64 or a range such as 1..8")
+    if not counts or min(counts) < least:
+        example = "numbers such as 1,8,64 or a range such as 1..8"
+        raise ValueError(f"{option} is {text}, expected {example}{f', from {least} up' if least > 1 else ''}")
     return tuple(counts)
 
 

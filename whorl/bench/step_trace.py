@@ -7,6 +7,7 @@ eager counterpart. On the host the time of a part is that of its mark without th
 
 import bisect
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -92,9 +93,9 @@ def host_parts(events: Sequence[Event]) -> list[Kernel]:
     return [Kernel(part, part, end - start) for start, end, part in segments(events)]
 
 
-def num_calls(events: Sequence[Event]) -> dict[str, int]:
+def num_calls(events: Sequence[Event]) -> Counter[str]:
     """Return how many torch operators each part called on the host, without operators called by operators."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     marked = segments(events)
     starts = [segment.start for segment in marked]
     end = 0.0
@@ -102,8 +103,7 @@ def num_calls(events: Sequence[Event]) -> dict[str, int]:
         if event["ts"] < end:
             continue
         end = event["ts"] + event["dur"]
-        part = _part_at(marked, starts, event["ts"])
-        counts[part] = counts.get(part, 0) + 1
+        counts[_part_at(marked, starts, event["ts"])] += 1
     return counts
 
 

@@ -11,10 +11,18 @@ import torch
 
 from whorl import device as devices
 from whorl.bench import train_report
-from whorl.bench.options import PEER, TrainOptions, check_peer
+from whorl.bench.options import PEER, TrainOptions, check_peer, parse_counts
 from whorl.bench.provenance import Document, provenance
 from whorl.bench.report import Benchmark, first_line, write_document
-from whorl.bench.train_meters import Clock, measure_link, peak_memory, profile, reset_peak
+from whorl.bench.train_meters import (
+    Clock,
+    measure_link,
+    peak_flops,
+    peak_memory,
+    predict,
+    profile,
+    reset_peak,
+)
 from whorl.bench.train_model import (
     SWAPPED,
     SWITCHES,
@@ -26,7 +34,6 @@ from whorl.bench.train_model import (
     transformers_model,
     verdicts,
 )
-from whorl.bench.train_predict import peak_flops, predict
 from whorl.bench.train_report import one_line, render_header
 from whorl.streams import event
 from whorl.titan.swap_optimizer import SwapAdamW
@@ -68,8 +75,8 @@ class TrainSettings:
             device=device,
             tiny=devices.accelerator(device) is None if options.tiny is None else options.tiny,
             rows=named,
-            layers=_numbers("--layers", options.layers, least=1),
-            lengths=_numbers("--seq", options.seq, least=2),
+            layers=parse_counts(options.layers, "--layers"),
+            lengths=parse_counts(options.seq, "--seq", least=2),
             profiled=profiled,
         )
 
@@ -90,16 +97,6 @@ def switches_of(name: str) -> frozenset[str]:
             f"--rows is {name}: {unknown[0]} is neither a row ({', '.join(ROWS)}) nor a switch ({', '.join(SWITCHES)})"
         )
     return switches
-
-
-def _numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < least:
-        raise ValueError(f"{option} is {text}, expected whole numbers from {least} up, such as 4,8")
-    return numbers
 
 
 # ---- running

@@ -1,4 +1,4 @@
-"""Measures time, memory and kernels of training steps on the device."""
+"""Measures time, memory and kernels of training steps, and says what the planner and the device's peak promise."""
 
 import time
 from collections.abc import Callable
@@ -9,8 +9,15 @@ from torch import Tensor
 
 from whorl import device as devices
 from whorl.bench.provenance import Document
-from whorl.bench.train_model import Trainee
+from whorl.bench.train_model import CHUNK, Trainee, host_format
+from whorl.plan import layout as plan_layout
+from whorl.plan.hardware import HARDWARE
+from whorl.plan.memory import GB, memory_of
+from whorl.plan.model_shape import from_hugging_face
 from whorl.streams import Stream
+from whorl.titan.deepseek_v32.args import DeepSeekV32Args
+from whorl.titan.deepseek_v32.hf import to_hf_config
+from whorl.titan.moments import FORMATS
 
 LARGEST = 25  # number of kernels that a profile lists
 
@@ -57,11 +64,10 @@ def measure_link(device: str, num_bytes: int = 1 << 30, repeats: int = 5) -> dic
     store = _copies(device, hosts[1], buffers[1])
     speeds, clock = {}, Clock(device)
     for name, copies in {"to_device": [load], "to_host": [store], "both": [load, store]}.items():
-        for is_timed in (False, True):
+        for count in (1, repeats):  # the first copy warms up
             clock.lap()
-            for _ in range(repeats if is_timed else 1):
-                for copy in copies:
-                    copy()
+            for copy in copies * count:
+                copy()
         speeds[name] = repeats * num_bytes / clock.lap() / 1e9
     return speeds
 
@@ -69,14 +75,7 @@ def measure_link(device: str, num_bytes: int = 1 << 30, repeats: int = 5) -> dic
 def _copies(device: str, target: Tensor, source: Tensor) -> Callable[[], None]:
     """Return a function that starts a copy on a stream of its own."""
     stream = Stream(device)
-
-    def copy() -> None:
-        target.copy_(source, non_blocking=True)
-
-    def start() -> None:
-        stream.run(copy)
-
-    return start
+    return lambda: stream.run(lambda: target.copy_(source, non_blocking=True))
 
 
 def reset_peak(device: str) -> None:
@@ -92,3 +91,31 @@ def peak_memory(device: str) -> Document:
     if module is None:
         return {"allocated_bytes": None, "reserved_bytes": None}
     return {"allocated_bytes": module.max_memory_allocated(), "reserved_bytes": module.max_memory_reserved()}
+
+
+# ---- predictions
+
+
+def predict(args: DeepSeekV32Args, seq: int, switches: frozenset[str], dtype: torch.dtype, ring: int = 3) -> float:
+    """Return the planner's peak bytes of a step. dtype: of weights and gradients, and of moments on the device."""
+    size, moments = dtype.itemsize, host_format(switches)
+    settings = plan_layout.PlanSettings(
+        seq=seq,
+        batch=1,
+        weight=size,
+        gradient=size,
+        moment=sum(part.itemsize / values for part, values in FORMATS[moments or "exact"][0].parts(dtype)),
+        compute=size,
+        checkpoint="checkpoint" in switches,
+        fused="dsa" in switches,
+        chunk=CHUNK,
+        ring=ring,
+    )
+    alone = plan_layout.Parallelism(pp=1, tp=1, cp=1, dp=1, ep=1, swap=moments is not None)
+    return memory_of(from_hugging_face(to_hf_config(args), "trained here"), alone, settings).allocated * GB
+
+
+def peak_flops(device: str) -> float | None:
+    """Return the dense bf16 peak of the device; None for hardware that the planner does not know."""
+    name = devices.device_name(device).lower()
+    return next((hardware.flops for hardware in HARDWARE.values() if hardware.name in name), None)

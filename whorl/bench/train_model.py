@@ -1,5 +1,6 @@
 """The models that `whorl bench train` times: our DeepSeek-V3.2 with a set of switches, and that of transformers."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,12 +42,8 @@ class Shape:
 
     def args(self) -> DeepSeekV32Args:
         """Return the model's arguments: top-2 of 8 experts, the first layer dense."""
-        if self.tiny:
-            args = copy.deepcopy(FLAVOURS["tiny"])
-        elif f"{self.layers}l" in FLAVOURS:
-            args = copy.deepcopy(FLAVOURS[f"{self.layers}l"])
-        else:
-            args = copy.deepcopy(FLAVOURS["4l"])
+        name = "tiny" if self.tiny else f"{self.layers}l"
+        args = copy.deepcopy(FLAVOURS[name if name in FLAVOURS else "4l"])
         args.n_layers, args.max_seq_len = self.layers, self.seq
         args.moe_args.use_grouped_mm = self.device == "cuda"
         return args
@@ -61,20 +58,25 @@ class Trainee:
     step: Callable[[], Tensor]
 
 
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 # ---- our model
 
 
 def build(args: DeepSeekV32Args, device: str, dtype: torch.dtype, switches: frozenset[str]) -> DeepSeekV32Model:
     """Return the model with fixed random weights, converted and compiled as in a TorchTitan job."""
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = DeepSeekV32Model(args)
-            model.init_weights(torch.device(device))
-    finally:
-        torch.set_default_dtype(before)
+    with _default_dtype(dtype), torch.device(device):
+        model = DeepSeekV32Model(args)
+        model.init_weights(torch.device(device))
     for name in CONVERTED:
         if name in switches:
             _convert(model, f"whorl_{name}", args.max_seq_len, dtype)
@@ -188,13 +190,8 @@ def transformers_model(shape: Shape) -> Trainee:
         values.pop(name)
     config = DeepseekV32Config(**values, use_cache=False)
     config._attn_implementation = "sdpa"
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(shape.dtype)
-    try:
-        with torch.device(shape.device):
-            model: Any = DeepseekV32ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
+    with _default_dtype(shape.dtype), torch.device(shape.device):
+        model: Any = DeepseekV32ForCausalLM(config)
     model.train()
     if shape.device == "cuda":
         model.set_experts_implementation("grouped_mm")

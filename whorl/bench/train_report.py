@@ -1,8 +1,10 @@
 """The result of `whorl bench train` as text."""
 
+from collections.abc import Callable
+
 from whorl.bench.options import PEER
 from whorl.bench.provenance import Document, render_provenance
-from whorl.bench.report import table
+from whorl.bench.report import Column, cells, columns
 
 GIB = 2**30
 
@@ -30,57 +32,44 @@ def _swap_lines(header: Document) -> list[str]:
     return [f"swap      {header['ring']} buckets on the device; {speed}; moments of swap8 in int8"]
 
 
+def _name(row: Document) -> str:
+    return "+".join([row["row"], *(["checkpoint"] if "checkpoint" in row["switches"] else [])])
+
+
+def _scaled(name: str, unit: float) -> Callable[[Document], str]:
+    """Return the cell of a number of bytes, in this unit."""
+    return lambda row: "-" if row.get(name) is None else f"{row[name] / unit:.2f}"
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("row", lambda row: _name(row) + (" !" if row.get("wrong") else "")),
+    ("layers", "{layers}"),
+    ("tokens", "{seq}"),
+    ("tok/s", "{tok_s:.0f}"),
+    ("ms/step", "{ms_per_step:.1f}"),
+    ("host ms", "{host_ms:.1f}"),
+    ("MFU", "{mfu:.1%}"),
+    ("alloc GiB", _scaled("allocated_bytes", GIB)),
+    ("reserved", _scaled("reserved_bytes", GIB)),
+    ("predicted", _scaled("predicted_bytes", GIB)),
+    ("moved GB", _scaled("moved_bytes", 1e9)),
+    ("KL", "{indexer_kl:.3g}"),
+    ("loss", "{loss:.4f}"),
+)
+
+
 def one_line(row: Document) -> str:
     """Return a row as one line, for showing it when it is measured."""
-    return "  ".join(filter(None, _cells(row)))
+    return "  ".join(cells(row, _COLUMNS, named=3))
 
 
 def render(document: Document) -> str:
     """Return the document as text."""
-    head = [
-        "row",
-        "layers",
-        "tokens",
-        "tok/s",
-        "ms/step",
-        "host ms",
-        "MFU",
-        "alloc GiB",
-        "reserved",
-        "predicted",
-        "moved GB",
-        "KL",
-        "loss",
-    ]
-    cells = [head, *(_cells(row) for row in document["rows"])]
-    wrong = sorted({problem for row in document["rows"] for problem in row.get("wrong", [])})
+    rows = document["rows"]
+    wrong = sorted({problem for row in rows for problem in row.get("wrong", [])})
     notes = [f"WRONG, see the rows marked !: {problem}" for problem in wrong]
-    return "\n".join([*render_header(document["header"]), "", *table(cells), *_ratios(document["rows"]), *notes])
-
-
-def _cells(row: Document) -> list[str]:
-    name = "+".join([row["row"], *(["checkpoint"] if "checkpoint" in row["switches"] else [])])
-    name += " !" if row.get("wrong") else ""
-    place = [str(row["layers"]), str(row["seq"])]
-    if "note" in row:
-        return [f"{name}: {row['note']}", *place]
-    speed = [f"{row['tok_s']:.0f}", f"{row['ms_per_step']:.1f}", f"{row['host_ms']:.1f}"]
-    memory = [_gib(row.get(f"{kind}")) for kind in ("allocated_bytes", "reserved_bytes", "predicted_bytes")]
-    mfu, kl = row.get("mfu"), row.get("indexer_kl")
-    return [
-        name,
-        *place,
-        *speed,
-        "-" if mfu is None else f"{mfu:.1%}",
-        *memory,
-        f"{row['moved_bytes'] / 1e9:.2f}" if "moved_bytes" in row else "-",
-        "-" if kl is None else f"{kl:.3g}",
-        f"{row['loss']:.4f}",
-    ]
-
-
-def _gib(num_bytes: float | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / GIB:.2f}"
+    lines = [*render_header(document["header"]), "", *columns(rows, _COLUMNS, named=3)]
+    return "\n".join([*lines, *_ratios(rows), *notes])
 
 
 def _ratios(rows: list[Document]) -> list[str]:
@@ -97,8 +86,9 @@ def _ratios(rows: list[Document]) -> list[str]:
             parts = [
                 f"{r['row']} {r['tok_s'] / base_row['tok_s']:.2f}x" + _memory_ratio(r, base_row) for r in comparable
             ]
-            name = "+".join([base, *(["checkpoint"] if "checkpoint" in base_row["switches"] else [])])
-            lines.append(f"over {name}, {base_row['layers']} layers, {base_row['seq']} tokens: {', '.join(parts)}")
+            lines.append(
+                f"over {_name(base_row)}, {base_row['layers']} layers, {base_row['seq']} tokens: {', '.join(parts)}"
+            )
     return ["", *lines] if lines else []
 
 

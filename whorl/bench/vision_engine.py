@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from whorl import device as devices
-from whorl.bench.decode_engine import prompts, timed
+from whorl.bench.decode_engine import median_time, prompts, timed
 from whorl.bench.provenance import Document
 from whorl.engine.caches import block_size
 from whorl.engine.llm import LLM
@@ -148,9 +148,7 @@ def first_token(llm: LLM, item: MediaItem, count: int, device: str, repeats: int
     def text() -> None:
         llm.generate([_text(model, length)], params, progress=False)
 
-    image_seconds, text_seconds = (
-        statistics.median([timed(device, run) for _ in range(repeats + 1)][1:]) for run in (pictures, text)
-    )
+    image_seconds, text_seconds = (median_time(device, run, repeats) for run in (pictures, text))
     return {"pictures": count, "prompt_tokens": length, "seconds": image_seconds, "text_seconds": text_seconds}
 
 

@@ -1,7 +1,9 @@
 """The result of `whorl bench vision` as text."""
 
+from collections.abc import Callable
+
 from whorl.bench.provenance import Document, render_provenance
-from whorl.bench.report import table
+from whorl.bench.report import Column, columns
 
 
 def render(document: Document) -> str:
@@ -26,6 +28,34 @@ def _ran(model: Document, name: str) -> Document | None:
     return None if part is None or "note" in part else part
 
 
+def _ms(name: str) -> Callable[[Document], str]:
+    return lambda row: f"{row[name] * 1e3:.1f}"
+
+
+_TOWER: tuple[Column, ...] = (
+    ("tower", "{name}"),
+    ("", "{label}"),
+    ("ms", _ms("seconds")),
+    ("patches/s", "{patches_s:.0f}"),
+    ("TFLOP/s", "{tflop_s:.3g}"),
+    ("of matmul", "{share_of_matmul:.1%}"),
+)
+_FIRST: tuple[Column, ...] = (
+    ("first token", "{pictures} images"),
+    ("prompt", "{prompt_tokens} tokens"),
+    ("ms", _ms("seconds")),
+    ("as much text, ms", _ms("text_seconds")),
+)
+_DECODE: tuple[Column, ...] = (
+    ("decode", "batch {batch}"),
+    ("keys", "{keys}"),
+    ("after an image, ms", "{ms_per_step:.3f}"),
+    ("after text", "{text_ms_per_step:.3f}"),
+    ("text model", "{alone[ms_per_step]:.3f}"),
+    ("image / text model", "{alone[ratio]:.3f}"),
+)
+
+
 def _tower(model: Document, header: Document) -> list[str]:
     tower, peer = _ran(model, "tower"), _ran(model, "peer")
     if tower is None:
@@ -34,12 +64,9 @@ def _tower(model: Document, header: Document) -> list[str]:
         "pictures": f"{header['pictures']} of {header['side']}x{header['side']}",
         "video": f"{header['frames']} frames of {header['frame'][0]}x{header['frame'][1]}",
     }
-    cells = [["tower", "", "ms", "patches/s", "TFLOP/s", "of matmul"]]
-    for part, name in names.items():
-        for row in (tower[part], *([] if peer is None else [peer[part]])):
-            speed = [f"{row['seconds'] * 1e3:.1f}", f"{row['patches_s']:.0f}", f"{row['tflop_s']:.3g}"]
-            cells.append([name, row["label"], *speed, f"{row['share_of_matmul']:.1%}"])
-    lines = [*table(cells), f"heads     FLOPs count {tower['head_dim']} channels; {tower['padding']}"]
+    sources = [tower, *([] if peer is None else [peer])]
+    rows = [{"name": name, **source[part]} for part, name in names.items() for source in sources]
+    lines = [*columns(rows, _TOWER), f"heads     FLOPs count {tower['head_dim']} channels; {tower['padding']}"]
     if peer is not None:
         verdict = "right" if peer["is_right"] else "WRONG"
         errors = f"ours {peer['our_error']:.2e}, transformers' {peer['their_error']:.2e}"
@@ -62,15 +89,7 @@ def _engine(model: Document) -> list[str]:
     engine, text = _ran(model, "engine"), _ran(model, "text_model")
     if engine is None:
         return []
-    cells = [["first token", "prompt", "ms", "as much text, ms"]]
-    for row in engine["first_token"]:
-        times = [f"{row['seconds'] * 1e3:.1f}", f"{row['text_seconds'] * 1e3:.1f}"]
-        cells.append([f"{row['pictures']} images", f"{row['prompt_tokens']} tokens", *times])
-    lines = ["", *table(cells), ""]
-    cells = [["decode", "keys", "after an image, ms", "after text", "text model", "image / text model"]]
+    lines = ["", *columns(engine["first_token"], _FIRST), ""]
     alone = [None] * len(engine["decode"]) if text is None else text["decode"]
-    for row, other in zip(engine["decode"], alone, strict=True):
-        times = [f"{row['ms_per_step']:.3f}", f"{row['text_ms_per_step']:.3f}"]
-        last = ["", ""] if other is None else [f"{other['ms_per_step']:.3f}", f"{other['ratio']:.3f}"]
-        cells.append([f"batch {row['batch']}", str(row["keys"]), *times, *last])
-    return [*lines, *table(cells)]
+    rows = [row | {"alone": other} for row, other in zip(engine["decode"], alone, strict=True)]
+    return [*lines, *columns(rows, _DECODE)]

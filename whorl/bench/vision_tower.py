@@ -2,8 +2,7 @@
 
 import copy
 import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from whorl import device as devices
 from whorl import nn
-from whorl.bench.decode_engine import timed
+from whorl.bench.decode_engine import median_time
 from whorl.bench.provenance import Document
 from whorl.engine.features import MOST_PATCHES, runs_several
 from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
@@ -74,7 +73,7 @@ def ours(tower: Any, grids: Sequence[Grid], device: str, repeats: int, matmul: f
         for first in range(0, len(grids), count):
             tower.encode_all([(inputs[grid], grid) for grid in grids[first : first + count]])
 
-    return row("whorl", _median(run, device, repeats), _count(grids), flops(tower.config, grids), matmul)
+    return row("whorl", median_time(device, run, repeats), _count(grids), flops(tower.config, grids), matmul)
 
 
 class Peer:
@@ -109,7 +108,7 @@ class Peer:
     def time(self, config: TowerConfig, grids: Sequence[Grid], repeats: int, matmul: float) -> Document:
         """Time the tower on all images in one call, as transformers runs it."""
         inputs = torch.cat([patches(config, grid, self.device) for grid in grids])
-        seconds = _median(lambda: self.features(inputs, grids), self.device, repeats)
+        seconds = median_time(self.device, lambda: self.features(inputs, grids), repeats)
         return row("transformers, sdpa", seconds, _count(grids), flops(config, grids), matmul)
 
     def compare(self, tower: Any) -> Document:
@@ -121,10 +120,6 @@ class Peer:
             for features in (tower.encode(inputs, _TRIED), self.features(inputs, [_TRIED]))
         )
         return {"our_error": our, "their_error": their, "is_right": our <= 2 * their + _SAME}
-
-
-def _median(run: Callable[[], Any], device: str, repeats: int) -> float:
-    return statistics.median([timed(device, run) for _ in range(repeats + 1)][1:])
 
 
 def _count(grids: Sequence[Grid]) -> int:
