@@ -214,12 +214,6 @@ class TestBench:
         document = json.loads(CliRunner().invoke(app, ["bench", "ops", "glu", "--device", "cpu", "--json"]).output)
         assert not any({"us", "tb_s", "peers"} & set(row) for row in document["rows"])
 
-    def test_names_choose_operators_and_text_shows_peers(self):
-        result = CliRunner().invoke(app, ["bench", "ops", "qk_norm_rope", "--device", "cpu"])
-        assert result.exit_code == 0, result.output
-        assert "unfused: rms_norm twice, then rope" in result.output
-        assert "glu" not in result.output
-
     def test_a_group_is_its_operators_each_once(self):
         settings = bench.OpsSettings.resolve(["indexer", "top_k", "rope"], OpsOptions(device="cpu"))
         assert settings.names == (*GROUPS["indexer"], "rope")
@@ -236,29 +230,24 @@ class TestBench:
                 assert row["tflop_s"] == pytest.approx(row["flops"] / row["us"] / 1e6)
                 assert row["share_of_matmul"] == pytest.approx(row["tflop_s"] / row["matmul_tflop_s"])
 
-    @pytest.mark.parametrize("name", ["causal_attention", "causal_attention_backward"])
-    def test_the_peer_of_causal_attention_answers_the_same(self, name):
-        def case_of(*lengths):
-            values = OPS[name].make(lengths=lengths, heads=4, kv_heads=2, dim=16, dtype=torch.float32, device="cpu")
-            values = OPS[name]._bind((), values)
-            return values, [p for p in peers.peers_of(OPS[name], values, compiled=False) if "scaled_dot" in p.label]
-
-        values, (peer,) = case_of(9)
-        gold = peer.select_expected(judge.answers(OPS[name], OPS[name].reference, judge.widened(values)))
-        assert bench._peer_problem(peer.bind(values), gold) is None
-        assert not case_of(9, 3)[1], "it would let one sequence see the other"
-
-    @pytest.mark.parametrize("causal", [False, True])
-    def test_the_eager_peer_of_sparse_attention_and_its_gradients(self, causal):
-        case = {"tokens": (6,), "keys": 40, "topk": 20, "heads": 3, "dim": 24, "value_dim": 16, "causal": causal}
-        for name, count in (("sparse_attention", 1), ("sparse_attention_backward", 2)):
-            values = OPS[name].make(**case, dtype=torch.float32, device="cpu")
-            gathering = [peer for peer in peers.peers_of(OPS[name], values, compiled=False) if "gather" in peer.label]
-            assert len(gathering) == 1
-            bound = gathering[0].bind(values)
-            gold = gathering[0].select_expected(judge.answers(OPS[name], OPS[name].reference, judge.widened(values)))
-            assert len(gold) == count
-            assert bench._peer_problem(bound, gold) is None
+    @pytest.mark.parametrize("direction", ["", "_backward"])
+    def test_peers_of_attention_answer_the_same(self, direction):
+        lengths = {"heads": 4, "kv_heads": 2, "dim": 16}
+        sparse = {"tokens": (6,), "keys": 40, "topk": 20, "heads": 3, "dim": 24, "value_dim": 16}
+        for name, case, label in (
+            ("causal_attention", {"lengths": (9,), **lengths}, "scaled_dot"),
+            ("sparse_attention", {**sparse, "causal": False}, "gather"),
+            ("sparse_attention", {**sparse, "causal": True}, "gather"),
+        ):
+            op = OPS[name + direction]
+            values = op._bind((), op.make(**case, dtype=torch.float32, device="cpu"))
+            (peer,) = [peer for peer in peers.peers_of(op, values, compiled=False) if label in peer.label]
+            gold = peer.select_expected(judge.answers(op, op.reference, judge.widened(values)))
+            assert bench._peer_problem(peer.bind(values), gold) is None
+        op = OPS["causal_attention" + direction]
+        packed = op._bind((), op.make(lengths=(9, 3), **lengths, dtype=torch.float32, device="cpu"))
+        labels = [peer.label for peer in peers.peers_of(op, packed, compiled=False)]
+        assert not any("scaled_dot" in each for each in labels), "it would let one sequence see the other"
 
     def test_a_peer_that_answers_something_else_has_no_speed(self, monkeypatch):
         monkeypatch.setattr(peers, "_torch_rms_norm", lambda x, weight, eps: 1.1 * x)
@@ -273,14 +262,6 @@ class TestBench:
         result = CliRunner().invoke(app, ["bench", "ops", "rope", "--device", "cpu", "--plot", str(path)])
         assert result.exit_code == 0, result.output
         assert path.read_bytes().startswith(b"\x89PNG")
-
-    def test_quick_caps_tokens_and_says_so(self):
-        settings = bench.OpsSettings.resolve(["rope", "rms_norm"], OpsOptions(device="cpu"))
-        assert all(max(case["tokens"]) <= 4 for case in settings.cases(rope))
-        assert all(case["shape"][0] <= 4 for case in settings.cases(rms_norm))
-        full = bench.OpsSettings.resolve(["rope"], OpsOptions(device="cpu", quick=False))
-        assert settings.cases(rope) != full.cases(rope) == list(rope.bench_cases)
-        assert any("at most 4 tokens" in note for note in bench._header(settings)["notes"])
 
 
 @pytest.mark.slow

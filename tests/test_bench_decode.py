@@ -1,8 +1,6 @@
 """`whorl bench decode`: what it reads, fills, counts and refuses, and one run of each of its modes."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,28 +8,24 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from mock_model import ByteTokenizer, MockModel
+from mock_model import ByteTokenizer
 from typer.testing import CliRunner
 
 from whorl.bench import (
     classify,
     decode_engine,
-    decode_peer,
-    decode_profile,
     decode_report,
     filled_cache,
-    steady_steps,
     step_trace,
 )
-from whorl.bench.classify import LOW_DIVERSITY, OK, distinct
-from whorl.bench.decode_engine import DecodeSettings
-from whorl.bench.decode_profile import marked, part_bytes
-from whorl.bench.options import DecodeOptions, parse_counts
-from whorl.bench.random_config import PRESETS, read_config
-from whorl.bench.steady_steps import count_experts, expert_figures, expert_layers, time_steps
+from whorl.bench.classify import LOW_DIVERSITY, OK
+from whorl.bench.decode_engine import DecodeSettings, count_experts, expert_figures, time_steps
+from whorl.bench.decode_profile import part_bytes
+from whorl.bench.options import DecodeOptions
+from whorl.bench.random_config import PRESETS
 from whorl.bench.step_trace import Kernel, kernels, segments, with_eager_parts
 from whorl.cli import app
-from whorl.engine import graph_sizes, roofline, runner, sampler
+from whorl.engine import sampler
 from whorl.engine.llm import LLM
 from whorl.engine.roofline import num_values, prompt_flops, step_bytes
 from whorl.engine.settings import EngineSettings
@@ -63,15 +57,6 @@ def resolved(shape: str, engine: EngineSettings | None = None, **options: Any) -
 # ---- presets
 
 
-@pytest.mark.parametrize("name", [*(name for name in PRESETS if name.endswith("-FP8")), "Qwen3-0.6B:fp8"])
-def test_fp8_is_described_as_published_checkpoints_do(name: str) -> None:
-    """vLLM refuses a `quantization_config` of FP8 that has no activation_scheme."""
-    settings = read_config(name)["quantization_config"]
-    published = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    more = {"scale_fmt": "ue8m0"} if name.startswith("DeepSeek") else {"modules_to_not_convert": ["lm_head"]}
-    assert settings == published | more
-
-
 # ---- bytes
 
 
@@ -88,21 +73,6 @@ def test_bytes_of_a_token_of_the_preset() -> None:
     assert step_bytes(model, batch=64) == pytest.approx(rest + experts * 125.9 / 128, rel=1e-2)
 
 
-def test_bytes_of_a_dense_model() -> None:
-    tied = build(Llama.tiny(tie_word_embeddings=True), device="meta", dtype=torch.float32)
-    weights = sum(p.numel() for p in tied.parameters()) * 4
-    assert 0 < step_bytes(tied) - weights < 4096, "all weights, a row of the embedding, a token of the cache"
-    untied = build(Llama.tiny(tie_word_embeddings=False), device="meta", dtype=torch.float32)
-    assert step_bytes(untied) == step_bytes(tied), "an embedding that is not the head is not read"
-
-
-def test_bytes_with_a_window() -> None:
-    options = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
-    model = build(Qwen3.tiny(**options), device="meta", dtype=torch.float32)
-    per_key = 2 * 2 * 16 * 4
-    assert step_bytes(model, context=100) - step_bytes(model) == per_key * (100 + 7)
-
-
 def test_products_of_a_prompt_of_the_preset() -> None:
     """Counted by hand: the weights that a token meets, the head once, and half of the square of attention."""
     model = build(PRESETS["Qwen3-30B-A3B"], device="meta", dtype=torch.bfloat16)
@@ -112,20 +82,6 @@ def test_products_of_a_prompt_of_the_preset() -> None:
         assert prompt_flops(model, length) == 2 * (48 * layer * length + 151936 * 2048) + attention
 
 
-def test_products_with_a_window() -> None:
-    options = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
-    windowed, full = (build(Qwen3.tiny(**more), device="meta", dtype=torch.float32) for more in (options, {}))
-    unseen = sum(max(0, position + 1 - 7) for position in range(100))
-    assert prompt_flops(full, 100) - prompt_flops(windowed, 100) == 4 * 4 * 16 * unseen
-
-
-def test_share_of_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model(Llama.tiny(), device="cpu", dtype=torch.float32)
-    monkeypatch.setattr(roofline, "copy_bandwidth", lambda device: 100 * step_bytes(model))
-    assert roofline.share(model, 25.0) == pytest.approx(0.25)
-    assert roofline.share(MockModel(), 25.0) is None
-
-
 # ---- classes
 
 
@@ -133,34 +89,13 @@ def test_classes_of_outputs() -> None:
     text = list(range(60))
     assert classify.classify(text) == OK
     assert classify.classify(text + [7] * 24) == "LOOP_1"
-    assert classify.classify(text + [7] * 23) == OK
-    assert classify.classify(text + [1, 2, 3] * 8) == "LOOP_3"
+    assert classify.classify(text + [7] * 23) == classify.classify([]) == OK
     assert classify.classify(text + [1, 2, 3] * 8 + [1, 2]) == "LOOP_3", "cut anywhere"
-    assert classify.classify(text + list(range(30)) * 4) == "LOOP_30"
     assert classify.classify(text + list(range(30)) * 3) == LOW_DIVERSITY, "three times may be a list"
-    assert classify.classify([i % 7 * (i % 3) for i in range(90)]) == "LOOP_21"
-    few = [number for i in range(24) for number in (1, 2, 3, 10 + i)]
-    assert classify.classify(few) == OK
-    assert classify.classify([1, 2, 1, 3, 2, 1, 1, 2, 3, 3] * 3 + [1, 1, 3, 2, 2]) == LOW_DIVERSITY
-    assert classify.classify([]) == OK
-
-
-def test_distinct() -> None:
-    assert distinct([1, 1, 2, 2], 1) == 0.5
-    assert distinct([1, 1, 2, 2], 2) == 1.0
-    assert distinct([1, 1, 1, 1], 3) == 0.5
-    assert distinct([1], 2) == 1.0
+    assert classify.distinct([1, 1, 2, 2], 1) == classify.distinct([1, 1, 1, 1], 3) == 0.5
 
 
 # ---- options
-
-
-def test_counts() -> None:
-    assert parse_counts("1,8,64", "--batch") == (1, 8, 64)
-    assert parse_counts("1..4", "--batch") == (1, 2, 3, 4)
-    for wrong in ("", "a", "0", "1..", "4..1", "1,,2"):
-        with pytest.raises(ValueError, match="expected numbers such as"):
-            parse_counts(wrong, "--batch")
 
 
 @pytest.mark.parametrize(
@@ -176,13 +111,6 @@ def test_refusals(shape: str, arguments: str, message: str) -> None:
     result = run("--random-config", shape, *arguments.split())
     assert result.exit_code == 2
     assert message in result.stderr
-
-
-def test_a_device_that_the_profiler_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_profile.devices, "accelerator", lambda device: torch)
-    with pytest.raises(ValueError, match="profiler cannot trace npu kernels"):
-        decode_profile.need_profiler("npu")
-    decode_profile.need_profiler("cuda")
 
 
 # ---- timing
@@ -207,74 +135,7 @@ def test_decode_of_random_weights_next_to_a_peer(shape: str) -> None:
         assert word in text
 
 
-@pytest.mark.slow
-def test_random_weights_may_be_quantised(shape: str) -> None:
-    """Behind the name; a quarter of the bytes, and the embedding, the head and the norms as they are."""
-    plain, packed = (
-        json.loads(run("--random-config", name, *SMALL, "--json").stdout) for name in (shape, f"{shape}:w4a16")
-    )
-    assert packed["header"]["weight_bytes"] < plain["header"]["weight_bytes"]
-    assert packed["decode"][0]["bytes_per_step"] < plain["decode"][0]["bytes_per_step"]
-    with pytest.raises(ValueError, match=r"--random-config is Qwen3-0.6B:w3, expected one of"):
-        read_config("Qwen3-0.6B:w3")
-
-
-def test_a_peer_that_fails_is_reported(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(settings: Any) -> None:
-        raise RuntimeError("no such thing\nand more")
-
-    monkeypatch.setattr(decode_peer, "_load", fail)
-    result = run("--random-config", shape, *SMALL, "--peer", "transformers")
-    assert result.exit_code == 0
-    assert "transformers: did not run: RuntimeError: no such thing" in result.stdout
-
-
-@pytest.mark.slow
-def test_a_peers_prompt_is_cut_until_it_fits(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, chunks = decode_peer._forward, []
-
-    def forward(model: Any, ids: Any, chunk: int) -> None:
-        chunks.append(chunk)
-        if chunk > 10:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        real(model, ids, chunk)
-
-    monkeypatch.setattr(decode_peer, "_forward", forward)
-    monkeypatch.setattr(decode_peer, "LEAST_CHUNK", 8)
-    arguments = ["--random-config", shape, *SMALL, "--prompt-tokens", "40", "--peer", "transformers"]
-    assert json.loads(run(*arguments, "--json").stdout)["peer_prefill"]["chunk"] == 10
-    assert chunks == [40, 20, 10, 10]
-    monkeypatch.setattr(decode_peer, "LEAST_CHUNK", 16)
-    assert "transformers: did not run: OutOfMemoryError: CUDA out of memory" in run(*arguments).stdout
-
-
-@pytest.mark.slow
-def test_random_weights_need_no_packages_of_checkpoints(shape: str) -> None:
-    code = f"""
-import sys
-for name in ("gguf", "safetensors", "tokenizers", "jinja2", "huggingface_hub"):
-    sys.modules[name] = None
-from whorl.cli import app
-app(["bench", "decode", "--random-config", {shape!r}, "--batch", "1", "--tokens", "2", "--repeats", "1",
-     "--device", "cpu"])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "of roofline" in done.stdout
-
-
 # ---- contexts
-
-
-@pytest.mark.slow
-def test_rows_of_every_context(shape: str) -> None:
-    arguments = ["--random-config", shape, "--batch", "1,2", "--context", "5,90", "--tokens", "2", "--repeats", "1"]
-    document = json.loads(run(*arguments, "--json").stdout)
-    rows = document["decode"]
-    assert [(row["context"], row["batch"]) for row in rows] == [(5, 1), (5, 2), (90, 1), (90, 2)]
-    per_key = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, channels, bytes
-    assert rows[2]["bytes_per_step"] - rows[0]["bytes_per_step"] == 85 * per_key
-    assert "keys" in run(*arguments).stdout
 
 
 def test_a_filled_cache_computes_no_prompt(shape: str) -> None:
@@ -291,14 +152,6 @@ def test_a_filled_cache_computes_no_prompt(shape: str) -> None:
     while llm.has_work:
         llm.step()
     assert llm.pool.num_used == 0
-
-
-def test_without_a_context_prompts_are_computed(shape: str) -> None:
-    settings = resolved(shape)
-    model: Any = decode_engine.load(settings)[0]
-    llm = decode_engine.engine(model, 2, decode_engine.CONTEXT, settings)
-    assert type(llm.pool).__name__ == "BlockPool"
-    assert settings.rows == [(decode_engine.CONTEXT, 2)]
 
 
 # ---- experts
@@ -343,102 +196,13 @@ def test_the_count_is_what_the_ids_of_equal_steps_say(monkeypatch: pytest.Monkey
     assert not any(layer._forward_pre_hooks for layer in counted)
 
 
-def test_steps_of_graphs_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the CPU recorded graphs: their replays call no hook of a module."""
-    expected = count_experts(*_counted(filled_engine(SPARSE)[0]), STEPS)
-    replays: list[str] = []
-
-    def record(device: str, function: Any, pool: Any = None) -> Any:
-        def replay() -> None:
-            replays.append("replay")
-            layers = [m for m in llm.model.modules() if isinstance(m, Experts)]  # type: ignore[attr-defined]
-            hooks = [layer._forward_pre_hooks.copy() for layer in layers]
-            for layer in layers:
-                layer._forward_pre_hooks.clear()
-            function()
-            for layer, layer_hooks in zip(layers, hooks, strict=True):
-                layer._forward_pre_hooks.update(layer_hooks)
-
-        return replay
-
-    monkeypatch.setattr(runner, "wants_graphs", lambda device, requested: True)
-    monkeypatch.setattr(runner, "graph_pool", lambda device: None)
-    monkeypatch.setattr(runner, "record_graph", record)
-    monkeypatch.setattr(graph_sizes, "PROMPTS", ())  # only decode steps are recorded
-    llm, _ = filled_engine(SPARSE)
-    time_steps(llm, started(llm), STEPS)
-    assert len(replays) == STEPS
-    counted = count_experts(*_counted(llm), STEPS)
-    assert list(counted.values()) == list(expected.values())
-    time_steps(llm, started(llm), STEPS)
-    assert len(replays) == 2 * STEPS, "graphs are replayed again"
-
-
-def _counted(llm: LLM) -> tuple[LLM, Any]:
-    return llm, lambda: started(llm)
-
-
-def test_long_runs_are_counted_here_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steady_steps, "_COUNTED", 2)
-    llm, _ = filled_engine(SPARSE)
-    seen: list[int] = []
-    eager = llm.runner.eager
-    monkeypatch.setattr(llm.runner, "eager", lambda: (seen.append(llm.num_steps), eager())[1])
-    count_experts(llm, lambda: started(llm), STEPS)
-    assert [step - seen[0] for step in seen] == [0, 2, 4]
-
-
-def test_a_dense_model_has_none() -> None:
-    llm, _ = filled_engine(Llama.tiny(vocab_size=97))
-    assert count_experts(llm, lambda: pytest.fail("it started"), STEPS) == {}
-    assert expert_figures(llm.model, 4, {}) == {"distinct_experts": None, "independent_experts": None}
-
-
-def test_bytes_are_those_of_the_counted_experts() -> None:
-    model: Any = build(SPARSE, device="meta", dtype=torch.float32)
-    layers = expert_layers(model)
-    one = sum(p.nbytes for p in layers[0].parameters()) / 16
-    none, some = (step_bytes(model, batch=4, distinct=dict.fromkeys(layers, count)) for count in (0.0, 2.5))
-    assert some - none == pytest.approx(2 * 2.5 * one)
-    estimated = step_bytes(model, batch=4)
-    assert estimated - none == pytest.approx(2 * one * 16 * (1 - (7 / 8) ** 4))
-
-
-def test_results_state_both_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(SPARSE | {"dtype": "float32"}))
-    arguments = ["--random-config", str(path), "--batch", "1,6", "--context", "20", "--tokens", "5", "--repeats", "1"]
-    document = json.loads(run(*arguments, "--json").stdout)
-    model: Any = build(SPARSE, device="meta", dtype=torch.float32)
-    one, crowd = document["decode"]
-    assert (one["distinct_experts"], one["independent_experts"]) == (2, 2)
-    assert crowd["independent_experts"] == pytest.approx(16 * (1 - (7 / 8) ** 6))
-    assert 2 < crowd["distinct_experts"] <= 12
-    for row in (one, crowd):
-        distinct = dict.fromkeys(expert_layers(model), row["distinct_experts"])
-        assert row["bytes_per_step"] == pytest.approx(
-            step_bytes(model, batch=row["batch"], context=22, distinct=distinct)
-        )
-    assert f"{crowd['distinct_experts']:.1f} / {crowd['independent_experts']:.1f}" in run(*arguments).stdout
-
-
-def test_a_profile_has_the_experts_of_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_profile, "count_experts", lambda llm, start, num: dict.fromkeys(layers, 3.0))
-    llm, settings = filled_engine(SPARSE)
-    layers = expert_layers(llm.model)
-    profile = decode_profile._profile(llm.model, llm.model.vocab_size, BATCH, CONTEXT, settings)
-    assert profile["distinct_experts"] == 3
-    (experts,) = (row for row in profile["parts"] if row["part"] == "experts")
-    assert experts["bytes"] == sum(layer.read_bytes(3.0) for layer in layers)
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_no_sequence_ends_while_steps_are_timed(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = filled_engine(Llama.tiny(vocab_size=97), run_ahead=ahead)
     used: list[int] = []
-    synchronize = steady_steps.devices.synchronize
+    synchronize = decode_engine.devices.synchronize
     monkeypatch.setattr(
-        steady_steps.devices, "synchronize", lambda device: (used.append(llm.pool.num_used), synchronize(device))[1]
+        decode_engine.devices, "synchronize", lambda device: (used.append(llm.pool.num_used), synchronize(device))[1]
     )
     for _ in range(2):
         sequences = started(llm)
@@ -466,24 +230,6 @@ def test_sequences_over_a_cache_of_bytes_choose_different_experts(monkeypatch: p
     assert distinct > 0.9 * independent
     monkeypatch.setattr(filled_cache, "_SIGN", 0)
     assert figures()[0] < 0.8 * independent
-
-
-def test_sequences_say_different_tokens() -> None:
-    llm, _ = filled_engine(Qwen3.tiny(num_experts=16, vocab_size=997), 16)
-    sequences = started(llm, 16)
-    for _ in range(STEPS):
-        llm.step()
-        assert len({seq.token_ids[-1] for seq in sequences}) > 12
-
-
-def test_random_packed_weights_have_no_common_mean() -> None:
-    config = Llama.tiny(hidden_size=512, intermediate_size=512, num_hidden_layers=1)
-    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
-    model: Any = random_model(config | {"quantization_config": settings}, device="cpu", dtype=torch.float32)
-    layer = model.model.layers[0].mlp.down_proj
-    values = layer.format.values(layer).float()
-    assert abs(float(values.mean())) < 0.02 * float(values.std())
-    assert float(values.std()) == pytest.approx(512**-0.5, rel=0.05)
 
 
 # ---- profiles
@@ -526,9 +272,6 @@ def test_time_belongs_to_the_innermost_mark() -> None:
     second = [event | {"ts": event["ts"] + 100} for event in STEP]  # without a gap between the steps
     assert [piece.part for piece in segments(STEP + second)] == [part for _, _, part in spans] * 2
     assert sum(each.us for each in step_trace.host_parts(STEP + second)) == 200
-
-
-def test_calls_on_the_host_are_counted_once() -> None:
     ops = [("aten::linear", 12, 18), ("aten::mm", 13, 17), ("aten::softmax", 25, 30), ("aten::argmax", 90, 91)]
     events = STEP + [{"cat": "cpu_op", "name": name, "ts": start, "dur": end - start} for name, start, end in ops]
     assert step_trace.num_calls(events) == {"qkv product": 1, "attention": 1, "sampling": 1}
@@ -572,13 +315,6 @@ def test_a_replay_takes_the_parts_of_the_launches() -> None:
     assert [each.us for each in kernels] == list(range(6)), "times are the replay's own"
 
 
-def test_replays_are_aligned_step_by_step() -> None:
-    eager = [Kernel(name, name.upper(), 1.0) for name in "abcab" * decode_profile._STEPS]
-    replayed = [Kernel(name, "other", 2.0) for name in "abcab" * decode_profile._STEPS]
-    assert decode_profile._aligned(replayed, eager) == [each._replace(us=2.0) for each in eager]
-    assert [each.part for each in decode_profile._aligned(replayed[1:], eager)] == [each.part for each in eager[1:]]
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_bytes_of_the_parts_are_those_of_the_step(tied: bool, kind: str) -> None:
@@ -594,15 +330,6 @@ def test_bytes_of_the_parts_are_those_of_the_step(tied: bool, kind: str) -> None
             assert not seen or sizes["experts gate/up"] == pytest.approx(2 * sizes["experts down"])
 
 
-def test_marks_are_gone_afterwards() -> None:
-    model: Any = random_model(Qwen3.tiny(num_experts=8), device="cpu", dtype=torch.float32)
-    with marked(model):
-        assert "logits" in vars(model)
-        assert model.model.layers[0].self_attn._forward_hooks
-    assert "logits" not in vars(model)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
 def test_a_profile_on_the_host(shape: str) -> None:
     arguments = ["--random-config", shape, "--profile", "--batch", "2", "--context", "40", "--tokens", "16"]
     document = json.loads(run(*arguments, "--json").stdout)
@@ -612,9 +339,8 @@ def test_a_profile_on_the_host(shape: str) -> None:
     assert needed <= set(parts)
     assert profile["how"] == "host"
     assert sum(row["us"] for row in profile["parts"]) == pytest.approx(profile["step_us"])
-    layers = {part: row["us_per_layer"] for part, row in parts.items()}
-    assert layers["head"] is None
-    assert layers["qkv product"] == pytest.approx(parts["qkv product"]["us"] / 2)
+    assert parts["head"]["us_per_layer"] is None
+    assert parts["qkv product"]["us_per_layer"] == pytest.approx(parts["qkv product"]["us"] / 2)
     assert all(parts[part]["launches"] >= 1 for part in needed)
     assert 0 < parts["attention"]["share_of_roofline"] < 1
     text = decode_report.render_profile(document)
@@ -654,9 +380,7 @@ def test_classify(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (row["ok"] or {"runs": 0})["runs"] == row["outputs"].get(OK, 0)
         assert len(row["acceptance_by_position"]) == len(row["drafted_by_position"])
     assert any(row["acceptance"] for row in document["classes"])
-    document["classes"][0]["equal"] = 0
-    assert "WRONG" in classify.render(document)
-    assert not classify.is_good(document)
+    assert "as plain" in classify.render(document)
 
 
 def test_classify_finds_an_output_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,14 @@
 """The scripts in `bench`: each runs once on a small case; what they count is right, and what is wrong has no speed."""
 
 import json
-import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import typer
 from click.testing import Result
-from ranks import Ranks
-from stub_driver import stub_driver
 from test_bench_decode import resolved, speaking
-from test_launch import ROW, arguments, scaled
 from typer.testing import CliRunner
 
 from bench import (
@@ -27,18 +21,14 @@ from bench import (
     positions,
     rope_lookup,
     sp,
-    sp_rank,
     train_curve,
 )
-from whorl import collectives as whorl_collectives
 from whorl.engine.runner import Runner
 from whorl.engine.settings import EngineSettings
 from whorl.engine.weights import random_model
-from whorl.models.deepseek import DeepSeek
 from whorl.models.qwen3 import Qwen3
 from whorl.ops import OPS
 from whorl.ops._impl import Impl
-from whorl.ops._launch_triton import Launched
 from whorl.passes.cost import TABLE, Traffic
 
 SMALL = ("--batch", "2", "--tokens", "3", "--repeats", "1")
@@ -99,24 +89,6 @@ def test_calls_with_a_wrong_answer_have_no_speed(monkeypatch: pytest.MonkeyPatch
     assert not calls.is_good(report)
 
 
-def test_bare_launches_are_those_of_the_call() -> None:
-    ours = Launched(scaled)
-    args, options = arguments()
-    with stub_driver(scaled) as stub:
-        ours[(3,)](*args, **options)
-
-        def call() -> None:
-            ours[(3,)](*args, **options)
-            ours[(5,)](*args, **options)
-
-        launches = calls.recorded_launches(call)
-        stub.launches.clear()
-        for launch in launches:
-            launch()
-    assert [one.grid for one in stub.launches] == [(3, 1, 1), (5, 1, 1)]
-    assert stub.launches[0].args[0] is ROW
-
-
 # ---- positions and rows of the table
 
 
@@ -170,127 +142,6 @@ def test_the_table_is_the_cost_models() -> None:
     assert "[tokens, 4096]" in run(sp.app, "--simulate", "--hidden", "4096").output
 
 
-REFUSED = {
-    "--rate fast": "--rate is fast, expected bits per second such as 100mbit",
-    "--rate 1mbit --delay soon": "--delay is soon, expected a time such as 500us",
-    "--delay 1ms": "--delay needs --rate",
-    "--hidden 200": "--hidden is 200, expected a multiple of 128",
-    "--plot chart.txt": "--plot is chart.txt, expected a file name that ends in",
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_asked_wrongly(words: str) -> None:
-    done = run(sp.app, *words.split())
-    assert done.exit_code == 2
-    assert REFUSED[words] in done.output
-
-
-def test_without_root_or_tools_a_link_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(network.shutil, "which", lambda tool: f"/sbin/{tool}")
-    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
-    with pytest.raises(ValueError, match=r"network namespaces need root\. Without --rate the ranks communicate"):
-        sp.SpSettings(rate="1mbit")
-    monkeypatch.setattr(network.shutil, "which", lambda tool: None)
-    assert network.refusal() == "ip and tc not found: install iproute2"
-    monkeypatch.setattr(network.platform, "system", lambda: "Darwin")
-    assert network.refusal() == "network namespaces need Linux, this is Darwin"
-    sp.SpSettings()  # loopback needs nothing
-
-
-def test_namespaces_are_removed_where_the_kernel_refuses_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[list[str]] = []
-
-    def refuse_delay(command: Any, **_: Any) -> subprocess.CompletedProcess[str]:
-        ran.append(list(command))
-        return subprocess.CompletedProcess(command, int("netem" in command), "", "Error: qdisc kind is unknown.")
-
-    monkeypatch.setattr(network, "refusal", lambda: None)
-    monkeypatch.setattr(network.subprocess, "run", refuse_delay)
-    link = network.Link(rate="10mbit", delay="1ms")
-    unknown = r"refused `tc .* netem delay 1ms.*qdisc kind is unknown"
-    with pytest.raises(ValueError, match=unknown), network.namespaces(2, link):
-        pytest.fail("there is no delay")
-    made = [c[3] for c in ran if c[1:3] == ["netns", "add"]]
-    assert [c[3] for c in ran if c[1:3] == ["netns", "del"]] == made
-    assert len(made) == 3
-
-
-def test_payload_is_counted_to_the_byte() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    with socket.create_connection(listener.getsockname()) as sender, listener.accept()[0] as receiver:
-        before = sp_rank.payload_sent()
-        sender.sendall(b"x" * 12345)
-        left = 12345
-        while left:
-            left -= len(receiver.recv(left))
-        assert sp_rank.payload_sent() - before == 12345
-    listener.close()
-
-
-def bytes_on_the_wire() -> dict[str, list[int]]:
-    group, world = whorl_collectives.group_name(None), dist.get_world_size()
-    x = torch.randn(301, 256).bfloat16()  # ranks do not divide 301
-    rows = whorl_collectives.local_rows(x, group)
-    functions = {
-        "all_reduce": (lambda: whorl_collectives.ordered_all_reduce(x, group), 512),
-        "reduce_scatter": (lambda: whorl_collectives.ordered_reduce_scatter(x, group), 512),
-        "all_gather": (lambda: whorl_collectives.all_gather(rows, 301, group), 512),
-        "quantized": (lambda: whorl_collectives.all_gather_quantized(rows, 301, group, "int8"), 256 + 4),
-    }
-    sizes = {}
-    for name, (call, row_bytes) in functions.items():
-        call()
-        dist.barrier()
-        before = sp_rank.payload_sent()
-        call()
-        dist.barrier()  # what waits in the kernel is counted when it leaves
-        sent = sp_rank.payload_sent() - before
-        what = "all_gather" if name == "quantized" else name
-        sizes[name] = [sent, whorl_collectives.wire_bytes(what, row_bytes, 301, world)]
-    return sizes
-
-
-@pytest.mark.slow
-def test_collectives_send_what_the_report_counts() -> None:
-    ranks = Ranks(3)
-    by_rank = ranks.run(bytes_on_the_wire)
-    ranks.stop()
-    for answers in by_rank:
-        for name, (sent, said) in answers.items():
-            assert said <= sent < said * 1.02 + 1000, f"{name}: {sent} bytes, the report says {said}"
-    total = {name: sum(a[name][0] for a in by_rank) for name in by_rank[0]}
-    assert total["reduce_scatter"] < 0.52 * total["all_reduce"], "a true reduce-scatter is half an all-reduce"
-
-
-def sp_row(name: str, seconds: float, off: float) -> dict[str, Any]:
-    bytes_sent = {"bytes_ratio": seconds, "payload_bytes": 1000.0, "report_bytes": 1000, "bytes_error": off}
-    times = {"compute_seconds": 0.2, "predicted_seconds": 1.0, "prediction_error": 0.1, "communication_share": 0.8}
-    return {"name": name, "seconds": seconds, "speedup": 1 / seconds} | bytes_sent | times
-
-
-SP_HEADER = {"device_name": "a machine", "versions": {"torch": "2.13"}, "network": "loopback", "load": 0.5}
-SP_HEADER |= {"settings": {"ranks": 2, "layers": 4, "hidden": 512, "tokens": 256, "repeats": 5, "rate": None}}
-SP_DOCUMENT = {"header": SP_HEADER, "rows": [sp_row("all-reduce", 1.0, 0.0), sp_row("SP + int8", 0.8, 0.001)]}
-
-
-def test_the_report_of_sequence_parallelism(tmp_path: Path) -> None:
-    text = sp.render(SP_DOCUMENT)
-    assert "1.25x" in text
-    assert "its times are not" in text
-    assert sp.is_good(SP_DOCUMENT)
-    wrong = SP_DOCUMENT | {"rows": [sp_row("all-reduce", 1.0, 0.05)]}
-    assert not sp.is_good(wrong)
-    assert "BYTES SENT DIFFER FROM THE REPORT" in sp.render(wrong)
-    busy = SP_DOCUMENT | {"rows": [row | {"communication_share": -0.3} for row in SP_DOCUMENT["rows"]]}  # type: ignore[operator]
-    assert "the machine is busy" in sp.render(busy)
-    assert "the machine is busy" not in text
-    pytest.importorskip("matplotlib")
-    sp.write_plot(SP_DOCUMENT, tmp_path / "plot.svg")
-    assert (tmp_path / "plot.svg").stat().st_size > 1000
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [None, "20mbit"], ids=["loopback", "namespaces"])
 def test_sequence_parallelism_is_measured(rate: str | None) -> None:
@@ -304,6 +155,9 @@ def test_sequence_parallelism_is_measured(rate: str | None) -> None:
             raise
         pytest.skip(str(refused))  # a kernel without the queue that limits the rate; other refusals are faults
     assert sp.is_good(report), report
+    assert ("its times are not" in sp.render(report)) == (rate is None)
+    wrong = {**report, "rows": [row | {"bytes_error": 0.05} for row in report["rows"]]}
+    assert "BYTES SENT DIFFER FROM THE REPORT" in sp.render(wrong)
     rows = {row["name"]: row for row in report["rows"]}
     assert rows["SP"]["bytes_ratio"] == pytest.approx(1, abs=0.01)
     assert rows["SP + int8"]["bytes_ratio"] == pytest.approx(0.75, abs=0.02)
@@ -338,11 +192,7 @@ def test_draft_lengths(shape: str) -> None:
         assert row["times"] == row["seconds"] / rows[0]["seconds"]
         assert row["break_even"] == draft_lengths.break_even(row["k"], row["times"])
         assert row["mtp"] is None
-    rows[1] |= {"times": 1.4, "break_even": 0.4, "mtp": {"seconds": 0.002, "times": 2.4, "break_even": None}}
-    text = draft_lengths.render(report)
-    assert "pays from acceptance" in text
-    cells = next(line.split() for line in text.splitlines() if line.split()[:3] == ["20", "2", "1"])
-    assert cells[4:] == ["1.40", "40%", "2.000", "2.40", "never"]
+    assert "pays from acceptance" in draft_lengths.render(report)
 
 
 def test_steps_of_drafts_have_their_length(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,23 +213,6 @@ def test_steps_of_drafts_have_their_length(shape: str, monkeypatch: pytest.Monke
     assert set(decoding) == {(10, 2)}
 
 
-@pytest.mark.slow
-def test_drafts_of_the_models_own_layer_are_timed(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(DeepSeek.tiny(num_nextn_predict_layers=1, num_hidden_layers=1) | {"dtype": "float32"}))
-    words = ("--random-config", str(path), "--lengths", "5", "--tokens", "2", "--repeats", "1", "--block-size", "2")
-    for context in ([], ["--context", "30"]):
-        report = document(draft_lengths.app, *words, *context)
-        assert report["rows"][0]["mtp"] is None
-        assert report["rows"][1]["mtp"]["seconds"] > 0
-
-
-def test_drafts_that_are_too_many_tokens(shape: str) -> None:
-    done = run(draft_lengths.app, "--random-config", shape, "--lengths", "8", "--batch", "512")
-    assert done.exit_code == 2
-    assert "give shorter drafts, or fewer sequences" in done.stderr
-
-
 def test_sweeps() -> None:
     assert draft_sweep.parse_sweep("k=2,4,8,ngram=1,2") == {"k": [2, 4, 8], "ngram": [1, 2]}
     assert draft_sweep.parse_sweep("ngram=3 k=1") == {"k": [1], "ngram": [3]}
@@ -396,15 +229,8 @@ def test_a_sweep(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = done.stdout.splitlines()
     assert lines[-3].split() == ["k", "ngram", "1", "ngram", "2"]
     assert [line.split()[0] for line in lines[-2:]] == ["2", "4"]
-    refused = run(draft_sweep.app, "--random-config", shape)
-    assert "needs a trained MODEL" in refused.stderr
-
-
-def test_verified_tokens(shape: str) -> None:
     report = document(draft_sweep.app, "--random-config", shape, "--verify", "--batch", "1..3", "--repeats", "1")
     assert list(report["seconds"]) == ["1", "2", "3"]
-    seconds = {int(tokens): value for tokens, value in report["seconds"].items()}
-    assert "pays from acceptance" in draft_sweep.render_verify(report | {"seconds": seconds})
 
 
 # ---- a start
@@ -421,9 +247,6 @@ def test_a_start_phase_by_phase(shape: str) -> None:
     assert (load["requests"], load["late_steps"]) == (6, 0)
     assert load["steps"] > 5
     assert "total" in first_steps.render(report)
-    report["load"]["late_steps"] = 1
-    assert not first_steps.is_good(report)
-    assert first_steps.is_good(report | {"warmup": "short"})
 
 
 def test_what_is_done_late_is_seen(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,16 +264,6 @@ def test_what_is_done_late_is_seen(shape: str, monkeypatch: pytest.MonkeyPatch) 
     assert warm["load"]["late_steps"] == 0
 
 
-def test_what_the_host_does_beside_is_said() -> None:
-    before = first_steps.HostWork(allocations=3, retries=0, collections=5, reserved_bytes=2**20)
-    now = first_steps.HostWork(allocations=5, retries=1, collections=6, reserved_bytes=3 * 2**20)
-    said = "2 allocations from the driver (+2 MiB)", "1 of them after cached memory", "1 full garbage collections"
-    told = first_steps._new_host_work(before, now)
-    assert all(text.startswith(start) for text, start in zip(told, said, strict=True))
-    assert first_steps._new_host_work(now, now) == []
-    assert first_steps.host_work("cpu").collections > 0
-
-
 # ---- a training curve
 
 
@@ -463,9 +276,6 @@ def test_a_curve_falls_and_is_plotted(tmp_path: Path) -> None:
     cpu.install()
     from bench import train_curve_steps as curve
 
-    schedule = curve.CurveSettings(device="cpu", switches=frozenset(), before=100, steps=200, lr=1.0, warmup=20)
-    rates = [schedule.rate(step) for step in (1, 20, 150, 225, 300)]
-    assert rates == pytest.approx([0.05, 1, 1, 0.55, 0.1])
     settings = curve.CurveSettings(
         device="cpu", switches=frozenset({"dsa"}), flavour="tiny", seq=32, batch=2, before=4, steps=8, warmup=2
     )

@@ -387,7 +387,7 @@ def test_top_k_one_is_greedy() -> None:
         {"logit_bias": {65: 1e308}},
         {"logit_bias": {65: 1e308, 66: 1e308}, "min_p": 0.5},
         {"repetition_penalty": 1e-300},
-        {"logit_bias": dict.fromkeys(range(300), -math.inf)},
+        {"logit_bias": dict.fromkeys(range(264), -math.inf)},
     ],
     ids=str,
 )

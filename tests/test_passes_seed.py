@@ -1,11 +1,16 @@
-"""Every pattern that vllm-ascend's passes had, and Flash Comm V1, on two ranks: found by rule, equal bit for bit."""
+"""Every pattern that vllm-ascend's passes had, and Flash Comm V1, on two ranks: found by rule, equal bit for bit.
 
+And mistakes planted in the passes, each of which this proof must catch; where others made them is in docs/passes.md.
+"""
+
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from passes_cases import Cells, all_cells, compiled_model
 from passes_models import Shape
+from passes_mutations import MUTATIONS, first_ranks_graph, run_mutation, stale_cache
 from passes_rows import LATENT, C, run_row
 from ranks import shared
 
@@ -24,38 +29,24 @@ def expect(result: dict[str, Any], **counts: int) -> None:
     assert {name: kinds.get(name, 0) for name in counts} == counts, kinds
 
 
-@pytest.mark.parametrize("tokens", [8, 7])
-def test_middle_all_reduce_rms_norm(tokens: int) -> None:
-    result = row("MiddleAllReduceRMSNorm", tokens)
-    expect(result, ordered_reduce_scatter=2, all_gather=2, ordered_all_reduce=0, local_rows=1, add_rms_norm=2)
-    assert result["rewrites"] == 2
-
-
-def test_last_all_reduce_rms_norm() -> None:
-    result = row("LastAllReduceRMSNorm")
-    expect(result, ordered_reduce_scatter=1, all_gather=1, ordered_all_reduce=0, local_rows=1)
-
-
-def test_qwen3_vl_middle_all_reduce_rms_norm() -> None:
-    result = row("Qwen3VLMiddleAllReduceRMSNorm")
-    expect(result, ordered_reduce_scatter=2, all_gather=2, ordered_all_reduce=0, local_rows=2)
-    assert len(result["sliced"]) == 2, "the residual and the vision embeddings, each once"
+PATTERNS = {
+    "MiddleAllReduceRMSNorm": {"ordered_reduce_scatter": 2, "all_gather": 2, "local_rows": 1, "add_rms_norm": 2},
+    "LastAllReduceRMSNorm": {"ordered_reduce_scatter": 1, "all_gather": 1, "local_rows": 1},
+    "Qwen3VLMiddleAllReduceRMSNorm": {"ordered_reduce_scatter": 2, "all_gather": 2, "local_rows": 2},
+    "MiddleLayerAllgatherAddRMSNorm": {"ordered_reduce_scatter": 2, "all_gather": 2, "local_rows": 1},
+    "LastLayerAllgatherRMSNorm": {"ordered_reduce_scatter": 1, "all_gather": 1, "local_rows": 1},
+    "Qwen3VLMiddleLayerAllgatherAddRMSNorm": {"ordered_reduce_scatter": 2, "all_gather": 2, "local_rows": 2},
+}
 
 
 @pytest.mark.parametrize("tokens", [8, 7])
-def test_middle_layer_allgather_add_rms_norm(tokens: int) -> None:
-    result = row("MiddleLayerAllgatherAddRMSNorm", tokens)
-    expect(result, ordered_reduce_scatter=2, all_gather=2, local_rows=1, all_gather_into_tensor=0)
-
-
-def test_last_layer_allgather_rms_norm() -> None:
-    result = row("LastLayerAllgatherRMSNorm")
-    expect(result, ordered_reduce_scatter=1, all_gather=1, local_rows=1)
-
-
-def test_qwen3_vl_middle_layer_allgather_add_rms_norm() -> None:
-    result = row("Qwen3VLMiddleLayerAllgatherAddRMSNorm")
-    expect(result, ordered_reduce_scatter=2, all_gather=2, local_rows=2)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_around_a_norm(name: str, tokens: int) -> None:
+    """Of the residual and of the vision embeddings a rank takes its rows, each once."""
+    result = row(name, tokens)
+    expect(result, **PATTERNS[name], ordered_all_reduce=0, all_gather_into_tensor=0)
+    assert len(result["sliced"]) == PATTERNS[name]["local_rows"]
+    assert result["rewrites"] == PATTERNS[name]["ordered_reduce_scatter"]
 
 
 @pytest.mark.parametrize(("tokens", "padded"), [(8, 0), (7, 1)])
@@ -127,3 +118,33 @@ def test_matrix(experts: int, vl: bool, int8: bool, backend: str) -> None:
         assert any(dtype == "int8" for dtype, _ in result["gathers"]) == int8
         assert result["runs"] == ["rewritten", "plain", "rewritten"]
         assert result["captures"] == 1
+
+
+# ---- planted mistakes
+
+RAISES = {"one unmatched norm": "mixes full tensors and a rank's rows"}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_caught(name: str) -> None:
+    outcomes = shared(2).outcomes(run_mutation, name)
+    if name in RAISES:
+        assert all(status == "error" and RAISES[name] in message for status, message, _ in outcomes), outcomes
+    else:
+        assert all(status == "ok" for status, _, _ in outcomes), outcomes
+        assert not all(answer["equal"] for _, answer, _ in outcomes), outcomes
+
+
+def test_one_ranks_graph_in_the_hands_of_another_is_caught() -> None:
+    """A stale compile cache in small: no graph holds its rank, and one that did would show."""
+    assert shared(2).run(first_ranks_graph, False) == [True, True]
+    assert not all(shared(2).run(first_ranks_graph, True))
+
+
+@pytest.mark.slow
+def test_stale_compile_cache_is_caught(tmp_path: Path) -> None:
+    """A rank baked into a cached graph is handed to the other rank; read at run time it cannot be."""
+    right = shared(2).run(stale_cache, str(tmp_path / "right"), False, timeout=600)
+    wrong = shared(2).run(stale_cache, str(tmp_path / "wrong"), True, timeout=600)
+    assert right == [[True, True]] * 2, "a cold and a warm cache, on both ranks"
+    assert not all(all(caught) for caught in wrong), wrong

@@ -74,9 +74,12 @@ def _sparse_backward(values: Values, compiled: bool) -> list[Peer]:
     peers = _plain_triton(values, value_dim, "backward", names)
     if not _is_full(values) or values["dlse"] is not None:
         return peers
-    functions = {f"{_GATHER}, eager": eager_sparse}
-    constants = lambda v: [v["indices"], v["scale"], value_dim]  # noqa: E731
-    return peers + backward_peers(functions, pick("q", "kv"), pick("dout"), constants=constants)
+    return peers + backward_peers(
+        {f"{_GATHER}, eager": eager_sparse},
+        pick("q", "kv"),
+        pick("dout"),
+        constants=lambda v: [v["indices"], v["scale"], value_dim],
+    )
 
 
 # ---- masked and causal attention

@@ -67,7 +67,7 @@ def _norm_functions(values: Values, compiled: bool, *, has_residual: bool) -> di
     label, wrap, liger = "", lambda norm: norm, ("rms_norm", "LigerRMSNormFunction")
     if has_residual:
         label, wrap, liger = "add, then ", _added, ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
-    functions = {f"{label}torch.nn.functional.rms_norm": wrap(_torch_rms_norm)}
+    functions: dict[str, Function] = {f"{label}torch.nn.functional.rms_norm": wrap(_torch_rms_norm)}
     functions |= compiled_functions({"Hugging Face": wrap(hf_rms_norm)}, compiled)
     return functions | liger_functions(values, *liger)
 
@@ -183,9 +183,11 @@ def _rope(values: Values, compiled: bool) -> list[Peer]:
         liger = getattr(liger_function(values, "rope", "LigerRopeFunction"), "apply", None)
         functions = {"Hugging Face, eager": hf_rope} | functions
         peers = forward_peers(functions, lambda v: (*_hf_heads(v), *_hf_table(v)), outputs=_from_hf)
-    in_place = {} if liger is None else {"Liger, in place": liger}
-    copies = lambda v: (*(to_hf(v[name].clone()) for name in ("q", "k")), *_hf_table(v))  # noqa: E731
-    return peers + forward_peers(in_place, copies, outputs=_from_hf)
+    return peers + forward_peers(
+        {} if liger is None else {"Liger, in place": liger},
+        lambda v: (*(to_hf(v[name].clone()) for name in ("q", "k")), *_hf_table(v)),
+        outputs=_from_hf,
+    )
 
 
 # ---- qk_norm_rope
@@ -225,7 +227,7 @@ def _qk_norm_rope(values: Values, compiled: bool) -> list[Peer]:
     def arguments(values: Values, *table: Any) -> list[Any]:
         return [*_split_heads(values, values["qkv"]), values["q_weight"], values["k_weight"], *table]
 
-    functions = {"Hugging Face, eager": hf_qk_norm_rope}
+    functions: dict[str, Function] = {"Hugging Face, eager": hf_qk_norm_rope}
     functions |= compiled_functions({"Hugging Face": hf_qk_norm_rope}, compiled)
     return [
         *forward_peers(

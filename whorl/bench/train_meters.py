@@ -75,7 +75,11 @@ def measure_link(device: str, num_bytes: int = 1 << 30, repeats: int = 5) -> dic
 def _copies(device: str, target: Tensor, source: Tensor) -> Callable[[], None]:
     """Return a function that starts a copy on a stream of its own."""
     stream = Stream(device)
-    return lambda: stream.run(lambda: target.copy_(source, non_blocking=True))
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return lambda: stream.run(copy)
 
 
 def reset_peak(device: str) -> None:

@@ -114,10 +114,10 @@ class Compiled:
         tokens = rewritten_gm.meta["tokens"]
         is_plain = isinstance(tokens, int) and not self._takes_rewritten(tokens, minimum)
         if is_plain or not report.rewrites or minimum == NEVER:
-            return _Single("plain", self._lower(plain, example_inputs), self)
+            return _only("plain", self._lower(plain, example_inputs), self)
         compiled = self._lower(rewritten_gm, None, mode)
         if isinstance(tokens, int):
-            return _Single("rewritten", compiled, self)
+            return _only("rewritten", compiled, self)
         return _Dispatch(self._lower(plain, example_inputs), compiled, rewritten_gm, self, minimum)
 
     def _dump_folder(self) -> Path | None:
@@ -200,17 +200,15 @@ def _without_backward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
             module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
 
 
-class _Single:
-    """Runs the only graph of a capture: its number of tokens is fixed, or only one graph is needed."""
+def _only(name: str, graph: Callable[..., Any], owner: Compiled) -> Callable[..., Any]:
+    """Return a function that runs the only graph of a capture, and tells its owner the name."""
 
-    _boxed_call = True
+    def run(args: list[Any]) -> Any:
+        owner.last_run = name
+        return graph(args)
 
-    def __init__(self, name: str, graph: Callable[..., Any], owner: Compiled) -> None:
-        self.name, self.graph, self.owner = name, graph, owner
-
-    def __call__(self, args: list[Any]) -> Any:
-        self.owner.last_run = self.name
-        return self.graph(args)
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 class _Dispatch:
