@@ -49,7 +49,7 @@ class EngineTarget:
             "prefix_cache": settings.use_prefix_cache,
         }
         weights = "loaded" if self._options.random_config is None else "random"
-        target = {"target": "in process", "model": self._name, "weights": weights, "engine": about}
+        target: Document = {"target": "in process", "model": self._name, "weights": weights, "engine": about}
         return provenance(settings.device or devices.default_device()) | target
 
     def measure(
@@ -58,7 +58,7 @@ class EngineTarget:
         """Run one load; returns a record for each request, and more fields of the row."""
         keep_objects()  # as a server does; the load's own requests are many more than a server's
         before = self._llm.stats()
-        more = {"seconds": seconds, "ignore_eos": self._options.ignore_eos, "on_end": on_end}
+        more: Document = {"seconds": seconds, "ignore_eos": self._options.ignore_eos, "on_end": on_end}
         records = EngineLoad(self._llm, self._ids, load, requests, **more).run()
         after = self._llm.stats()
         counts = {name: after[name] - before[name] for name in ("num_steps", "num_preemptions")}
