@@ -41,10 +41,7 @@ _WARM = 4  # steps before the trace
 # Part of a layer by the last component of a module's name. Work outside of a module's submodules counts as its own.
 _MODULES = {
     "embed_tokens": "embedding",
-    "input_layernorm": "norms",
-    "post_attention_layernorm": "norms",
-    "pre_feedforward_layernorm": "norms",
-    "post_feedforward_layernorm": "norms",
+    **{f"{place}_layernorm": "norms" for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")},
     "norm": "norms",
     "self_attn": "attention",
     "qkv_proj": "qkv product",

@@ -31,15 +31,14 @@ QUICK_TOKENS = 64
 # only shows that they did the same work. Observed: 0.3 eps, and 0.7 eps for gradients.
 PEER_ERROR = 4.0
 
+
+def _and_backward(*names: str) -> tuple[str, ...]:
+    return tuple(each for name in names for each in (name, f"{name}_backward"))
+
+
 # Operators that have one name together.
 GROUPS = {
-    "sparse_attention": (
-        "sparse_attention",
-        "sparse_attention_backward",
-        "masked_attention",
-        "masked_attention_backward",
-        "selection_mask",
-    ),
+    "sparse_attention": (*_and_backward("sparse_attention", "masked_attention"), "selection_mask"),
     "indexer": (
         "index_scores",
         "top_k",
@@ -49,17 +48,7 @@ GROUPS = {
         "indexer_kl_gradients",
         "hadamard",
     ),
-    "moe": (
-        "route",
-        "permute",
-        "permute_backward",
-        "unpermute",
-        "unpermute_backward",
-        "grouped_matmul",
-        "grouped_matmul_backward",
-        "glu",
-        "glu_backward",
-    ),
+    "moe": ("route", *_and_backward("permute", "unpermute", "grouped_matmul", "glu")),
 }
 
 
