@@ -14,6 +14,7 @@ from whorl.bench.decode_engine import (
     load,
     median_time,
     prompts,
+    speeds,
     start,
     time_steps,
 )
@@ -23,7 +24,7 @@ from whorl.bench.provenance import Document
 from whorl.bench.report import Benchmark
 from whorl.engine.drafting import DraftOptions
 from whorl.engine.llm import LLM
-from whorl.engine.roofline import copy_bandwidth, prompt_flops, step_bytes
+from whorl.engine.roofline import prompt_flops, step_bytes
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.settings import EngineSettings
 from whorl.timing import matmul_rate
@@ -84,22 +85,8 @@ def _decode(model: Any, vocab_size: int, batch: int, context: int, settings: Dec
     return {
         "batch": batch,
         "context": context,
-        **_speeds(batch, needed, seconds, settings.device),
+        **speeds(batch, needed, seconds, settings.device),
         **expert_figures(model, batch, distinct),
-    }
-
-
-def _speeds(batch: int, needed: float, seconds: float, device: str) -> Document:
-    """Return the speed of a step of `batch` tokens that takes `seconds` and must read `needed` bytes, beside the
-    roofline: the speed if only reading them took time."""
-    limit = needed / copy_bandwidth(device)
-    return {
-        "tok_s": batch / seconds,
-        "ms_per_step": seconds * 1e3,
-        "bytes_per_step": needed,
-        "tb_s": needed / seconds / 1e12,
-        "limit_tok_s": batch / limit,
-        "share_of_roofline": limit / seconds,
     }
 
 

@@ -184,6 +184,20 @@ def median_time(device: str, function: Callable[[], Any], repeats: int) -> float
     return statistics.median([timed(device, function) for _ in range(repeats + 1)][1:])
 
 
+def speeds(batch: int, needed: float, seconds: float, device: str) -> Document:
+    """Return the speed of a step of `batch` tokens that takes `seconds` and must read `needed` bytes, beside the
+    roofline: the speed if only reading them took time."""
+    limit = needed / copy_bandwidth(device)
+    return {
+        "tok_s": batch / seconds,
+        "ms_per_step": seconds * 1e3,
+        "bytes_per_step": needed,
+        "tb_s": needed / seconds / 1e12,
+        "limit_tok_s": batch / limit,
+        "share_of_roofline": limit / seconds,
+    }
+
+
 def free(device: str) -> None:
     """Free memory that is no longer in use."""
     gc.collect()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from whorl import device as devices
-from whorl.bench.decode_engine import DecodeSettings, free, median_time, prompts, timed
+from whorl.bench.decode_engine import DecodeSettings, free, median_time, prompts, speeds, timed
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 from whorl.bench.report import noted
@@ -39,14 +39,8 @@ def run(settings: DecodeSettings, document: Document, progress: Progress) -> Doc
 
 def _compare(load: Callable[[], Any], ours: Document, options: dict[str, Any], settings: DecodeSettings) -> Document:
     """Return a row with the bytes and the roofline of our row, so that the shares compare times."""
-    batch, seconds = ours["batch"], _seconds(load(), ours, options, settings)
-    return {
-        "tok_s": batch / seconds,
-        "ms_per_step": seconds * 1e3,
-        "bytes_per_step": ours["bytes_per_step"],
-        "tb_s": ours["bytes_per_step"] / seconds / 1e12,
-        "share_of_roofline": batch / seconds / ours["limit_tok_s"],
-    }
+    seconds = _seconds(load(), ours, options, settings)
+    return speeds(ours["batch"], ours["bytes_per_step"], seconds, settings.device)
 
 
 def _seconds(model: Any, row: Document, options: dict[str, Any], settings: DecodeSettings) -> float:
