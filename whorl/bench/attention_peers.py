@@ -42,12 +42,12 @@ def _is_full(values: Values) -> bool:
     return bool((values["indices"] >= 0).all())
 
 
-def _plain_triton(values: Values, value_dim: int, name: str, arguments: tuple[str, ...], **more: Any) -> list[Peer]:
-    """Return the plain Triton kernels as a peer, unless the operator already runs them."""
+def _plain_triton(values: Values, width: int, name: str, arguments: tuple[str, ...], **more: Any) -> list[Peer]:
+    """Return the plain Triton kernels as a peer, unless the operator already runs them. width: of the values."""
     from whorl.ops.sparse_attention import launch
 
     q = values["q"]
-    if launch.hopper_reason(q.shape[1], q.shape[2], value_dim, q.dtype, q.device) is not None:
+    if launch.hopper_reason(q.shape[1], q.shape[2], width, q.dtype, q.device) is not None:
         return []
     function = getattr(launch, name)
 
