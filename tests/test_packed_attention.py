@@ -55,7 +55,7 @@ def test_a_segments_bits_are_its_own(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("backend", backends("packed_attention"))
 def test_rows_of_no_segment_are_zero_whatever_they_hold(backend: str, device: str) -> None:
-    values = made((5, 20), device, padding=4)
+    values = made((5, 20), device, idle=4)
     for name in ("q", "k", "v"):
         values[name][25:] = torch.nan
     actual = packed_attention(**values, backend=backend)

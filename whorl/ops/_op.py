@@ -6,9 +6,10 @@ other backend takes the arguments, and what tests compare the backends with. `rm
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.library import Library, register_autograd, register_fake
 
 from whorl.device import BACKENDS, HOST, REFERENCE, load_backends, unavailable
 
-from ._draw import Draw
+from ._draw import Draw, Maker, with_tokens
 from ._forced import Forced
 from ._gradient import Formula, Gradient, Values
 from ._impl import Choice, Impl, LazyFunction, Reason, check_signature, check_where, no_reason
@@ -53,9 +54,9 @@ class Op:
         totals: Sequence[int] = (),
         without: Mapping[str, str] | None = None,
         fake: Callable[..., Any] | None = None,
-        sharding: Callable[[Values], list[Sharding]] | None = None,
+        sharding: Callable[[Values], list[Sharding]] | Literal["rows"] | None = None,
         bytes: Callable[[Values, tuple[Tensor, ...]], int] | None = None,
-        flops: Callable[[Values], int] | None = None,
+        flops: Callable[[Values], int] | str | None = None,
     ) -> None:
         self.name = reference.__name__
         self.reference = reference
@@ -68,14 +69,14 @@ class Op:
         self.absent = dict(absent or {})
         self.totals = tuple(totals)
         self.without = dict(without or {})
-        self.sharding = sharding
+        self.sharding = self.spec.shardings if sharding == "rows" else sharding
         self._plans = Plans()
         self.impls = {}
         self.cases: tuple[Values, ...] = ()
         self.bench_cases: tuple[Values, ...] = ()
-        self._make_case: Callable[..., Values] = _no_cases
+        self._maker: Maker | None = None
         self.bytes = bytes or all_bytes
-        self.flops = flops
+        self.flops = functools.partial(self.spec.count, flops) if isinstance(flops, str) else flops
         self._fake = fake or (self._empty if self.spec.is_complete else reference)
         self._forced = Forced(self.name)
         self._is_plain_on_host = True  # the CPU has no implementation but the reference
@@ -176,22 +177,34 @@ class Op:
 
         return add
 
-    def inputs(self, *, cases: Sequence[Values], bench: Sequence[Values] = ()) -> Callable[..., Any]:
-        """Register the cases of tests and the self-test, those of benchmarks, and the function that makes arguments.
+    def inputs(
+        self, *, cases: Sequence[Values], bench: Sequence[Values] = (), words: Mapping[str, str] | None = None
+    ) -> Callable[..., Any]:
+        """Register the cases of tests and the self-test, those of benchmarks, and how their arguments are made.
 
-        The decorated function is called as `fn(draw, **case)` and returns the operator's arguments by name. The keys
-        `scale` and `sliced` of a case are not passed to it; they are settings of `draw`, which draws the tensors.
+        Arguments are drawn as the signature states them: `_draw.py` says what a case may contain. words: from words of
+        the cases to the dims that they stand for, such as {"size": "N, K"}. The decorated function, if there is one, is
+        called as `fn(draw, **entries)` with those entries of a case that it names, and returns what is special. The
+        keys `scale` and `sliced` of a case are settings of `draw`.
         """
+        self.cases, self.bench_cases = (tuple(map(with_tokens, kind)) for kind in (cases, bench))
 
         def add(function: Callable[..., Values]) -> Callable[..., Values]:
-            self.cases, self.bench_cases, self._make_case = tuple(cases), tuple(bench), function
+            self._maker = Maker(self.spec, function, words or {})
             return function
 
+        add(lambda draw: {})
         return add
 
     def make(self, *, dtype: torch.dtype, device: str, scale: float = 1.0, sliced: bool = False, **case: Any) -> Values:
         """Return the arguments of a case by name, in this dtype and on this device."""
-        return self._make_case(Draw(dtype, device, scale, sliced), **case)
+        return self.draw(Draw(dtype, device, scale, sliced), **case)
+
+    def draw(self, draw: Draw, **case: Any) -> Values:
+        """Return the arguments of a case by name; `inputs` says what it may contain."""
+        if self._maker is None:
+            raise RuntimeError(f"{self.name} has no cases: state them with @op.inputs(cases=[...])")
+        return self._maker(draw, case)
 
     # ---- choice of a backend
 
@@ -484,8 +497,10 @@ def operator(**statements: Any) -> Callable[[Callable[..., Any]], Op]:
     without={"triton": ..}  why one of whorl's backends has no implementation
     totals=(0,)             output 0 is one sum over everything, to which the usual error ratio of tests does not apply
     fake(**arguments)       returns empty outputs, where the signature does not state them in full
-    sharding(arguments)     returns the DTensor placements that need no communication (`Sharding`)
-    bytes(arguments, outputs), flops(arguments)   what a benchmark's rates count; default: bytes of all tensors
+    sharding(arguments)     returns the DTensor placements that need no communication (`Sharding`); "rows": any of the
+                            dims "..." may be sharded
+    bytes(arguments, outputs), flops(arguments)   what a benchmark's rates count, flops also as an expression of sizes,
+                            "2*T*N*K"; default: bytes of all tensors
     Shapes, dtypes and ranges are stated in the signature, as `_spec.py` says; parameters annotated `Literal[...]` are
     checked against their options.
 
@@ -523,7 +538,3 @@ def all_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     """Return the bytes of all tensor arguments and outputs."""
     tensors = [v for v in (*values.values(), *outputs) if isinstance(v, Tensor)]
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _no_cases(draw: Draw, **_: Any) -> Values:
-    raise RuntimeError("this operator has no cases: state them with @op.inputs(cases=[...])")

@@ -16,8 +16,8 @@ dims: sizes. A letter is one size throughout the signature, and so is an integer
 size, `G*HK` a multiple of HK, `V>0` a size that is not 0; a leading `...` is any number of sizes, the same ones
 everywhere, and so is a leading `*P`, the same ones wherever it says `*P`.
 dtypes: one or several, with "or". `float` is any floating point dtype of 16 bits or more, `int` is int32 or int64,
-`any` is any, and the name of another tensor is that tensor's dtype. fp32 is fp64 where the first `float` tensor is:
-tests compare with fp64.
+`any` is any; the name of another tensor is that tensor's dtype, and the name of a dtype argument is that dtype. fp32 is
+fp64 where the first `float` tensor is: tests compare with fp64.
 from LOW, up to HIGH or both: the lowest and highest value, checked only where that does not wait for a device.
 constant: it may not require a gradient.
 what to do: the end of the message where the sizes or dtypes do not fit.
@@ -290,8 +290,8 @@ class Spec:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it states every output, so that the fake follows from it."""
-        return bool(self.outputs)
+        """Whether it states every output and its dtype, so that the fake follows from it."""
+        return bool(self.outputs) and all(len(spec.kinds) == 1 for spec in self.outputs)
 
     @property
     def reads_values(self) -> bool:
@@ -351,6 +351,28 @@ class Spec:
             empty.append(like.new_empty(spec.shape(sizes), dtype=dtype))
         return tuple(empty)
 
+    def count(self, expression: str, values: Values) -> int:
+        """Return the value of an expression of sizes for these arguments."""
+        sizes, _ = self._solve(values)
+        return int(Expression.parse(expression).value(sizes))
+
+    def shardings(self, values: Values) -> list[tuple[list[Any], dict[str, Any]]]:
+        """Return the DTensor placements of outputs and inputs where any of the dims "..." may be sharded.
+
+        An input without these dims is replicated, and an output without them is a partial sum.
+        """
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        inputs = {spec.name: spec.leading for spec in self.tensors if values[spec.name] is not None}
+        count = len(values[self.tensors[0].name].shape) - len(self.tensors[0].dims)
+        return [
+            (
+                [place if spec.leading or place == Replicate() else Partial() for spec in self.outputs],
+                {name: place if leading else Replicate() for name, leading in inputs.items()},
+            )
+            for place in (Replicate(), *map(Shard, range(count)))
+        ]
+
     def check_values(self, values: Values) -> None:
         """Raise ValueError for tensor values outside their bounds, in calls whose shapes were checked before."""
         sizes = {name: values[name] for name in self.letters if values[name] is not None}
@@ -375,9 +397,10 @@ class Spec:
                 )
 
     def _known(self, values: Values) -> tuple[Sizes, dict[str, torch.dtype]]:
-        """Return the sizes that are arguments, and the dtypes of the tensors."""
+        """Return the sizes that are arguments, and the dtypes that are arguments or those of tensors."""
         sizes = {name: values[name] for name in self.letters if values[name] is not None}
-        return sizes, {name: value.dtype for name, value in values.items() if isinstance(value, Tensor)}
+        dtypes = {name: getattr(value, "dtype", value) for name, value in values.items()}
+        return sizes, {name: dtype for name, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
 
     def _wide(self, dtypes: dict[str, torch.dtype]) -> torch.dtype:
         """Return fp64 where the first `float` tensor is, else fp32."""

@@ -17,7 +17,6 @@ from whorl.device import HOST
 from whorl.host_memory import free_memory
 
 from . import linear_torch_npu
-from ._draw import Draw, Sizes
 from ._gradient import Arguments
 from ._op import Values, narrow, operator, widen
 from ._trial_store import TrialStore
@@ -150,11 +149,7 @@ def _sizes(shape: torch.Size, dtype: torch.dtype, device: str, num_threads: int)
     return (*(n for n, trial in trials.items() if _STORE.outcome(f"{n} rows {name}", device, trial)), TILE)
 
 
-def _flops(values: Values) -> int:
-    return 2 * values["x"].shape[0] * values["weight"].numel()
-
-
-@operator(flops=_flops)
+@operator(flops="2*T*N*K")
 def linear(
     x: Annotated[Tensor, "[T, K] float"],
     weight: Annotated[Tensor, "[N, K] x"],
@@ -199,7 +194,7 @@ _CASES: list[Values] = [
     {"tokens": (35,), "size": (70, 100), "sliced": True, "bias": True},
     {"tokens": (17,), "size": (9, 136), "sliced": True},
     {"tokens": (17,), "size": (40, 136), "sliced": True, "bias": True},
-    {"tokens": (5,), "size": (64, 64), "bias": True, "bias_dtype": torch.float32},
+    {"tokens": (5,), "size": (64, 64), "bias": torch.float32},
 ]
 _BENCH: list[Values] = [
     {"tokens": (tokens,), "size": size}
@@ -209,17 +204,4 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(
-    draw: Draw,
-    tokens: Sizes,
-    size: tuple[int, int],
-    bias: bool = False,
-    bias_dtype: torch.dtype | None = None,
-) -> Values:
-    x, weight = draw.scaled(*tokens, size[1]), draw.weight(*size)
-    wide = torch.float64 if draw.dtype == torch.float64 else bias_dtype or draw.dtype
-    added = torch.randn(size[0], dtype=wide, device=draw.device) if bias else None
-    return {"x": x, "weight": weight, "bias": added}
-
-
-linear.inputs(cases=_CASES, bench=_BENCH)(_make)
+linear.inputs(cases=_CASES, bench=_BENCH, words={"size": "N, K"})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _torch_npu
-from ._draw import Draw, Sizes
+from ._draw import Draw
 from ._gradient import Arguments
 from ._op import Values, narrow, operator, widen
 
@@ -22,15 +22,7 @@ def _check_backward(dy: Tensor, y: Tensor, dtype: torch.dtype) -> None:
         raise ValueError(f"log_softmax_backward: dtype is {dtype}, which has no log-probabilities in {y.dtype}")
 
 
-def _row_wise(values: Values) -> list[object]:
-    from torch.distributed.tensor import Replicate, Shard
-
-    tensors = [n for n in ("dy", "y", "logits", "ids") if n in values]
-    rows = len(values["logits" if "logits" in values else "y"].shape) - 1
-    return [([p], dict.fromkeys(tensors, p)) for p in (Replicate(), *(Shard(i) for i in range(rows)))]
-
-
-@operator(sharding=_row_wise)
+@operator(sharding="rows")
 def log_softmax(logits: Annotated[Tensor, "[..., V>0] float"]) -> Annotated[Tensor, "[..., V] fp32"]:
     """y = logits - log(sum(exp(logits))), over the last dim.
 
@@ -52,13 +44,13 @@ def _with_absent(logits: Tensor, function: Callable[[Tensor, int], Tensor]) -> T
     return torch.where(wide == -torch.inf, wide.detach(), function(wide, -1))
 
 
-@operator(check=_check_backward, sharding=_row_wise)
+@operator(check=_check_backward, sharding="rows")
 def log_softmax_backward(
     dy: Annotated[Tensor, "[..., V] y"], y: Annotated[Tensor, "[..., V>0] fp32 or fp64"], *, dtype: torch.dtype
-) -> Tensor:
+) -> Annotated[Tensor, "[..., V] dtype"]:
     """Gradient of `log_softmax` with respect to logits, from its result y: dy - exp(y) * sum(dy), in fp32.
 
-    Returns dx like y, in `dtype`, the dtype of the logits, rounded once.
+    dtype: that of the logits, to which the gradient is rounded once.
     """
     is_absent = y == -torch.inf
     present = dy.masked_fill(is_absent, 0)
@@ -72,7 +64,7 @@ def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) ->
     return {"logits": log_softmax_backward(grads[0], outputs[0], dtype=dtype, backend=args["backend"])}
 
 
-@operator(sharding=_row_wise)
+@operator(sharding="rows")
 def token_logprobs(
     logits: Annotated[Tensor, "[..., V>0] float"], ids: Annotated[Tensor, "[...] int, from 0 to V - 1"]
 ) -> Annotated[Tensor, "[...] fp32"]:
@@ -90,7 +82,7 @@ def _pick(logprobs: Tensor, ids: Tensor) -> Tensor:
     return logprobs.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
 
 
-@operator(sharding=_row_wise)
+@operator(sharding="rows")
 def token_logprobs_backward(
     dy: Annotated[Tensor, "[...] fp32"],
     logits: Annotated[Tensor, "[..., V>0] float"],
@@ -138,40 +130,27 @@ _CASES: list[Values] = [
     {"shape": (2, 3, 70)},
     {"shape": (2, 9001), "scale": 3.0},
     {"shape": (0, 64)},
-    {"shape": (2, 3, 40), "sliced": True},
+    {"shape": (2, 3, 40), "sliced": 3},
     {"shape": (3, 1)},
     {"shape": (3, 200), "scale": 8.0, "masked": True},
 ]
 _BENCH: list[Values] = [{"shape": shape} for shape in ((4096, 151936), (64, 151936), (1, 151936))]
 
 
-def _make(draw: Draw, shape: Sizes, masked: bool = False) -> Values:
+def _make(draw: Draw, shape: tuple[int, ...], masked: bool = False) -> Values:
     """masked: every third logit is minus infinity."""
-    logits = draw.scaled(*shape, gap=3)
+    logits = draw.scaled(*shape)
     if masked:
         logits[..., 1::3] = -torch.inf
     return {"logits": logits}
 
 
-def _make_backward(draw: Draw, shape: Sizes, masked: bool = False) -> Values:
-    logits = _make(draw, shape, masked)["logits"]
-    y = log_softmax.reference(logits)
-    if draw.sliced:
-        y = torch.cat((y, y[..., :3]), -1)[..., : shape[-1]]
-    return {"dy": torch.randn(shape, dtype=draw.wide, device=draw.device), "y": y, "dtype": draw.dtype}
-
-
-def _make_token(draw: Draw, shape: Sizes, masked: bool = False) -> Values:
-    ids = torch.randint(shape[-1], shape[:-1], device=draw.device)
-    return {**_make(draw, shape, masked), "ids": ids}
-
-
-def _make_token_backward(draw: Draw, shape: Sizes, masked: bool = False) -> Values:
-    dy = torch.randn(shape[:-1], dtype=draw.wide, device=draw.device)
-    return {"dy": dy, **_make_token(draw, shape, masked)}
+def _make_backward(draw: Draw, shape: tuple[int, ...], masked: bool = False) -> Values:
+    y = log_softmax.reference(_make(draw, shape, masked)["logits"])
+    return {"y": torch.cat((y, y[..., : draw.gap]), -1)[..., : shape[-1]], "dtype": draw.dtype}
 
 
 log_softmax.inputs(cases=_CASES, bench=_BENCH)(_make)
 log_softmax_backward.inputs(cases=_CASES, bench=_BENCH[:1])(_make_backward)
-token_logprobs.inputs(cases=_CASES, bench=_BENCH)(_make_token)
-token_logprobs_backward.inputs(cases=_CASES, bench=_BENCH[:1])(_make_token_backward)
+token_logprobs.inputs(cases=_CASES, bench=_BENCH)(_make)
+token_logprobs_backward.inputs(cases=_CASES, bench=_BENCH[:1])(_make)

@@ -5,21 +5,15 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from ._draw import Draw, Sizes
 from ._op import Values, narrow, operator, widen
 from .linear import multiply
 from .rms_norm import norm
-
-
-def _flops(values: Values) -> int:
-    return 2 * values["x"].shape[0] * values["weight"].numel()
-
 
 _LIKE_X = Annotated[Tensor, "[T, K] x"]
 NO_NPU = "torch_npu has no operator that fuses a norm into a product: the engine calls add_rms_norm and linear there"
 
 
-@operator(forward_only=True, flops=_flops, without={"torch_npu": NO_NPU})
+@operator(forward_only=True, flops="2*T*N*K", without={"torch_npu": NO_NPU})
 def norm_linear(
     x: Annotated[Tensor, "[T, K] float"],
     residual: _LIKE_X,
@@ -45,7 +39,7 @@ norm_linear.impl("triton", "norm_linear_triton:forward")
 _CASES: list[Values] = [
     {"tokens": (1,), "size": (48, 64)},
     {"tokens": (3,), "size": (33, 40), "scale": 0.01},
-    {"tokens": (2,), "size": (5, 136), "norm_dtype": torch.float32},
+    {"tokens": (2,), "size": (5, 136), "norm_weight": torch.float32},
     {"tokens": (0,), "size": (16, 32)},
     {"tokens": (17,), "size": (40, 64), "sliced": True},
 ]
@@ -55,13 +49,4 @@ _BENCH: list[Values] = [
 _BENCH += [{"tokens": (1,), "size": (4096, 1024)}]
 
 
-@norm_linear.inputs(cases=_CASES, bench=_BENCH)
-def _(draw: Draw, tokens: Sizes, size: tuple[int, int], norm_dtype: torch.dtype | None = None) -> Values:
-    wide = torch.float64 if draw.dtype == torch.float64 else norm_dtype or draw.dtype
-    norm_weight = 1 + 0.1 * torch.randn(size[1], device=draw.device)
-    return {
-        "x": draw.scaled(*tokens, size[1]),
-        "residual": draw.scaled(*tokens, size[1]),
-        "norm_weight": norm_weight.to(wide),
-        "weight": draw.weight(*size),
-    }
+norm_linear.inputs(cases=_CASES, bench=_BENCH, words={"size": "N, K"})

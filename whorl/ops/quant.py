@@ -9,7 +9,7 @@ from torch import Tensor
 from whorl.contracts import dynamic_quant_limit
 
 from . import _torch_npu
-from ._draw import Draw, Sizes
+from ._draw import Draw
 from ._formats import FORMATS
 from ._op import Values, operator, widen
 from ._torch_npu import dtype_name
@@ -22,26 +22,17 @@ def _check_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
         raise ValueError(f"dequantize: dtype is {dtype}, expected bf16, fp16 or fp32")
 
 
-def _row_wise(values: Values) -> list[object]:
-    from torch.distributed.tensor import Replicate, Shard
-
-    tensors = [n for n in ("x", "q", "scale") if n in values]
-    outputs = 2 if "x" in values else 1
-    rows = len(values[tensors[0]].shape) - 1
-    return [([p] * outputs, dict.fromkeys(tensors, p)) for p in (Replicate(), *(Shard(i) for i in range(rows)))]
-
-
-@operator(forward_only=True, sharding=_row_wise)
+@operator(forward_only=True, sharding="rows")
 def dynamic_quant(
     x: Annotated[Tensor, "[..., C>0] float"], *, format: Literal["int8", "fp8"] = "int8"
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Annotated[Tensor, "[..., C] int8 or fp8"], Annotated[Tensor, "[...] fp32"]]:
     """Quantise symmetrically with one scale per row (token), so that x is about q * scale.
 
-    Returns q: [..., C] int8 (format "fp8": float8_e4m3fn), contiguous, and scale: [...] fp32, the row's largest
-    magnitude divided by 127 (fp8: 448). q = x / scale in fp32, rounded to nearest even and clamped to +-127 (fp8:
-    +-448); -128 is not used. A row of zeros, or so small that its scale rounds to zero, has scale 0 and codes 0, so it
-    dequantises to exact zeros. A row with an infinity or NaN has that as its scale and codes 0, so it dequantises to
-    NaN. A row's result depends on that row alone. No gradient.
+    Returns q, int8 (format "fp8": float8_e4m3fn), contiguous, and scale, the row's largest magnitude divided by 127
+    (fp8: 448). q = x / scale in fp32, rounded to nearest even and clamped to +-127 (fp8: +-448); -128 is not used. A
+    row of zeros, or so small that its scale rounds to zero, has scale 0 and codes 0, so it dequantises to exact zeros.
+    A row with an infinity or NaN has that as its scale and codes 0, so it dequantises to NaN. A row's result depends on
+    that row alone. No gradient.
 
         q, scale = ops.dynamic_quant(x)
         x = ops.dequantize(q, scale, x.dtype)
@@ -60,15 +51,15 @@ def dynamic_quant(
 @operator(
     check=_check_dequantize,
     forward_only=True,
-    sharding=_row_wise,
+    sharding="rows",
     without={"torch_npu": "npu_anti_quant has a scale for each channel, not for each token"},
 )
 def dequantize(
     q: Annotated[Tensor, "[..., C] int8 or fp8"], scale: Annotated[Tensor, "[...] fp32 or fp64"], dtype: torch.dtype
-) -> Tensor:
+) -> Annotated[Tensor, "[..., C] dtype"]:
     """Return x = q * scale, the inverse of `dynamic_quant` up to its rounding.
 
-    Returns x: [..., C] in `dtype` (bf16, fp16 or fp32), contiguous. One product in fp32, rounded once. No gradient.
+    dtype: bf16, fp16 or fp32. x is contiguous. One product in fp32, rounded once. No gradient.
     """
     wide = scale.unsqueeze(-1)
     return (q.to(wide.dtype) * wide).to(dtype).contiguous()
@@ -79,8 +70,6 @@ def _triton_reason(x: Tensor, **_: object) -> str | None:
 
 
 dynamic_quant.impl("triton", "quant_triton:quantize", accepts=_triton_reason)
-
-
 dequantize.impl("triton", "quant_triton:dequantize")
 
 
@@ -99,8 +88,8 @@ _CASES: list[Values] = [
     {"shape": (3, 5, 194)},
     {"shape": (5, 4098)},
     {"shape": (0, 64)},
-    {"shape": (6, 7, 64), "sliced": True},
-    {"shape": (9, 70), "format": "fp8", "sliced": True, "scale": 0.3},
+    {"shape": (6, 7, 64), "sliced": 6},
+    {"shape": (9, 70), "format": "fp8", "sliced": 6, "scale": 0.3},
     {"shape": (4, 2048), "format": "fp8"},
 ]
 _BENCH: list[Values] = [
@@ -111,20 +100,21 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(draw: Draw, shape: Sizes, format: str = "int8") -> Values:
-    x = draw.scaled(*shape, gap=6)
+def _make(draw: Draw, shape: tuple[int, ...]) -> Values:
+    x = draw.scaled(*shape)
     if shape[0] > 2 and not x.is_meta:
         x[1] = 0
-    return {"x": x, "format": format}
+    return {"x": x}
 
 
-def _make_dequantize(draw: Draw, shape: Sizes, format: str = "int8") -> Values:
-    values = _make(replace(draw, dtype=torch.float32, sliced=False), shape, format)
-    q, scales = dynamic_quant.reference(**values)
-    if draw.sliced:
-        q = torch.cat((q, q[..., :6]), -1)[..., : shape[-1]]
-    scales = scales.double() if draw.dtype == torch.float64 else scales
-    return {"q": q, "scale": scales, "dtype": draw.dtype}
+def _make_dequantize(draw: Draw, shape: tuple[int, ...], format: str = "int8") -> Values:
+    x = _make(replace(draw, dtype=torch.float32, sliced=False), shape)["x"]
+    q, scale = dynamic_quant.reference(x, format=format)
+    return {
+        "q": torch.cat((q, q[..., : draw.gap]), -1)[..., : shape[-1]],
+        "scale": scale.to(draw.wide),
+        "dtype": draw.dtype,
+    }
 
 
 dynamic_quant.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -1,5 +1,6 @@
 """Sampling on the device: penalties, then a draw whose noise is a hash of the sequence's seed, its step and the id."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -9,7 +10,7 @@ from whorl.device import HOST
 
 from . import sample_torch_npu
 from ._check import check_like, check_range
-from ._draw import Draw, Sizes
+from ._draw import Draw
 from ._op import Values, operator
 
 _MASK = 0xFFFFFFFF  # the lowest 32 bits
@@ -256,34 +257,13 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(
-    draw: Draw,
-    tokens: Sizes,
-    vocab: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    top_n_sigma: float = 0.0,
-    narrow: bool = False,
-) -> Values:
-    count, wide, device = tokens[0], draw.wide, draw.device
-    kind = draw.dtype if narrow else wide
-    logits = (draw.scale * torch.randn(count, vocab + 3 * draw.sliced, device=device)).to(kind)[:, :vocab]
-
-    def full(value: float, kind: torch.dtype) -> Tensor:
-        return torch.full((count,), value, dtype=kind, device=device)
-
+@sample.inputs(cases=_CASES, bench=_BENCH, words={"tokens": "B", "vocab": "V"})
+def _(draw: Draw, tokens: tuple[int], vocab: int, top_k: int = 0, narrow: bool = False, **filters: float) -> Values:
+    kind, ids = draw.dtype if narrow else draw.wide, torch.arange(*tokens, device=draw.device)
     return {
-        "logits": logits,
-        "temperature": full(temperature, wide),
-        "top_k": full(top_k, torch.int32),
-        "top_p": full(top_p, wide),
-        "min_p": full(min_p, wide),
-        "seeds": torch.arange(count, device=device) * 7919 + 2**40,
-        "steps": torch.arange(count, device=device) + 11,
-        "top_n_sigma": full(top_n_sigma, wide) if top_n_sigma else None,
+        "logits": replace(draw, dtype=kind).scaled(*tokens, vocab),
+        "top_k": torch.full_like(ids, top_k, dtype=torch.int32),
+        "seeds": ids * 7919 + 2**40,
+        "steps": ids + 11,
+        **{"temperature": 1.0, "top_p": 1.0, "min_p": 0.0} | filters,
     }
-
-
-sample.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -6,10 +6,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
 from .._op import Values, narrow, operator, widen
 from . import bidirectional_torch_npu
-from .packed import Starts, check_starts, head_reason, read, sequences
+from .packed import Starts, check_starts, head_reason, read, sequences, special_inputs
 
 ROWS = 512  # queries whose scores are in memory at once
 
@@ -72,9 +71,9 @@ _CASES: list[Values] = [
     {"lengths": (5,), "heads": 1, "dim": 16},
     {"lengths": (7, 4, 1), **_HEADS},
     {"lengths": (12, 9), "scale": 0.01, **_HEADS},
-    {"lengths": (6, 0, 8), "padding": 3, "heads": 3, "dim": 72},
+    {"lengths": (6, 0, 8), "idle": 3, "heads": 3, "dim": 72},
     {"lengths": (0,), **_HEADS},
-    {"lengths": (), "padding": 2, **_HEADS},
+    {"lengths": (), "idle": 2, **_HEADS},
     {"lengths": (20, 11), "sliced": True, **_HEADS},
     {"lengths": (600,), "heads": 1, "dim": 16},  # more than ROWS
 ]
@@ -82,19 +81,4 @@ _TOWER = {"heads": 16, "dim": 72}
 _BENCH: list[Values] = [{"lengths": (4096,) * 4, **_TOWER}, {"lengths": (1200,) * 16, **_TOWER}]
 
 
-def _make(draw: Draw, lengths: Sizes, heads: int, dim: int, padding: int = 0, tokens: Sizes = ()) -> Values:
-    count = sum(lengths) + padding
-    return {
-        "q": draw.normal(count, heads, dim),
-        "k": draw.scaled(count, heads, dim),
-        "v": draw.scaled(count, heads, dim),
-        "starts": torch.tensor([0, *lengths]).cumsum(0).int().to(draw.device),
-        "scale": dim**-0.5,
-    }
-
-
-def _with_tokens(case: Values) -> Values:
-    return {"tokens": (sum(case["lengths"]) + case.get("padding", 0),), **case}
-
-
-packed_attention.inputs(cases=[_with_tokens(c) for c in _CASES], bench=[_with_tokens(c) for c in _BENCH])(_make)
+packed_attention.inputs(cases=_CASES, bench=_BENCH, words={"heads": "H", "dim": "D"})(special_inputs)

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, narrow, operator, widen
 from ..sparse_attention.masked import masked_attention_backward
 from . import causal_torch_npu
-from .packed import Starts, backward_by_sequence, check_starts, head_reason, read, sequences
+from .packed import Starts, backward_by_sequence, check_starts, head_reason, read, sequences, special_inputs
 from .tiles import attend, log_sum_exp
 
 _QUERIES = Annotated[Tensor, "[T, G*HK, D] float"]
@@ -141,41 +141,12 @@ _QWEN = {"heads": 32, "kv_heads": 4, "dim": 128}
 _BENCH: list[Values] = [{"lengths": (8192,), **_QWEN}, {"lengths": (4000, 1192, 3000), **_QWEN}]
 
 
-def _make(
-    draw: Draw,
-    lengths: Sizes,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    window: int = 0,
-    idle: int = 0,
-    tokens: Sizes = (),
-) -> Values:
-    count = sum(lengths) + idle
-    starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    return {
-        "q": draw.normal(count, heads, dim),
-        "k": draw.scaled(count, kv_heads, dim),
-        "v": draw.scaled(count, kv_heads, dim),
-        "starts": starts.to(draw.device),
-        "scale": dim**-0.5,
-        "window": window,
-    }
+_WORDS = {"kv_heads": "HK", "heads": "G*HK", "dim": "D"}
+causal_attention.inputs(cases=_CASES, bench=_BENCH, words=_WORDS)(special_inputs)
 
 
-def _make_backward(draw: Draw, with_dlse: bool = False, **case: Any) -> Values:
-    args = _make(draw, **case)
+@causal_attention_backward.inputs(cases=[*_CASES, {**_CASES[1], "dlse": True}], bench=_BENCH, words=_WORDS)
+def _(draw: Draw, dlse: bool = False, **case: Any) -> Values:
+    args = causal_attention.draw(draw, **case)
     out, lse = causal_attention(**args)
-    dlse = torch.randn_like(lse) if with_dlse else None
-    return {"dout": torch.randn_like(out), **args, "out": out, "lse": lse, "dlse": dlse}
-
-
-def _with_tokens(case: Values) -> Values:
-    return {"tokens": (sum(case["lengths"]) + case.get("idle", 0),), **case}
-
-
-causal_attention.inputs(cases=[_with_tokens(c) for c in _CASES], bench=[_with_tokens(c) for c in _BENCH])(_make)
-causal_attention_backward.inputs(
-    cases=[_with_tokens(c) for c in (*_CASES, {**_CASES[1], "with_dlse": True})],
-    bench=[_with_tokens(c) for c in _BENCH],
-)(_make_backward)
+    return {**args, "out": out, "lse": lse}

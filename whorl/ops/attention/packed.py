@@ -7,6 +7,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from .._draw import Draw
+from .._op import Values
 from .._tracing import is_readable
 from ..sparse_attention.bits import causal_bits
 
@@ -42,6 +44,11 @@ def sequences(name: str, starts: list[int], num_tokens: int) -> Iterator[slice]:
             f"{name}: starts are {starts}, expected 0 first, none below the one before, and {num_tokens} tokens at most"
         )
     return (slice(first, end) for first, end in itertools.pairwise(starts) if end > first)
+
+
+def special_inputs(draw: Draw, lengths: tuple[int, ...], dim: int, idle: int = 0) -> Values:
+    """Return what is special of a case of packed sequences; idle: tokens past the last one."""
+    return {"T": sum(lengths) + idle, "q": draw.normal, "starts": draw.offsets(lengths), "scale": dim**-0.5}
 
 
 def backward_by_sequence(

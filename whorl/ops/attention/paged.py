@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from .._check import check_scales, check_sequences
+from .._draw import Draw
+from .._formats import FORMATS
 from .._op import Values, narrow, operator, widen
 from . import paged_torch_npu
 from .packed import head_reason
-from .paged_cases import BENCH, CASES, make
 from .tiles import KEYS, STEP, TOGETHER, attend, attend_together, rows_together
+from .write_kv import draw_caches
 
 
 def _check(q: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, **arguments: Any) -> None:
@@ -176,4 +178,49 @@ paged_attention.impl("triton", "paged_triton:attention", accepts=_triton_reason)
 paged_attention.impl("torch_npu", "paged_torch_npu:attention", accepts=paged_torch_npu.reason)
 
 
-paged_attention.inputs(cases=CASES, bench=BENCH)(make)
+_HEADS = {"heads": 4, "kv_heads": 2, "dim": 32}
+_CASES: list[Values] = [
+    {"queries": (1,), "contexts": (5,), "heads": 1, "kv_heads": 1, "dim": 16},
+    {"queries": (3, 1, 2), "contexts": (3, 9, 20), **_HEADS},
+    {"queries": (1, 2), "contexts": (30, 7), "scale": 0.01, **_HEADS},
+    {"queries": (1, 3), "contexts": (300, 70), "heads": 8, "kv_heads": 1, "dim": 64, "sliced": True},
+    {"queries": (0,), "contexts": (0,), **_HEADS},
+    {"queries": (0,), "contexts": (4,), **_HEADS},
+    {"queries": (5, 2), "contexts": (40, 2), "window": 4, "sliced": True, **_HEADS},
+    {"queries": (2, 1), "contexts": (300, 20), "window": 150, **_HEADS},
+    {"queries": (35,), "contexts": (70,), "heads": 6, "kv_heads": 2, "dim": 40},
+    {"queries": (40,), "contexts": (60,), "window": 13, "sliced": True, **_HEADS},
+    # Block sizes that every backend takes.
+    {"queries": (5, 1), "contexts": (140, 2), "block": 128, **_HEADS},
+    {"queries": (2, 1), "contexts": (9, 130), "block": 128, **_HEADS},
+    # Quantised caches.
+    {"queries": (1, 2), "contexts": (140, 7), "format": "fp8", "window": 60, **_HEADS},
+    {"queries": (18,), "contexts": (40,), "heads": 3, "kv_heads": 1, "dim": 40, "format": "int8", "sliced": True},
+    {"queries": (1, 1), "contexts": (130, 30), "format": "int8", "block": 128, **_HEADS},
+]
+_QWEN = {"heads": 32, "kv_heads": 4, "dim": 128, "block": 16}
+_BENCH: list[Values] = [
+    {"queries": (1,), "contexts": (4096,), **_QWEN},
+    {"queries": (1,) * 64, "contexts": (1024,) * 64, **_QWEN},
+    {"queries": (8192,), "contexts": (8192,), **_QWEN},
+    {"queries": (512,) * 8, "contexts": (4096,) * 8, **_QWEN},
+]
+_BENCH += [case | {"format": name} for name in FORMATS for case in _BENCH[:3]]
+_BENCH += [{"queries": (1,), "contexts": (32768,), **_QWEN}]
+
+
+@paged_attention.inputs(cases=_CASES, bench=_BENCH, words={"heads": "G*HK", "dim": "D"})
+def _(
+    draw: Draw,
+    queries: tuple[int, ...],
+    contexts: tuple[int, ...],
+    kv_heads: int,
+    dim: int,
+    block: int = 8,
+    format: str = "",
+) -> Values:
+    """format: "" or that of a quantised cache."""
+    tables, blocks = draw.sequences(queries, contexts, block)
+    caches = draw_caches(draw, (blocks, block, kv_heads, dim + draw.gap), format, draw.scale)
+    caches |= {name: caches[name][..., :dim] for name in ("k_cache", "v_cache")}
+    return {"T": sum(queries), "q": draw.normal, **caches, **tables, "scale": dim**-0.5}

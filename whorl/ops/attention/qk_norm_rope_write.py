@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any
 
-import torch
 from torch import Tensor
 
 from .._draw import Draw
@@ -10,7 +9,7 @@ from .._formats import FORMATS
 from .._op import Values, operator
 from ..rope.contract import check_rotation
 from ..rope.tables import Style
-from .qk_norm_rope import make_case, qk_norm_rope, split_heads, triton_reason
+from .qk_norm_rope import WORDS, make_tables, qk_norm_rope, split_heads, triton_reason
 from .write_kv import draw_caches, write_kv
 
 _SCALE = Annotated[Tensor | None, "[blocks, num_kv_heads, size] fp32, contiguous"]
@@ -129,11 +128,11 @@ _CASES: list[Values] = [
     {"tokens": (6,), "heads": 3, "kv_heads": 1, "dim": 96, "rotary": 48, "plus_one": True, "skipped": True},
     {"tokens": (5,), "heads": 4, "kv_heads": 1, "dim": 64, "style": "pairs"},
     {"tokens": (0,), "heads": 2, "kv_heads": 1, "dim": 64},
-    {"tokens": (9,), "heads": 2, "kv_heads": 1, "dim": 64, "sliced": True, "eps": 1e-3},
+    {"tokens": (9,), "heads": 2, "kv_heads": 1, "dim": 64, "sliced": 7, "eps": 1e-3},
     {"tokens": (3,), "heads": 8, "kv_heads": 8, "dim": 128, "block": 128},
     {"tokens": (4,), "heads": 2, "kv_heads": 1, "dim": 64, "short": True, "skipped": True},  # slots in int32
     {"tokens": (5,), "heads": 3, "kv_heads": 1, "dim": 96, "rotary": 48, "format": "int8", "skipped": True},
-    {"tokens": (4,), "heads": 4, "kv_heads": 2, "dim": 64, "style": "pairs", "format": "fp8", "sliced": True},
+    {"tokens": (4,), "heads": 4, "kv_heads": 2, "dim": 64, "style": "pairs", "format": "fp8", "sliced": 7},
     {"tokens": (3,), "heads": 2, "kv_heads": 2, "dim": 128, "format": "fp8", "scale": 0.01},
 ]
 _BENCH: list[Values] = [
@@ -142,28 +141,27 @@ _BENCH: list[Values] = [
 _BENCH += [_BENCH[1] | {"format": name} for name in FORMATS]
 
 
-def _make(
-    draw: Draw, block: int = 4, skipped: bool = False, short: bool = False, format: str = "", **case: Any
+@qk_norm_rope_write.inputs(cases=_CASES, bench=_BENCH, words=WORDS)
+def _(
+    draw: Draw,
+    tokens: tuple[int],
+    kv_heads: int,
+    dim: int,
+    block: int = 4,
+    skipped: bool = False,
+    short: bool = False,
+    format: str = "",
+    rotary: int = 0,
 ) -> Values:
-    """Make the arguments, with random slots; skipped: every third token has none; short: slots are int32.
+    """Return random slots and caches; skipped: every third token has no slot; short: slots are int32.
 
     In a sliced case the cache has gaps between its blocks.
     """
-    values = make_case(draw, looked_up=True, **case)
-    (count,), kv_heads, dim, device = case["tokens"], case["kv_heads"], case["dim"], draw.device
-    blocks = -(-count // block) + 1
-    shape = (blocks, block + 2 * draw.sliced, kv_heads, dim)
-    caches = draw_caches(draw, shape, format)
+    blocks = -(-tokens[0] // block) + 1
+    caches = draw_caches(draw, (blocks, block + 2 * bool(draw.sliced), kv_heads, dim), format)
     caches |= {name: caches[name][:, :block] for name in ("k_cache", "v_cache")}
     if format:
         caches |= {name: caches[name][..., :block].contiguous() for name in ("k_scale", "v_scale")}
-    slots = torch.randperm(blocks * block, device=device)[:count]
-    if skipped:
-        slots = torch.where(torch.arange(count, device=device) % 3 == 1, -1, slots)
-    slots = slots.int() if short else slots
-    q = torch.zeros(count, values["num_heads"], dim, **draw.kind)
-    values = {n: v for n, v in values.items() if n not in ("positions", "with_v")}
-    return values | {"q": q, **caches, "slots": slots}
-
-
-qk_norm_rope_write.inputs(cases=_CASES, bench=_BENCH)(_make)
+    slots = draw.slots(*tokens, blocks * block, skipped=skipped)
+    table = make_tables(draw, tokens, dim, rotary, looked_up=True)["cos_sin"]
+    return {"cos_sin": table, **caches, "slots": slots.int() if short else slots}

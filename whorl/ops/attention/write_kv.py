@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._check import check_scales
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._formats import FORMATS
 from .._op import Values, operator
 from ..quant import dynamic_quant
@@ -90,12 +90,12 @@ _CASES: list[Values] = [
     {"tokens": (5,), "kv_heads": 2, "dim": 24},
     {"tokens": (7,), "kv_heads": 3, "dim": 64, "skipped": 3},
     {"tokens": (0,), "kv_heads": 2, "dim": 16},
-    {"tokens": (6,), "kv_heads": 2, "dim": 20, "sliced": True, "skipped": 1},
+    {"tokens": (6,), "kv_heads": 2, "dim": 20, "sliced": 3, "skipped": 1},
     {"tokens": (4,), "kv_heads": 1, "dim": 5, "scale": 0.01},
     {"tokens": (5,), "kv_heads": 2, "dim": 16, "skipped": 2, "short": True},  # slots in int32
-    {"tokens": (3,), "kv_heads": 2, "dim": 16, "sliced": True, "short": True},
+    {"tokens": (3,), "kv_heads": 2, "dim": 16, "sliced": 3, "short": True},
     {"tokens": (5,), "kv_heads": 2, "dim": 24, "format": "int8", "skipped": 2},
-    {"tokens": (6,), "kv_heads": 3, "dim": 20, "format": "fp8", "sliced": True, "scale": 0.01},
+    {"tokens": (6,), "kv_heads": 3, "dim": 20, "format": "fp8", "sliced": 3, "scale": 0.01},
     {"tokens": (4,), "kv_heads": 1, "dim": 64, "format": "fp8", "short": True},
     {"tokens": (0,), "kv_heads": 2, "dim": 16, "format": "int8"},
 ]
@@ -105,7 +105,7 @@ _BENCH += [{"tokens": (64,), "kv_heads": 4, "dim": 128, "block": 16, "format": n
 
 def _make(
     draw: Draw,
-    tokens: Sizes,
+    tokens: tuple[int],
     kv_heads: int,
     dim: int,
     block: int = 4,
@@ -113,20 +113,17 @@ def _make(
     short: bool = False,
     format: str = "",
 ) -> Values:
-    count, blocks = tokens[0], -(-tokens[0] // block) + 3
-    k, v = (draw.scale * draw.normal(count, kv_heads, dim, gap=3) for _ in range(2))
-    shape = (blocks, block, kv_heads + draw.sliced, dim)
-    caches = draw_caches(draw, shape, format)
+    blocks = -(-tokens[0] // block) + 3
+    caches = draw_caches(draw, (blocks, block, kv_heads + bool(draw.sliced), dim), format)
     caches |= {name: caches[name][:, :, :kv_heads] for name in ("k_cache", "v_cache")}
     if format:
         caches |= {name: caches[name][:, :kv_heads].contiguous() for name in ("k_scale", "v_scale")}
-    slots = torch.randperm(blocks * block)[:count]
+    slots = draw.slots(*tokens, blocks * block)
     slots[:skipped] = -1
-    slots = slots.int() if short else slots
-    return {"k": k, "v": v, **caches, "slots": slots.to(draw.device)}
+    return {**caches, "slots": slots.int() if short else slots}
 
 
-def draw_caches(draw: Draw, shape: Sizes, format: str, scale: float = 1.0) -> Values:
+def draw_caches(draw: Draw, shape: tuple[int, ...], format: str, scale: float = 1.0) -> Values:
     """Draw k_cache and v_cache of shape [blocks, block size, HK, D]; with a format, quantised and with their scales.
 
     Returns them by the names that operators use; without a format the scales are None.

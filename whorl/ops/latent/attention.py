@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._check import check_sequences
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
 from ..linear import TILE, multiply
@@ -19,7 +19,6 @@ from .pages import (
     check_latents,
     gather_latents,
     make_pages,
-    make_sequences,
     split_pages,
 )
 
@@ -196,26 +195,21 @@ _BENCH: list[Values] = [
 
 def _make(
     draw: Draw,
-    queries: Sizes,
-    contexts: Sizes,
-    heads: int,
+    queries: tuple[int, ...],
+    contexts: tuple[int, ...],
     dim: int,
     value_dim: int,
     topk: int = 0,
     block: int = 8,
-    tokens: Sizes = (),
     coded: bool = False,
     split: bool = False,
 ) -> Values:
-    lengths, blocks = make_sequences(draw, queries, contexts, block)
-    indices = torch.full((sum(queries), topk), -1, dtype=torch.int32)
-    row = 0
-    for count, context in zip(queries, contexts, strict=True):
-        for i in range(count):
-            seen = context - count + i + 1
-            chosen = torch.randperm(seen)[:topk].sort().values
-            indices[row, : len(chosen)] = chosen.int()
-            row += 1
+    tables, blocks = draw.sequences(queries, contexts, block)
+    seen = [length - count + i + 1 for count, length in zip(queries, contexts, strict=True) for i in range(count)]
+    indices = torch.full((len(seen), topk), -1, dtype=torch.int32)
+    for row, count in zip(indices, seen, strict=True):
+        chosen = torch.randperm(count)[:topk].sort().values
+        row[: len(chosen)] = chosen
     pages = draw.scale * make_pages(draw, blocks, block, dim)
     latents, rotary_channels = split_pages(pages, value_dim) if split else (pages, None)
     if coded and pages.is_meta:
@@ -224,18 +218,14 @@ def _make(
         parts = pages.flatten(0, 1).split((value_dim, dim - value_dim), 1)
         latents = pack_latents(*parts).unflatten(0, (blocks, block))
     return {
-        "q": draw.normal(sum(queries), heads, dim),
+        "T": sum(queries),
+        "q": draw.normal,
         "cache": latents,
-        **lengths,
+        **tables,
         "indices": indices.to(draw.device) if topk else None,
         "rotary_cache": rotary_channels,
         "scale": dim**-0.5,
-        "value_dim": value_dim,
     }
 
 
-def _with_tokens(case: Values) -> Values:
-    return {"tokens": (sum(case["queries"]),), **case}
-
-
-latent_attention.inputs(cases=[_with_tokens(c) for c in _CASES], bench=[_with_tokens(c) for c in _BENCH])(_make)
+latent_attention.inputs(cases=_CASES, bench=_BENCH, words={"heads": "HQ", "dim": "D"})(_make)

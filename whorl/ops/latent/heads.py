@@ -8,17 +8,13 @@ from torch import Tensor
 from whorl.contracts import transpose_batchmatmul_limit
 
 from .. import _torch_npu
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, narrow, operator, widen
 from .._torch_npu import dtype_name
 from ..linear import multiply
 
 
-def _flops(values: Values) -> int:
-    return 2 * values["x"].shape[0] * values["weight"].numel()
-
-
-@operator(forward_only=True, flops=_flops)
+@operator(forward_only=True, flops="2*T*H*N*K")
 def head_linear(
     x: Annotated[Tensor, "[T, H, K] float"], weight: Annotated[Tensor, "[H, N, K] x"]
 ) -> Annotated[Tensor, "[T, H, N] x"]:
@@ -82,11 +78,7 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(draw: Draw, tokens: Sizes, heads: int, size: tuple[int, int], swapped: bool = False) -> Values:
-    """Make the arguments; swapped: the weight is a view of [H, K, N], as the key weight that absorbs queries is."""
-    width, channels = size
-    weight = draw.weight(heads, channels, width).transpose(1, 2) if swapped else draw.weight(heads, width, channels)
-    return {"x": draw.scaled(*tokens, heads, channels), "weight": weight}
-
-
-head_linear.inputs(cases=_CASES, bench=_BENCH)(_make)
+@head_linear.inputs(cases=_CASES, bench=_BENCH, words={"heads": "H", "size": "N, K"})
+def _(draw: Draw, swapped: bool = False) -> Values:
+    """swapped: the weight is a view of [H, K, N], as the key weight that absorbs queries is."""
+    return {"weight": lambda *shape: draw.weight(shape[0], shape[2], shape[1]).mT} if swapped else {}

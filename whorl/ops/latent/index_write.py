@@ -5,12 +5,12 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, narrow, operator, widen
 from ..rope import rope
 from . import write_torch_npu
 from .codes import alignment_reason, index_bytes, store_index
-from .pages import check_pages, make_angles, make_pages, make_slots, store
+from .pages import check_pages, make_angles, make_pages, store
 from .write import triton_reason
 
 
@@ -77,26 +77,13 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(
-    draw: Draw,
-    tokens: Sizes,
-    dim: int,
-    rotary: int,
-    block: int = 4,
-    skipped: bool = False,
-    eps: float = 1e-6,
-    coded: bool = False,
+@index_write.inputs(cases=_CASES, bench=_BENCH, words={"dim": "D"})
+def _(
+    draw: Draw, tokens: tuple[int], dim: int, rotary: int, block: int = 4, skipped: bool = False, coded: bool = False
 ) -> Values:
-    count, blocks = tokens[0], -(-tokens[0] // block) + 1
+    blocks = -(-tokens[0] // block) + 1
     return {
-        "k": draw.scaled(count, dim),
-        "weight": 1 + 0.1 * torch.randn(dim, **draw.kind),
-        "bias": 0.1 * torch.randn(dim, **draw.kind),
-        "cos_sin": make_angles(draw, count, rotary),
+        "cos_sin": make_angles(draw, *tokens, rotary),
         "cache": make_pages(draw, blocks, block, index_bytes(dim) if coded else dim, coded),
-        "slots": make_slots(draw, count, blocks * block, skipped),
-        "eps": eps,
+        "slots": draw.slots(*tokens, blocks * block, skipped=skipped),
     }
-
-
-index_write.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._check import check_sequences
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, operator, widen
 from ..indexer.bounds import chunks
 from ..indexer.scores import triton_reason
@@ -14,7 +14,7 @@ from ..indexer.top_k import top_k, topk_limit
 from ..linear import multiply
 from . import indexer_torch_npu
 from .codes import alignment_reason, gather_index, index_bytes, round_queries, store_index
-from .pages import check_pages, gather, make_pages, make_sequences
+from .pages import check_pages, gather, make_pages
 
 KEYS = 256  # keys per matmul; each begins at a position that is a multiple of this
 
@@ -130,37 +130,28 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(
+@paged_indexer.inputs(cases=_CASES, bench=_BENCH)
+def _(
     draw: Draw,
-    queries: Sizes,
-    contexts: Sizes,
+    queries: tuple[int, ...],
+    contexts: tuple[int, ...],
     heads: int,
     dim: int,
-    topk: int,
     block: int = 8,
-    tokens: Sizes = (),
     coded: bool = False,
 ) -> Values:
     """Draw small integers and powers of two: sums are exact in any order, so that all dtypes select the same keys."""
-    lengths, blocks = make_sequences(draw, queries, contexts, block)
-    device, dtype, count, wider = draw.device, draw.dtype, sum(queries), 8 * draw.sliced
-    shape = (blocks, block + 2 * draw.sliced, dim)
+    tables, blocks = draw.sequences(queries, contexts, block)
+    device, dtype, count = draw.device, draw.dtype, sum(queries)
+    shape = (blocks, block + 2 * bool(draw.sliced), dim)
     cache = torch.randint(-2, 3, shape, device=device).to(dtype)[:, :block]
     if coded:
         keys, cache = cache.flatten(0, 1), make_pages(draw, blocks, block, index_bytes(dim), True)
         if not keys.is_meta:
             store_index(keys, cache, torch.arange(len(keys), device=device))
     return {
-        "q": torch.randint(-2, 3, (count, heads, dim + wider), device=device)[..., :dim].to(dtype),
+        "q": torch.randint(-2, 3, (count, heads, dim + draw.gap), device=device)[..., :dim].to(dtype),
         "weights": draw.scale * torch.randint(-3, 5, (count, heads), device=device).to(draw.wide) / 8,
         "cache": cache,
-        **lengths,
-        "topk": topk,
+        **tables,
     }
-
-
-def _with_tokens(case: Values) -> Values:
-    return {"tokens": (sum(case["queries"]),), **case}
-
-
-paged_indexer.inputs(cases=[_with_tokens(c) for c in _CASES], bench=[_with_tokens(c) for c in _BENCH])(_make)

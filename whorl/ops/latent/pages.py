@@ -1,12 +1,9 @@
 """Paged caches in which a token is one row: checks, gathers and test inputs that the operators on them share."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
-from .._op import Values
+from .._draw import Draw
 
 ONE_CACHE = "takes latents and rotary channels in one cache, got rotary_cache"
 
@@ -72,27 +69,7 @@ def split_pages(pages: Tensor, latent_dim: int) -> tuple[Tensor, Tensor]:
     return latents.contiguous(), rotary_channels.contiguous()
 
 
-def make_slots(draw: Draw, count: int, slots: int, skipped: bool) -> Tensor:
-    """Draw `count` of `slots` slots in random order; skipped: every third token gets -1."""
-    drawn = torch.randperm(slots, device=draw.device)[:count]
-    return torch.where(torch.arange(count, device=draw.device) % 3 == 1, -1, drawn) if skipped else drawn
-
-
 def make_angles(draw: Draw, count: int, rotary: int) -> Tensor:
     """Draw cos_sin, [count, rotary], of random angles."""
     angles = torch.rand(count, rotary // 2, device=draw.device, dtype=draw.wide) * 6
     return torch.cat((angles.cos(), angles.sin()), -1)
-
-
-def make_sequences(draw: Draw, queries: Sizes, contexts: Sizes, block: int) -> tuple[Values, int]:
-    """Draw block tables and lengths; return them and the number of blocks of the cache."""
-    counts = [-(-c // block) for c in contexts]
-    tables, free = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32), torch.randperm(sum(counts) + 3).int()
-    for b, count in enumerate(counts):
-        tables[b, :count], free = free[:count], free[count:]
-    lengths: dict[str, Any] = {
-        "block_tables": tables,
-        "query_starts": torch.tensor([0, *queries]).cumsum(0).int(),
-        "context_lens": torch.tensor(contexts, dtype=torch.int32),
-    }
-    return {name: value.to(draw.device) for name, value in lengths.items()}, sum(counts) + 3

@@ -5,13 +5,13 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, operator
 from ..rms_norm import rms_norm
 from ..rope import rope
 from . import write_torch_npu
 from .codes import alignment_reason, latent_bytes, pack_latents
-from .pages import ONE_CACHE, check_latents, make_angles, make_pages, make_slots, split_pages, store
+from .pages import ONE_CACHE, check_latents, make_angles, make_pages, split_pages, store
 
 
 def _check(kv: Tensor, weight: Tensor, cache: Tensor, rotary_cache: Tensor | None, **_: object) -> None:
@@ -83,30 +83,24 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(
+@latent_write.inputs(cases=_CASES, bench=_BENCH, words={"latent_dim": "N"})
+def _(
     draw: Draw,
-    tokens: Sizes,
+    tokens: tuple[int],
     latent_dim: int,
     rotary: int,
     block: int = 4,
     skipped: bool = False,
-    eps: float = 1e-6,
     coded: bool = False,
     split: bool = False,
 ) -> Values:
-    count, blocks = tokens[0], -(-tokens[0] // block) + 1
+    blocks = -(-tokens[0] // block) + 1
     width = latent_bytes(latent_dim, rotary) if coded else latent_dim + rotary
     pages = make_pages(draw, blocks, block, width, coded)
     latents, rotary_pages = split_pages(pages, latent_dim) if split else (pages, None)
     return {
-        "kv": draw.scaled(count, latent_dim + rotary),
-        "weight": 1 + 0.1 * torch.randn(latent_dim, **draw.kind),
-        "cos_sin": make_angles(draw, count, rotary),
+        "cos_sin": make_angles(draw, *tokens, rotary),
         "cache": latents,
-        "slots": make_slots(draw, count, blocks * block, skipped),
+        "slots": draw.slots(*tokens, blocks * block, skipped=skipped),
         "rotary_cache": rotary_pages,
-        "eps": eps,
     }
-
-
-latent_write.inputs(cases=_CASES, bench=_BENCH)(_make)

@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._gradient import Arguments
 from .._op import Values, narrow, operator, widen
 from ..glu import glu
@@ -52,13 +52,10 @@ def expert_bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:
     return int(2 * x.nbytes + used * sum(stack[0].nbytes for stack in stacks))
 
 
-def expert_flops(values: Values) -> int:
-    """Return the floating point operations of both matmuls, for weights whose numbers are not packed."""
-    expert = values["gate_up"][0].numel() + values["down"][0].numel()
-    return 2 * values["ids"].numel() * expert
+FLOPS = "6*T*K*C*F"  # of both matmuls, for weights whose numbers are not packed
 
 
-@operator(bytes=expert_bytes, flops=expert_flops)
+@operator(bytes=expert_bytes, flops=FLOPS)
 def experts(
     x: Annotated[Tensor, "[T, C] float"],
     gate_up: Annotated[Tensor, "[E, 2*F, C] x"],
@@ -125,17 +122,15 @@ _QWEN = {"hidden": 2048, "width": 768, "experts": 128, "k": 8}
 _BENCH: list[Values] = [{"tokens": (tokens,), **_QWEN} for tokens in (1, 4, 64, 8192)]
 
 
-def draw_routing(draw: Draw, count: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
-    """Draw weights and ids, [count, k] each, as `route` returns them."""
-    weights = torch.rand(count, k, device=draw.device).to(draw.wide) + 0.1
-    return weights, torch.rand(count, experts, device=draw.device).argsort(-1)[:, :k].int()
+WORDS = {"hidden": "C", "width": "F", "experts": "E", "k": "K"}
 
 
-def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: int) -> Values:
-    x, gate_up = draw.scaled(tokens[0], hidden), draw.weight(experts, 2 * width, hidden)
-    down = torch.randn(experts, hidden, width, **draw.kind) / width**0.5
-    weights, ids = draw_routing(draw, tokens[0], experts, k)
-    return {"x": x, "gate_up": gate_up, "down": down, "weights": weights, "ids": ids}
+def draw_routing(draw: Draw, tokens: tuple[int], experts: int, k: int) -> Values:
+    """Draw weights and ids, [T, K] each, as `route` returns them."""
+    weights = torch.rand(*tokens, k, device=draw.device).to(draw.wide) + 0.1
+    return {"weights": weights, "ids": torch.rand(*tokens, experts, device=draw.device).argsort(-1)[:, :k].int()}
 
 
-experts.inputs(cases=_CASES, bench=_BENCH)(_make)
+@experts.inputs(cases=_CASES, bench=_BENCH, words=WORDS)
+def _(draw: Draw, tokens: tuple[int], experts: int, k: int) -> Values:
+    return {"gate_up": draw.weight, "down": draw.weight, **draw_routing(draw, tokens, experts, k)}

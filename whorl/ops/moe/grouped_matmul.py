@@ -1,7 +1,7 @@
 """Grouped matmul of a mixture of experts in training: rows sorted by expert, each group times its expert's weight."""
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whorl.device import compute_capability
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._hopper import HOPPER
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
@@ -23,16 +23,12 @@ def _check_counts(x: Tensor, counts: Tensor, **arguments: object) -> None:
         raise ValueError(f"{name}: counts are {counts.tolist()}, expected a sum of {x.shape[0]} rows")
 
 
-def _flops(values: Values) -> int:
-    return 2 * values["x"].shape[0] * values["weight"][0].numel() * (2 if "dy" in values else 1)
-
-
 _X = Annotated[Tensor, "[M, C] float"]
 _WEIGHT = Annotated[Tensor, "[E>0, F, C] x; pass a weight stored as [E, C, F] as weight.transpose(1, 2)"]
 _COUNTS = Annotated[Tensor, "[E] int, from 0"]
 
 
-@operator(check=_check_counts, flops=_flops)
+@operator(check=_check_counts, flops="2*M*F*C")
 def grouped_matmul(x: _X, weight: _WEIGHT, counts: _COUNTS) -> Annotated[Tensor, "[M, F] x"]:
     """Multiply each row by its expert's weight: y[m] = weight[e] @ x[m], where e is the expert of row m.
 
@@ -48,7 +44,7 @@ def grouped_matmul(x: _X, weight: _WEIGHT, counts: _COUNTS) -> Annotated[Tensor,
     return narrow(torch.cat(products), x.dtype).contiguous()
 
 
-@operator(check=_check_counts, flops=_flops)
+@operator(check=_check_counts, flops="4*M*F*C")
 def grouped_matmul_backward(
     dy: Annotated[Tensor, "[M, F] x"], x: _X, weight: _WEIGHT, counts: _COUNTS
 ) -> tuple[Annotated[Tensor, "[M, C] x"], Annotated[Tensor, "[E, F, C] x"]]:
@@ -145,21 +141,14 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(draw: Draw, tokens: Sizes, size: tuple[int, int], counts: Sizes, swapped: bool = False) -> Values:
-    width, channels = size
-    x = draw.scaled(tokens[0], channels)
-    if swapped:
-        shape = (len(counts), channels, width + 8 * draw.sliced)
-        weight = (torch.randn(*shape, **draw.kind) / channels**0.5).transpose(1, 2)[:, :width]
-    else:
-        weight = draw.weight(len(counts), width, channels)
-    return {"x": x, "weight": weight, "counts": torch.tensor(counts, dtype=torch.int32, device=draw.device)}
+def _make(draw: Draw, counts: tuple[int, ...], swapped: bool = False) -> Values:
+    def swapped_weight(experts: int, width: int, channels: int) -> Tensor:
+        scaled = torch.randn(experts, channels, width + draw.gap, **draw.kind) / channels**0.5
+        return scaled.transpose(1, 2)[:, :width]
+
+    weight = {"weight": swapped_weight} if swapped else {}
+    return {"counts": torch.tensor(counts, dtype=torch.int32, device=draw.device), **weight}
 
 
-def _make_backward(draw: Draw, **case: Any) -> Values:
-    values = _make(draw, **case)
-    return {"dy": draw.normal(values["x"].shape[0], values["weight"].shape[1]), **values}
-
-
-grouped_matmul.inputs(cases=_CASES, bench=_BENCH)(_make)
-grouped_matmul_backward.inputs(cases=_CASES, bench=_BENCH)(_make_backward)
+for _op in (grouped_matmul, grouped_matmul_backward):
+    _op.inputs(cases=_CASES, bench=_BENCH, words={"tokens": "M", "size": "F, C"})(_make)

@@ -4,12 +4,12 @@ A pair is one (token, choice), numbered token * K + choice. `permute` sorts the 
 its row in that order.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, all_bytes, narrow, operator, widen
 from . import permute_torch_npu
 
@@ -154,52 +154,34 @@ unpermute_backward.impl("torch_npu", "permute_torch_npu:unpermute_backward", acc
 
 _CASES: list[Values] = [
     {"tokens": (1,), "hidden": 8, "experts": 1, "k": 1},
-    {"tokens": (5,), "hidden": 24, "experts": 4, "k": 2, "probs": True},
-    {"tokens": (9,), "hidden": 70, "experts": 8, "k": 3, "probs": True, "scale": 0.01},
+    {"tokens": (5,), "hidden": 24, "experts": 4, "k": 2, "probs": torch.float32},
+    {"tokens": (9,), "hidden": 70, "experts": 8, "k": 3, "probs": torch.float32, "scale": 0.01},
     {"tokens": (7,), "hidden": 40, "experts": 16, "k": 2},  # most experts empty
     {"tokens": (0,), "hidden": 16, "experts": 3, "k": 2},
-    {"tokens": (0,), "hidden": 16, "experts": 3, "k": 2, "probs": True},
+    {"tokens": (0,), "hidden": 16, "experts": 3, "k": 2, "probs": torch.float32},
     {"tokens": (11,), "hidden": 33, "experts": 5, "k": 5, "sliced": True},
-    {"tokens": (3,), "hidden": 2050, "experts": 4, "k": 4, "probs": True, "sliced": True},
+    {"tokens": (3,), "hidden": 2050, "experts": 4, "k": 4, "probs": torch.float32, "sliced": True},
 ]
 _DEEPSEEK = {"tokens": (4096,), "hidden": 7168, "experts": 64, "k": 8}
-_BENCH: list[Values] = [_DEEPSEEK, _DEEPSEEK | {"probs": True}, {**_DEEPSEEK, "experts": 8, "k": 2}]
+_BENCH: list[Values] = [_DEEPSEEK, _DEEPSEEK | {"probs": torch.float32}, {**_DEEPSEEK, "experts": 8, "k": 2}]
 
 
-def _make(draw: Draw, tokens: Sizes, hidden: int, experts: int, k: int, probs: bool = False) -> Values:
-    count = tokens[0]
-    x = draw.scaled(count, hidden)
-    ids = torch.rand(count, experts, device=draw.device).argsort(-1)[:, :k].int()
-    width = k + 3 * draw.sliced
-    drawn = (torch.rand(count, width, device=draw.device).to(draw.wide) + 0.1)[:, :k] if probs else None
-    return {"x": x, "ids": ids, "num_experts": experts, "probs": drawn}
+_WORDS = {"hidden": "C", "experts": "num_experts", "k": "K"}
 
 
-def _make_rows(draw: Draw, **case: Any) -> Values:
-    values = _make(draw, **case)
-    x, ids, probs = values["x"], values["ids"], values["probs"]
-    rows = draw.scaled(ids.numel(), x.shape[1])
-    places = torch.randperm(ids.numel(), device=x.device).view(ids.shape).int()
-    return {"x": x, "rows": rows, "places": places, "probs": probs}
+def _make(draw: Draw, tokens: tuple[int], experts: int, k: int) -> Values:
+    return {"ids": torch.rand(*tokens, experts, device=draw.device).argsort(-1)[:, :k].int()}
 
 
-def _make_unpermute(draw: Draw, **case: Any) -> Values:
-    values = _make_rows(draw, **case)
-    return {n: values[n] for n in ("rows", "places", "probs")}
+def _make_rows(draw: Draw, tokens: tuple[int], k: int) -> Values:
+    return {"places": torch.randperm(tokens[0] * k, device=draw.device).view(*tokens, k).int()}
 
 
-def _make_unpermute_backward(draw: Draw, **case: Any) -> Values:
-    values = _make_rows(draw, **case)
-    return {"dy": values["x"]} | {n: values[n] for n in ("rows", "places", "probs")}
+def _make_permute_backward(draw: Draw, tokens: tuple[int], k: int, probs: torch.dtype | None = None) -> Values:
+    return {"x": probs is not None, **_make_rows(draw, tokens, k)}
 
 
-def _make_permute_backward(draw: Draw, **case: Any) -> Values:
-    values = _make_rows(draw, **case)
-    x = values["x"] if values["probs"] is not None else None
-    return {"drows": values["rows"], "places": values["places"], "x": x, "probs": values["probs"]}
-
-
-permute.inputs(cases=_CASES, bench=_BENCH)(_make)
-permute_backward.inputs(cases=_CASES, bench=_BENCH)(_make_permute_backward)
-unpermute.inputs(cases=_CASES, bench=_BENCH)(_make_unpermute)
-unpermute_backward.inputs(cases=_CASES, bench=_BENCH)(_make_unpermute_backward)
+permute.inputs(cases=_CASES, bench=_BENCH, words=_WORDS)(_make)
+permute_backward.inputs(cases=_CASES, bench=_BENCH, words=_WORDS)(_make_permute_backward)
+unpermute.inputs(cases=_CASES, bench=_BENCH, words=_WORDS)(_make_rows)
+unpermute_backward.inputs(cases=_CASES, bench=_BENCH, words=_WORDS)(_make_rows)

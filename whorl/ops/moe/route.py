@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, operator, widen
 from . import route_torch_npu
 
@@ -140,34 +140,22 @@ _CASES: list[Values] = [
 _BENCH: list[Values] = [{"tokens": (tokens,), "experts": 128, "k": 8} for tokens in (1, 64, 8192)]
 
 
-def _make(
-    draw: Draw,
-    tokens: Sizes,
-    experts: int,
-    k: int,
-    bias: bool = False,
-    weight_scale: float = 1.0,
-    num_equal: int = 1,
-    **options: Any,
+@route.inputs(cases=_CASES, bench=_BENCH)
+def _(
+    draw: Draw, tokens: tuple[int], experts: int, bias: bool = False, weight_scale: float = 1.0, num_equal: int = 1
 ) -> Values:
-    """Make the arguments; num_equal: experts that have the same logit."""
+    """num_equal: experts that have the same logit."""
     # Logits that are multiples of 1/64 are exact in every dtype, so that all dtypes choose the same experts.
-    width = experts + 4 * draw.sliced
+    width = experts + draw.gap
     levels = width * num_equal // 2 if num_equal > 1 else width  # so many that tokens do not all have the same weights
     steps = torch.stack([torch.randperm(levels)[:width] for _ in range(tokens[0] or 1)])[: tokens[0]]
     logits = (draw.scale * (steps // num_equal - experts / 2) / 16).to(draw.dtype).to(draw.device)[:, :experts]
     offsets = torch.arange(experts, device=draw.device).to(draw.dtype) / 64 if bias else None
-    return {"logits": logits, "k": k, "bias": offsets, "scale": weight_scale, **options}
+    return {"logits": logits, "bias": offsets, "scale": weight_scale}
 
 
-def _make_backward(draw: Draw, **case: Any) -> Values:
-    values = _make(draw, **case)
-    logits, k = values["logits"], values["k"]
-    options: Values = {name: values[name] for name in ("scoring", "renormalize", "scale") if name in values}
-    dweights = torch.randn(logits.shape[0], k, device=logits.device).to(draw.wide)
-    ids = torch.rand(logits.shape, device=logits.device).argsort(-1)[:, :k].int()
-    return {"dweights": dweights, "logits": logits, "ids": ids, **options}
-
-
-route.inputs(cases=_CASES, bench=_BENCH)(_make)
-route_backward.inputs(cases=_CASES, bench=_BENCH[1:])(_make_backward)
+@route_backward.inputs(cases=_CASES, bench=_BENCH[1:])
+def _(draw: Draw, **case: Any) -> Values:
+    values = route.draw(draw, **case)
+    ids = torch.rand(values["logits"].shape, device=draw.device).argsort(-1)[:, : values["k"]].int()
+    return {**values, "dweights": draw.wide, "ids": ids}

@@ -4,17 +4,15 @@ from typing import Annotated
 
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, operator
-from ..moe.experts import activate, draw_routing, expert_bytes, expert_flops, run_routed
+from ..moe.experts import FLOPS, WORDS, activate, draw_routing, expert_bytes, run_routed
 from . import int8_torch_npu
 from .int8_linear import int8_linear
 from .packed_linear import draw_weight
 
-NAMES = ("gate_up", "gate_up_scales", "down", "down_scales")
 
-
-@operator(bytes=expert_bytes, flops=expert_flops, forward_only=True)
+@operator(bytes=expert_bytes, flops=FLOPS, forward_only=True)
 def int8_experts(
     x: Annotated[Tensor, "[T, C>0] float"],
     gate_up: Annotated[Tensor, "[E, 2*F, C] int8"],
@@ -56,12 +54,9 @@ _QWEN = {"hidden": 2048, "width": 768, "experts": 128, "k": 8}
 _BENCH: list[Values] = [{"tokens": (tokens,), **_QWEN} for tokens in (1, 64, 8192)]
 
 
-def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: int) -> Values:
-    weights, ids = draw_routing(draw, tokens[0], experts, k)
+@int8_experts.inputs(cases=_CASES, bench=_BENCH, words=WORDS)
+def _(draw: Draw, tokens: tuple[int], hidden: int, width: int, experts: int, k: int) -> Values:
     gate_up, gate_up_scales, _ = draw_weight(draw, experts, 2 * width, hidden, kind="int8")
     down, down_scales, _ = draw_weight(draw, experts, hidden, width, kind="int8")
-    tensors = dict(zip(NAMES, (gate_up, gate_up_scales.squeeze(-1), down, down_scales.squeeze(-1)), strict=True))
-    return {"x": draw.scaled(tokens[0], hidden), **tensors, "weights": weights, "ids": ids}
-
-
-int8_experts.inputs(cases=_CASES, bench=_BENCH)(_make)
+    scales = {"gate_up_scales": gate_up_scales.squeeze(-1), "down_scales": down_scales.squeeze(-1)}
+    return {"gate_up": gate_up, "down": down, **scales, **draw_routing(draw, tokens, experts, k)}

@@ -5,16 +5,12 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, narrow, operator
 from ..quant import dynamic_quant
 from . import int8_torch_npu
 from .layout import CHUNK
 from .packed_linear import draw_weight
-
-
-def _flops(values: Values) -> int:
-    return 2 * values["x"].numel() * values["codes"].shape[0]
 
 
 def exact_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -28,7 +24,7 @@ def exact_product(x: Tensor, weight: Tensor) -> Tensor:
     return total
 
 
-@operator(flops=_flops, forward_only=True)
+@operator(flops="2*T*N*K", forward_only=True)
 def int8_linear(
     x: Annotated[Tensor, "[T, K>0] float"],
     codes: Annotated[Tensor, "[N, K] int8"],
@@ -66,10 +62,7 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(draw: Draw, tokens: Sizes, size: tuple[int, int], bias: bool = False) -> Values:
+@int8_linear.inputs(cases=_CASES, bench=_BENCH, words={"size": "N, K"})
+def _(draw: Draw, size: tuple[int, int]) -> Values:
     codes, scales, _ = draw_weight(draw, *size, kind="int8")
-    added = torch.randn(size[0], **draw.kind) if bias else None
-    return {"x": draw.scaled(*tokens, size[1]), "codes": codes, "scales": scales.squeeze(-1), "bias": added}
-
-
-int8_linear.inputs(cases=_CASES, bench=_BENCH)(_make)
+    return {"codes": codes, "scales": scales.squeeze(-1)}

@@ -4,12 +4,12 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, operator
-from ..moe.experts import activate, draw_routing, expert_bytes, run_routed
+from ..moe.experts import WORDS, activate, draw_routing, expert_bytes, run_routed
 from . import packed_torch_npu
 from .layout import find
-from .packed_linear import ZERO_DTYPES, check_weight, draw_weight, packed_linear, triton_reason, weight_options
+from .packed_linear import ZERO_DTYPES, check_weight, draw_weight, layout_name, packed_linear, triton_reason
 
 
 def _check(**values: Any) -> None:
@@ -109,15 +109,20 @@ _BENCH: list[Values] = [
 ]
 
 
-def _make(draw: Draw, tokens: Sizes, hidden: int, width: int, experts: int, k: int, **weight: Any) -> Values:
-    weights, ids = draw_routing(draw, tokens[0], experts, k)
-    names = ("gate_up", "gate_up_scales", "gate_up_zeros", "down", "down_scales", "down_zeros")
-    tensors = (
-        *draw_weight(draw, experts, 2 * width, hidden, **weight),
-        *draw_weight(draw, experts, hidden, width, **weight),
-    )
-    inputs = dict(zip(names, tensors, strict=True))
-    return {"x": draw.scaled(tokens[0], hidden), **inputs, "weights": weights, "ids": ids, **weight_options(weight)}
-
-
-packed_experts.inputs(cases=_CASES, bench=_BENCH)(_make)
+@packed_experts.inputs(cases=_CASES, bench=_BENCH, words=WORDS)
+def _(
+    draw: Draw,
+    tokens: tuple[int],
+    hidden: int,
+    width: int,
+    experts: int,
+    k: int,
+    kind: str,
+    layout: str = "",
+    **weight: Any,
+) -> Values:
+    values: Values = {"layout": layout_name(kind, layout), **draw_routing(draw, tokens, experts, k)}
+    for name, *shape in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
+        tensors = draw_weight(draw, experts, *shape, kind=kind, layout=layout, **weight)
+        values |= zip((name, f"{name}_scales", f"{name}_zeros"), tensors, strict=True)
+    return values

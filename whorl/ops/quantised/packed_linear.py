@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, narrow, operator, widen
 from ..linear import multiply
 from . import packed_torch_npu
@@ -187,17 +187,8 @@ def layout_name(kind: str, layout: str) -> str:
     return layout or ("int4_tiled" if kind == "int4" else "bytes")
 
 
-def weight_options(weight: Values) -> Values:
-    """Return rows, columns and layout of a case, or their defaults, as arguments of an operator."""
-    layout = layout_name(weight["kind"], weight.get("layout", ""))
-    return {"rows": weight.get("rows", 1), "columns": weight.get("columns", 0), "layout": layout}
-
-
-def _make(draw: Draw, tokens: Sizes, size: tuple[int, int], bias: bool = False, **weight: Any) -> Values:
-    codes, scales, zeros = draw_weight(draw, *size, **weight)
-    added = torch.randn(size[0], **draw.kind) if bias else None
-    inputs = {"x": draw.scaled(*tokens, size[1]), "codes": codes, "scales": scales, "zeros": zeros, "bias": added}
-    return inputs | weight_options(weight)
-
-
-packed_linear.inputs(cases=_CASES, bench=_BENCH)(_make)
+@packed_linear.inputs(cases=_CASES, bench=_BENCH, words={"size": "N, K"})
+def _(draw: Draw, size: tuple[int, int], kind: str, layout: str = "", **case: Any) -> Values:
+    options = {name: case[name] for name in ("rows", "columns", "zeros") if name in case}
+    codes, scales, zeros = draw_weight(draw, *size, kind=kind, layout=layout, **options)
+    return {"codes": codes, "scales": scales, "zeros": zeros, "layout": layout_name(kind, layout)}

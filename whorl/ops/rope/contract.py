@@ -7,12 +7,12 @@ row per token before (`merge_mrope`).
 """
 
 import functools
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values, narrow, operator, widen
 from . import torch_npu as npu
 from .tables import OutStyle, Style, Where, check_places, token_rows
@@ -217,7 +217,7 @@ def _table(draw: Draw, rows: int, rotary: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), -1).to(torch.float32).to(draw.wide)
 
 
-def _heads(draw: Draw, tokens: Sizes, heads: int, dim: int, order: str) -> Tensor:
+def _heads(draw: Draw, tokens: tuple[int, ...], heads: int, dim: int, order: str) -> Tensor:
     """Random heads in one of the dimension orders that models use."""
     if draw.sliced:  # a slice of a packed projection: the stride between tokens is larger than a token
         return (draw.scale * torch.randn(*tokens, heads + 3, dim, **draw.kind))[..., 1 : heads + 1, :]
@@ -228,7 +228,7 @@ def _heads(draw: Draw, tokens: Sizes, heads: int, dim: int, order: str) -> Tenso
 
 def make_case(
     draw: Draw,
-    tokens: Sizes,
+    tokens: tuple[int, ...],
     heads: int,
     kv_heads: int | None,
     dim: int,
@@ -236,9 +236,8 @@ def make_case(
     order: str = "thd",
     looked_up: bool = False,
     index: torch.dtype = torch.int64,
-    **options: Any,
 ) -> Values:
-    """Make the arguments of `rope`.
+    """Make the tensors of `rope`.
 
     looked_up: cos_sin has one row per token, and positions is None; index: the dtype of positions.
     """
@@ -248,8 +247,8 @@ def make_case(
     table = _table(draw, rows, rotary or dim)
     positions = torch.randint(0, rows, tokens, device=draw.device, dtype=index)
     if looked_up:
-        return {"q": q, "k": k, "cos_sin": table[positions], "positions": None, **options}
-    return {"q": q, "k": k, "cos_sin": table, "positions": positions, **options}
+        return {"q": q, "k": k, "cos_sin": table[positions], "positions": None}
+    return {"q": q, "k": k, "cos_sin": table, "positions": positions}
 
 
 rope.inputs(cases=[*_CASES, _EXCHANGED], bench=[*_BENCH, *(case | {"inverse": True} for case in _BENCH)])(make_case)
