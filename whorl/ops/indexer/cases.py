@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values
 from .bounds import causal_bounds
 from .lightning import lightning_indexer
@@ -25,55 +25,53 @@ _BENCH: list[Values] = [{"tokens": (4096,), "keys": keys, **_DEEPSEEK} for keys 
 
 
 def _make(
-    draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, topk: int, packed: Sizes = (), shuffled: bool = False
+    draw: Draw,
+    tokens: tuple[int],
+    keys: int,
+    heads: int,
+    dim: int,
+    packed: tuple[int, ...] = (),
+    shuffled: bool = False,
 ) -> Values:
     """Make arguments of small integers and powers of two: sums are exact in any order, so all dtypes select the same.
 
     packed: lengths of packed sequences; shuffled: keys have positions in random order.
     """
-    device, dtype, wider = draw.device, draw.dtype, 8 * draw.sliced
-    q = torch.randint(-2, 3, (*tokens, heads, dim + wider), device=device)[..., :dim].to(dtype)
-    k = torch.randint(-2, 3, (keys, dim + wider), device=device).to(dtype)[:, :dim]
+    device, dtype = draw.device, draw.dtype
+    q = torch.randint(-2, 3, (*tokens, heads, dim + draw.gap), device=device)[..., :dim].to(dtype)
+    k = torch.randint(-2, 3, (keys, dim + draw.gap), device=device).to(dtype)[:, :dim]
     weights = draw.scale * torch.randint(-3, 5, (*tokens, heads), device=device).to(dtype) / 8
-    values: Values = {"q": q, "k": k, "weights": weights, "topk": topk}
-    if packed:
-        ends = torch.tensor([0, *packed]).cumsum(0)
-        ends[-1] = max(keys, int(ends[-1]))
-        starts, stops = causal_bounds(tokens[0], keys, cu_seqlens=ends, positions=torch.arange(*tokens) + keys // 2)
-        values |= {"starts": starts.to(device), "ends": stops.to(device)}
+    values: Values = {"q": q, "k": k, "weights": weights}
+    if packed or shuffled:
+        lengths = None
+        if packed:
+            lengths = torch.tensor([0, *packed]).cumsum(0)
+            lengths[-1] = max(keys, int(lengths[-1]))
+        positions = torch.arange(*tokens) + keys // 2
+        starts, ends = causal_bounds(tokens[0], keys, cu_seqlens=lengths, positions=positions)
+        values |= {"starts": starts.to(device), "ends": ends.to(device)}
     if shuffled:
-        positions = torch.randperm(keys).int() + 3
-        starts, stops = causal_bounds(tokens[0], keys, positions=torch.arange(*tokens) + keys // 2)
-        values |= {"starts": starts.to(device), "ends": stops.to(device), "key_positions": positions.to(device)}
+        values["key_positions"] = (torch.randperm(keys).int() + 3).to(device)
     return values
 
 
-def _make_lightning(draw: Draw, with_scores: bool = True, **case: Any) -> Values:
-    return _make(draw, **case) | ({} if with_scores else {"with_scores": False})
-
-
-def _make_scores(draw: Draw, **case: Any) -> Values:
+def _make_scores(draw: Draw, topk: int = 0, **case: Any) -> Values:
     """Draw normally distributed numbers, so that rounding errors show."""
     values = _make(draw, **case)
-    del values["topk"]
     factors = {"q": draw.scale, "k": 1.0, "weights": draw.scale}
-    if values["q"].device.type == "meta":
+    if values["q"].is_meta:
         return values
     return values | {n: (values[n] + torch.randn_like(values[n])) * f for n, f in factors.items()}
 
 
 def _make_top_k(draw: Draw, normal: bool = False, **case: Any) -> Values:
     """Draw scores: normally distributed ones (`normal`) hardly ever tie, the others nearly always do."""
-    values = _make(draw, **case)
-    shape, wide = (values.pop("q").shape[0], values.pop("k").shape[0] + 8 * draw.sliced), draw.wide
-    values.pop("weights")
-    if normal:
-        scores = torch.randn(shape, device=draw.device, dtype=wide)
-    else:
-        scores = torch.randint(-9, 9, shape, device=draw.device).to(wide) / 4
-    return {"scores": scores[:, : case["keys"]], **values}
+    shape, kind = (*case["tokens"], case["keys"] + draw.gap), {"dtype": draw.wide, "device": draw.device}
+    scores = torch.randn(shape, **kind) if normal else torch.randint(-9, 9, shape, **kind) / 4
+    del case["topk"]
+    return {**_make(draw, **case), "scores": scores}
 
 
-lightning_indexer.inputs(cases=[*_CASES, _CASES[1] | {"with_scores": False}], bench=_BENCH)(_make_lightning)
+lightning_indexer.inputs(cases=[*_CASES, _CASES[1] | {"with_scores": False}], bench=_BENCH)(_make)
 index_scores.inputs(cases=_CASES, bench=_BENCH)(_make_scores)
 top_k.inputs(cases=_CASES, bench=[case | {"normal": kind} for kind in (True, False) for case in _BENCH])(_make_top_k)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values
 from .bounds import visible_keys
 from .kl import indexer_kl, indexer_kl_gradients, indexer_target
@@ -53,27 +53,23 @@ def _make_indices(tokens: int, keys: int, k: int, empty: bool, device: str) -> T
     return indices
 
 
-def _make_bounds(tokens: int, keys: int, empty: bool, shuffled: bool, device: str) -> Values:
-    """Draw bounds of increasing numbers of keys, 0 at first; None unless `empty` or `shuffled`."""
-    if not empty and not shuffled:
-        return {"starts": None, "ends": None, "key_positions": None}
-    ends = torch.arange(tokens, dtype=torch.int32, device=device) * max(1, keys // max(1, tokens))
-    positions = torch.randperm(keys, device=device).int() if shuffled else None
-    return {"starts": torch.zeros_like(ends), "ends": ends, "key_positions": positions}
-
-
 def _make_selection(
-    draw: Draw, tokens: Sizes, keys: int, k: int | None, empty: bool = False, shuffled: bool = False
+    draw: Draw, tokens: tuple[int], keys: int, k: int | None, empty: bool = False, shuffled: bool = False
 ) -> Values:
-    """Draw the keys of each query: `k` of them, or without `k` those within bounds."""
-    if k is None:
-        return {"indices": None, **_make_bounds(tokens[0], keys, empty, shuffled, draw.device)}
-    return {"indices": _make_indices(tokens[0], keys, k, empty, draw.device)}
+    """Draw the keys of each query: `k` of them, or without `k` those within bounds, which are of increasing numbers
+    of keys, 0 at first, where `empty` or `shuffled` asks for bounds."""
+    if k is not None:
+        return {"indices": _make_indices(*tokens, keys, k, empty, draw.device)}
+    if not empty and not shuffled:
+        return {}
+    ends = torch.arange(*tokens, dtype=torch.int32, device=draw.device) * max(1, keys // max(1, *tokens))
+    positions = torch.randperm(keys, device=draw.device).int() if shuffled else None
+    return {"starts": torch.zeros_like(ends), "ends": ends, "key_positions": positions}
 
 
 def make_target(
     draw: Draw,
-    tokens: Sizes,
+    tokens: tuple[int],
     keys: int,
     heads: int,
     dim: int,
@@ -81,10 +77,10 @@ def make_target(
     key_heads: int = 1,
     **selection: bool,
 ) -> Values:
-    q, key = draw.scaled(*tokens, heads, dim), draw.scaled(keys, 1, dim)
+    key = draw.scaled(keys, 1, dim)
     offsets = torch.arange(key_heads, device=draw.device).to(draw.dtype)[:, None] / 8
     return {
-        "q": q,
+        "q": draw.scaled(*tokens, heads, dim),
         "k": key if key_heads == 1 else key.expand(keys, key_heads, dim) + offsets,
         **_make_selection(draw, tokens, keys, k, **selection),
         "lse": 2 + torch.rand(*tokens, heads, device=draw.device).to(draw.wide),
@@ -92,19 +88,25 @@ def make_target(
     }
 
 
-def make_kl(draw: Draw, grad_scale: float = 1.0, deterministic: bool = False, **case: Any) -> Values:
-    values = make_target(draw, **case)
-    q, k, indices = values.pop("q"), values.pop("k")[:, 0], values["indices"]
-    del values["lse"], values["scale"]
-    if indices is None:
-        bounds = {name: values[name] for name in ("starts", "ends", "key_positions")}
-        is_hidden = ~visible_keys(q.shape[0], k.shape[0], **bounds, device=q.device)
+def make_kl(
+    draw: Draw, tokens: tuple[int], keys: int, heads: int, dim: int, k: int | None = None, **selection: bool
+) -> Values:
+    values = _make_selection(draw, tokens, keys, k, **selection)
+    if k is None:
+        bounds = {name: values.get(name) for name in ("starts", "ends", "key_positions")}
+        is_hidden = ~visible_keys(*tokens, keys, **bounds, device=torch.device(draw.device))
     else:
-        is_hidden = indices < 0
-    weights = torch.randn(q.shape[:2], device=draw.device).to(draw.dtype) * q.shape[1] ** -0.5
+        is_hidden = values["indices"] < 0
+    weights = torch.randn(*tokens, heads, device=draw.device).to(draw.dtype) * heads**-0.5
     target = torch.rand(is_hidden.shape, device=draw.device).to(draw.wide).square().masked_fill(is_hidden, 0)
-    options = {"grad_scale": grad_scale, "deterministic": deterministic}
-    return {"q": q, "k": k, "weights": weights, "target": target, **values, **options}
+    return {
+        "q": draw.scaled(*tokens, heads, dim),
+        "k": draw.scaled(keys, dim),
+        "weights": weights,
+        "target": target,
+        "indices": None,
+        **values,
+    }
 
 
 indexer_target.inputs(
@@ -137,8 +139,7 @@ def _make_gradients(
 
     The attention is sharper than the indexer, so that the loss has no large cancelling terms.
     """
-    values = make_kl(draw, **case)
-    del values["target"]
+    values = indexer_kl.draw(draw, **case)
     sizes: Values = {"heads": main_heads, "dim": main_dim, "key_heads": key_heads}
     main = make_target(replace(draw, scale=1.0), tokens=case["tokens"], keys=case["keys"], **sizes)
     values |= {"main_q": 4 * main["q"], "main_k": main["k"], "main_lse": main["lse"], "scale": main["scale"]}

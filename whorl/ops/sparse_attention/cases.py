@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._draw import Draw, Sizes
+from .._draw import Draw
 from .._op import Values
 from .contract import sparse_attention, sparse_attention_backward
 from .masked import masked_attention, masked_attention_backward, selection_mask
@@ -36,7 +36,7 @@ def select(
     count: int,
     keys: int,
     topk: int,
-    counts: Sizes = (),
+    counts: tuple[int, ...] = (),
     causal: bool = False,
     locality: float = 0.0,
     *,
@@ -66,41 +66,24 @@ def select(
     return indices
 
 
-def _attention(
-    draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, value_dim: int = 0, **selection: Any
+def _make(
+    draw: Draw, tokens: tuple[int], keys: int, dim: int, heads: int = 0, value_dim: int = 0, **selection: Any
 ) -> Values:
-    return {
-        "q": draw.normal(tokens[0], heads, dim),
-        "kv": draw.scaled(keys, 1, dim),
-        "indices": select(tokens[0], keys, **selection, device=draw.device),
-        "scale": MLA_SCALE if dim == 576 else dim**-0.5,
-        "value_dim": value_dim,
-    }
+    selection = {n: v for n, v in selection.items() if n not in ("deterministic", "dlse")}
+    scale = MLA_SCALE if dim == 576 else dim**-0.5
+    return {"q": draw.normal, "indices": select(*tokens, keys, **selection, device=draw.device), "scale": scale}
 
 
-def _make(draw: Draw, deterministic: bool = False, **case: Any) -> Values:
-    return _attention(draw, **case) | {"deterministic": deterministic}
+def _make_backward(draw: Draw, dlse: bool = False, **case: Any) -> Values:
+    args = sparse_attention.draw(draw, **case)
+    out, lse = sparse_attention(**args)
+    return {**args, "DV": out.shape[2], "out": out.detach(), "lse": lse.detach()}
 
 
-def _gradients(out: Tensor, lse: Tensor, with_dlse: bool) -> Values:
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse) if with_dlse else None
-    return {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-
-
-def _make_backward(draw: Draw, with_dlse: bool = False, **case: Any) -> Values:
-    args = _make(draw, **case)
-    q, value_dim = args["q"], args.pop("value_dim")
-    if q.is_meta:
-        out, lse = q.new_empty(*q.shape[:2], value_dim), q.new_empty(q.shape[:2], dtype=torch.float32)
-    else:
-        with torch.no_grad():
-            out, lse = sparse_attention(q, args["kv"], args["indices"], args["scale"], value_dim=value_dim)
-    return _gradients(out, lse, with_dlse) | args
-
-
-sparse_attention.inputs(cases=_CASES, bench=_BENCH)(_make)
+_WORDS = {"keys": "S", "heads": "HQ", "dim": "D"}
+sparse_attention.inputs(cases=_CASES, bench=_BENCH, words=_WORDS)(_make)
 sparse_attention_backward.inputs(
-    cases=[*_CASES, {**_CASES[1], "with_dlse": True}],
+    cases=[*_CASES, {**_CASES[1], "dlse": True}],
     bench=[*_BENCH, {**_BENCH[0], "deterministic": True}, {**_BENCH[1], "deterministic": True}],
 )(_make_backward)
 
@@ -126,49 +109,38 @@ _MASKED_BENCH: list[Values] = [
 ]
 
 
-def _masked(
-    draw: Draw, tokens: Sizes, keys: int, heads: int, dim: int, kv_heads: int = 0, value_dim: int = 0, **selection: Any
+def _make_masked(
+    draw: Draw,
+    tokens: tuple[int],
+    keys: int,
+    heads: int,
+    dim: int,
+    kv_heads: int = 0,
+    value_dim: int = 0,
+    dense: bool = False,
+    **selection: Any,
 ) -> Values:
-    kv_heads, value_dim = kv_heads or heads, value_dim or dim
-    indices = select(tokens[0], keys, **selection, device=draw.device)
-    bits = selection_mask(indices, keys) if not indices.is_meta else indices.new_empty(tokens[0], -(-keys // 32))
-    return {
-        "q": draw.normal(tokens[0], heads, dim),
-        "k": draw.scaled(keys, kv_heads, dim),
-        "v": draw.scaled(keys, kv_heads, value_dim),
-        "bits": bits,
-        "scale": dim**-0.5,
-    }
-
-
-def _make_masked(draw: Draw, dense: bool = False, **case: Any) -> Values:
     """Draw the arguments; `dense` passes no bit mask, which means causal attention."""
-    return _masked(draw, **case) | ({"bits": None} if dense else {})
+    indices = select(*tokens, keys, **selection, device=draw.device)
+    bits = indices.new_empty(*tokens, -(-keys // 32)) if indices.is_meta else selection_mask(indices, keys)
+    sizes = {"HK": kv_heads or heads, "G": heads // (kv_heads or heads), "DV": value_dim or dim}
+    return {**sizes, "q": draw.normal, "bits": None if dense else bits, "scale": dim**-0.5}
 
 
-def _make_masked_backward(draw: Draw, with_dlse: bool = False, **case: Any) -> Values:
-    args = _make_masked(draw, **case)
-    q, v = args["q"], args["v"]
-    if q.is_meta:
-        out, lse = v.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
-    else:
-        out, lse = masked_attention(**args)
-    return _gradients(out, lse, with_dlse) | args
+def _make_masked_backward(draw: Draw, dlse: bool = False, **case: Any) -> Values:
+    args = masked_attention.draw(draw, **case)
+    out, lse = masked_attention(**args)
+    return {**args, "out": out, "lse": lse}
 
 
-masked_attention.inputs(cases=_MASKED, bench=_MASKED_BENCH)(_make_masked)
-masked_attention_backward.inputs(cases=[*_MASKED, {**_MASKED[1], "with_dlse": True}], bench=_MASKED_BENCH)(
+_KEYS = {"keys": "S", "dim": "D"}
+masked_attention.inputs(cases=_MASKED, bench=_MASKED_BENCH, words=_KEYS)(_make_masked)
+masked_attention_backward.inputs(cases=[*_MASKED, {**_MASKED[1], "dlse": True}], bench=_MASKED_BENCH)(
     _make_masked_backward
 )
 
 
-def _make_selection(draw: Draw, tokens: Sizes, keys: int, topk: int, counts: Sizes = ()) -> Values:
-    """Draw the arguments; the operator has no floating point tensors, so `scale` changes nothing."""
-    indices = select(tokens[0], keys, topk, counts, device=draw.device)
-    return {"indices": torch.stack((indices, indices), -1)[..., 0] if draw.sliced else indices, "num_keys": keys}
-
-
-selection_mask.inputs(
+@selection_mask.inputs(
     cases=[
         {"tokens": (1,), "keys": 1, "topk": 1, "scale": 0.01},
         {"tokens": (3,), "keys": 33, "topk": 5},
@@ -177,4 +149,9 @@ selection_mask.inputs(
         {"tokens": (4,), "keys": 64, "topk": 70, "sliced": True},
     ],
     bench=[{"tokens": (4096,), "keys": 4096, "topk": 2048}],
-)(_make_selection)
+    words={"keys": "num_keys"},
+)
+def _(draw: Draw, tokens: tuple[int], keys: int, topk: int, counts: tuple[int, ...] = ()) -> Values:
+    """Draw a selection; the operator has no floating point tensors, so `scale` changes nothing."""
+    indices = select(*tokens, keys, topk, counts, device=draw.device)
+    return {"indices": torch.stack((indices, indices), -1)[..., 0] if draw.sliced else indices}
