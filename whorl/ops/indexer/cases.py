@@ -69,7 +69,7 @@ def _make_top_k(draw: Draw, normal: bool = False, **case: Any) -> Values:
     shape, kind = (*case["tokens"], case["keys"] + draw.gap), {"dtype": draw.wide, "device": draw.device}
     scores = torch.randn(shape, **kind) if normal else torch.randint(-9, 9, shape, **kind) / 4
     del case["topk"]
-    return {**_make(draw, **case), "scores": scores}
+    return {**_make(draw, **case), "scores": scores[:, : case["keys"]]}
 
 
 lightning_indexer.inputs(cases=[*_CASES, _CASES[1] | {"with_scores": False}], bench=_BENCH)(_make)

@@ -89,9 +89,16 @@ def make_target(
 
 
 def make_kl(
-    draw: Draw, tokens: tuple[int], keys: int, heads: int, dim: int, k: int | None = None, **selection: bool
+    draw: Draw,
+    tokens: tuple[int],
+    keys: int,
+    heads: int,
+    dim: int,
+    k: int | None = None,
+    empty: bool = False,
+    shuffled: bool = False,
 ) -> Values:
-    values = _make_selection(draw, tokens, keys, k, **selection)
+    values = _make_selection(draw, tokens, keys, k, empty, shuffled)
     if k is None:
         bounds = {name: values.get(name) for name in ("starts", "ends", "key_positions")}
         is_hidden = ~visible_keys(*tokens, keys, **bounds, device=torch.device(draw.device))
@@ -99,14 +106,8 @@ def make_kl(
         is_hidden = values["indices"] < 0
     weights = torch.randn(*tokens, heads, device=draw.device).to(draw.dtype) * heads**-0.5
     target = torch.rand(is_hidden.shape, device=draw.device).to(draw.wide).square().masked_fill(is_hidden, 0)
-    return {
-        "q": draw.scaled(*tokens, heads, dim),
-        "k": draw.scaled(keys, dim),
-        "weights": weights,
-        "target": target,
-        "indices": None,
-        **values,
-    }
+    q, key = draw.scaled(*tokens, heads, dim), draw.scaled(keys, dim)
+    return {"q": q, "k": key, "weights": weights, "target": target, **values}
 
 
 indexer_target.inputs(

@@ -67,17 +67,23 @@ def select(
 
 
 def _make(
-    draw: Draw, tokens: tuple[int], keys: int, dim: int, heads: int = 0, value_dim: int = 0, **selection: Any
+    draw: Draw,
+    tokens: tuple[int],
+    keys: int,
+    dim: int,
+    topk: int,
+    counts: tuple[int, ...] = (),
+    causal: bool = False,
+    locality: float = 0.0,
 ) -> Values:
-    selection = {n: v for n, v in selection.items() if n not in ("deterministic", "dlse")}
-    scale = MLA_SCALE if dim == 576 else dim**-0.5
-    return {"q": draw.normal, "indices": select(*tokens, keys, **selection, device=draw.device), "scale": scale}
+    indices = select(*tokens, keys, topk, counts, causal, locality, device=draw.device)
+    return {"q": draw.normal, "indices": indices, "scale": MLA_SCALE if dim == 576 else dim**-0.5}
 
 
 def _make_backward(draw: Draw, dlse: bool = False, **case: Any) -> Values:
     args = sparse_attention.draw(draw, **case)
     out, lse = sparse_attention(**args)
-    return {**args, "DV": out.shape[2], "out": out.detach(), "lse": lse.detach()}
+    return {**args, "out": out, "lse": lse}
 
 
 _WORDS = {"keys": "S", "heads": "HQ", "dim": "D"}
