@@ -184,7 +184,7 @@ def test_negative_filters_are_refused(name: str) -> None:
 @pytest.mark.parametrize("wrong", [8, -2])
 def test_penalised_tokens_outside_the_vocabulary_are_refused(wrong: int) -> None:
     tokens = torch.tensor([[1, wrong], [2, -1]])
-    with pytest.raises(ValueError, match=r"penalize: tokens are -?\d to \d, expected -1 to 7"):
+    with pytest.raises(ValueError, match=r"penalize: tokens has values from -?\d to \d, expected -1 to 7"):
         ops.penalize(torch.zeros(2, 8), tokens, torch.zeros_like(tokens))
     with pytest.raises(ValueError, match=r"penalize: repetition is \[3\] torch.float32, expected \[2\]"):
         ops.penalize(torch.zeros(2, 8), tokens, torch.zeros_like(tokens), repetition=torch.ones(3))

@@ -150,11 +150,11 @@ WRITTEN: dict[str, tuple[Change, str]] = {
     ),
     "codes without scales": (
         put(k_cache=torch.Tensor.char, v_cache=torch.Tensor.char),
-        r"k_cache is torch\.int8 and no scales are given, expected torch\.float32 without",
+        r"k_cache is torch\.int8 and k_scale is None, expected the scales of its codes",
     ),
     "scales of a wide cache": (
         lambda values: dict.fromkeys(("k_scale", "v_scale"), torch.zeros(values["k_cache"].shape[0], 1, 4)),
-        r"k_cache is torch\.float32 and k_scale is given, expected .* int8 or float8_e4m3fn",
+        r"k_scale is given and k_cache is torch\.float32, expected int8 or float8_e4m3fn",
     ),
     "scales of other tokens": (
         lambda values: dict.fromkeys(("k_scale", "v_scale"), torch.zeros(values["k_cache"].shape[0], 1, 3)),

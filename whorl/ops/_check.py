@@ -1,31 +1,11 @@
-"""Argument checks that operators share.
-
-Shapes and dtypes are always checked. Values are checked only where reading them does not wait for a device
-(`is_readable`).
-"""
+"""Checks of a paged cache that signatures cannot state. Values are checked only where they are `is_readable`."""
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ._formats import FORMATS
 from ._tracing import is_readable
-
-
-def check_like(name: str, argument: str, x: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Raise ValueError unless x (a gradient or a saved tensor) is None or has this shape and dtype."""
-    if x is not None and (tuple(x.shape) != tuple(shape) or x.dtype != dtype):
-        raise ValueError(f"{name}: {argument} is {list(x.shape)} {x.dtype}, expected {list(shape)} {dtype}")
-
-
-def check_range(name: str, argument: str, ids: Tensor, end: int, *, start: int = 0) -> None:
-    """Raise ValueError if an id lies outside [start, end); ids that are not `is_readable` are not checked."""
-    if ids.numel() and is_readable(ids) and not start <= int(ids.min()) <= int(ids.max()) < end:
-        raise ValueError(f"{name}: {argument} are {int(ids.min())} to {int(ids.max())}, expected {start} to {end - 1}")
-
-
-# ---- a paged cache
 
 
 def check_scales(name: str, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:

@@ -8,13 +8,23 @@ from torch import Tensor
 Strides = tuple[int, ...]  # of a tensor's dims, in elements
 
 
+def unit_stride(x: Tensor) -> Tensor:
+    """Return x with unit stride along the last dim, copied only where needed."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """Return x as [T, C] with unit stride along C: a view where the strides allow one, else a copy."""
+    x = unit_stride(x)
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 def as_rows(x: Tensor) -> Tensor:
     """Return x [..., C] as three dims with unit stride along C; every [i, j] of the result is one row of x.
 
     It is a view where the strides allow one, as for the q heads of a packed qkv, and a copy otherwise.
     """
-    if x.stride(-1) != 1:
-        x = x.contiguous()
+    x = unit_stride(x)
     if x.dim() <= 2:
         return x.reshape(1, -1, x.shape[-1])
     if x.dim() == 3:
@@ -27,8 +37,7 @@ def row_view(x: Tensor, like: Tensor | None = None) -> Tensor:
 
     like: a tensor that this function returned for another tensor of x's shape; the result has its shape.
     """
-    if x.stride(-1) != 1:
-        x = x.contiguous()
+    x = unit_stride(x)
     if like is not None:
         return x if x.shape == like.shape else x.reshape(like.shape)
     return x if 2 <= x.dim() <= 3 else as_rows(x)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ._gelu import CUBE, SLOPE
 from ._launch_triton import launched, prepare
 from ._overlap_triton import begin, follow, overlap_level, overlap_options
-from ._rows import ceil_div, empty_like
+from ._rows import ceil_div, empty_like, flat_rows
 
 BLOCK = 1024
 
@@ -120,9 +120,3 @@ def _launch(
     grid = (rows * ceil_div(width, BLOCK),)
     constants = {"GELU": activation == "gelu_tanh", "INTERLEAVED": interleaved, "CUBE": CUBE, "SLOPE": SLOPE}
     return prepare(kernel, grid, *strides, width, **constants, BLOCK=BLOCK, num_warps=4, **options)
-
-
-def flat_rows(x: Tensor) -> Tensor:
-    """Return x as [T, C] with unit stride along C: a view where the strides allow one, else a copy."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

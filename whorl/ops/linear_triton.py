@@ -26,7 +26,7 @@ from . import linear_fp32_triton, linear_library
 from ._hopper import on_hopper
 from ._launch_triton import launched, prepare
 from ._overlap_triton import begin, follow, overlap_level, overlap_options
-from ._rows import ceil_div
+from ._rows import ceil_div, unit_stride
 
 FEW = 16  # rows of x that _few_kernel takes
 MODERATE = 64  # rows of one tile; up to here torch's product is no faster
@@ -199,8 +199,3 @@ def tile_plan(count: int, columns: int) -> dict[str, int]:
     if count <= MANY:
         return {"ROWS": 128, "COLUMNS": 64, "BLOCK_K": 64, "GROUP": 8, "num_warps": 4, "num_stages": 5}
     return {"ROWS": 256, "COLUMNS": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """Return x with unit stride along the last dim, copied only where needed."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -9,9 +9,9 @@ from torch import Tensor
 from whorl.device import HOST
 
 from . import sample_torch_npu
-from ._check import check_like, check_range
 from ._draw import Draw
 from ._op import Values, operator
+from ._spec import spec_of
 
 _MASK = 0xFFFFFFFF  # the lowest 32 bits
 
@@ -165,30 +165,18 @@ def _(logits, temperature, top_k, top_p, min_p, seeds, steps, top_n_sigma):  # t
     return sample_torch_npu.forward(_near(_wide(logits), top_n_sigma), temperature, top_k, top_p, min_p, noise)
 
 
-def _check_penalties(
-    logits: Tensor, tokens: Tensor, counts: Tensor, bias: Tensor | None, **rates: Tensor | None
-) -> None:
-    if logits.dim() != 2 or not logits.is_floating_point():
-        raise ValueError(f"penalize: logits is {list(logits.shape)} {logits.dtype}, expected [B, V] floating point")
-    if tokens.dim() != 2 or tokens.shape[0] != logits.shape[0] or tokens.dtype != torch.int64:
-        raise ValueError(f"penalize: tokens is {list(tokens.shape)} {tokens.dtype}, expected [{len(logits)}, M] int64")
-    if counts.shape != tokens.shape:
-        raise ValueError(f"penalize: counts is {list(counts.shape)}, expected {list(tokens.shape)}")
-    check_like("penalize", "bias", bias, tokens.shape, logits.dtype)
-    for argument, rate in rates.items():
-        check_like("penalize", argument, rate, logits.shape[:1], logits.dtype)
-    check_range("penalize", "tokens", tokens, logits.shape[1], start=-1)
+_RATE = Annotated[Tensor | None, "[B] logits"]
 
 
 def penalize(
-    logits: Tensor,
-    tokens: Tensor,
-    counts: Tensor,
+    logits: Annotated[Tensor, "[B, V] float"],
+    tokens: Annotated[Tensor, "[B, M] int64, from -1 to V - 1"],
+    counts: Annotated[Tensor, "[B, M] any"],
     *,
-    repetition: Tensor | None = None,
-    presence: Tensor | None = None,
-    frequency: Tensor | None = None,
-    bias: Tensor | None = None,
+    repetition: _RATE = None,
+    presence: _RATE = None,
+    frequency: _RATE = None,
+    bias: Annotated[Tensor | None, "[B, M] logits"] = None,
     vocab_size: int | None = None,
 ) -> Tensor:
     """Apply the penalties and biases of each sequence to its logits; returns new logits [B, V].
@@ -201,7 +189,7 @@ def penalize(
     model's embedding may be longer than its tokenizer's vocabulary. A token outside [-1, V) raises ValueError on the
     CPU and is not checked elsewhere. This is a plain function of torch, not an operator with backends.
     """
-    _check_penalties(logits, tokens, counts, bias, repetition=repetition, presence=presence, frequency=frequency)
+    _PENALIZE.check(locals())
     out = logits.clone()
     if tokens.shape[1]:
         # Padding becomes a copy of the first entry of its sequence, so that scatter_ writes one value to one place
@@ -217,6 +205,9 @@ def penalize(
     if vocab_size is not None:
         out[:, vocab_size:] = -torch.inf
     return out
+
+
+_PENALIZE = spec_of(penalize)
 
 
 def _penalized(

@@ -9,8 +9,7 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from ._launch_triton import launched
-from ._rows import ceil_div, power_of_2
-from .linear_triton import unit_stride
+from ._rows import ceil_div, power_of_2, unit_stride
 
 CHUNK = 4096
 

@@ -6,20 +6,11 @@ bits equal to those of `paged.py`; `bidirectional.py` is the attention of a visi
 arithmetic that the Triton kernels share.
 """
 
-from .bidirectional import packed_attention
-from .causal import causal_attention, causal_attention_backward
-from .paged import paged_attention
-from .qk_norm_rope import qk_norm_rope, qk_norm_rope_backward
-from .qk_norm_rope_write import qk_norm_rope_write
-from .write_kv import write_kv
-
-__all__ = [
-    "causal_attention",
-    "causal_attention_backward",
-    "packed_attention",
-    "paged_attention",
-    "qk_norm_rope",
-    "qk_norm_rope_backward",
-    "qk_norm_rope_write",
-    "write_kv",
-]
+from .bidirectional import packed_attention as packed_attention
+from .causal import causal_attention as causal_attention
+from .causal import causal_attention_backward as causal_attention_backward
+from .paged import paged_attention as paged_attention
+from .qk_norm_rope import qk_norm_rope as qk_norm_rope
+from .qk_norm_rope import qk_norm_rope_backward as qk_norm_rope_backward
+from .qk_norm_rope_write import qk_norm_rope_write as qk_norm_rope_write
+from .write_kv import write_kv as write_kv

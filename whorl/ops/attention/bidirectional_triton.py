@@ -15,8 +15,8 @@ from whorl.device import is_interpreting
 
 from .._hopper import gluon_reason
 from .._launch_triton import launched
-from .._rows import ceil_div, power_of_2
-from ..linear_triton import dot, unit_stride
+from .._rows import ceil_div, power_of_2, unit_stride
+from ..linear_triton import dot
 from .cuts_triton import LOG2_E, cut_of, load_keys
 
 _HOPPER_QUERIES = 128

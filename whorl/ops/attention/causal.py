@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._draw import Draw
 from .._op import Values, narrow, operator, widen
+from ..sparse_attention.contract import Gradients, attention_gradients
 from ..sparse_attention.masked import masked_attention_backward
 from . import causal_torch_npu
 from .packed import Starts, backward_by_sequence, check_starts, head_reason, read, sequences, special_inputs
@@ -102,19 +103,9 @@ def causal_attention_backward(
 
 
 @causal_attention.gradient(save=("q", "k", "v", "starts"), save_outputs=(0, 1))
-def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
-    dout, dlse = grads
-    dq, dk, dv = causal_attention_backward(
-        torch.zeros_like(outputs[0]) if dout is None else dout,
-        *(args[n] for n in ("q", "k", "v", "starts")),
-        outputs[0],
-        outputs[1],
-        dlse,
-        scale=args["scale"],
-        window=args["window"],
-        # torch_npu returns lse but takes no gradient of it: where it was forced, the reference computes the backward.
-        backend="torch" if dlse is not None and args["backend"] == "torch_npu" else args["backend"],
-    )
+def _(grads: Gradients, args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
+    tensors = ("q", "k", "v", "starts")
+    dq, dk, dv = attention_gradients(causal_attention_backward, tensors, grads, args, outputs, window=args["window"])
     return {"q": dq, "k": dk, "v": dv}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linear_triton import unit_stride
+from .._rows import unit_stride
 from ..sparse_attention import masked_triton
 from .cuts_triton import LOG2_E
 from .packed import Gradients, backward_by_sequence, read

@@ -9,8 +9,7 @@ from .._codes_triton import magnitude_bits, row_scale, to_codes
 from .._formats import code_constants
 from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
-from .._rows import power_of_2
-from ..linear_triton import unit_stride
+from .._rows import power_of_2, unit_stride
 from .cuts_triton import LOG2_E
 from .decode_triton import decode
 from .prompt_triton import prompt

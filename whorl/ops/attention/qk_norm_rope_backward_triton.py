@@ -10,7 +10,7 @@ from torch import Tensor
 
 from whorl.device import multiprocessors
 
-from .._rows import ceil_div
+from .._rows import ceil_div, flat_rows, unit_stride
 from ..rope.triton import flat_table, load_angles, load_pair, store_pair, token_strides
 from .qk_norm_rope_triton import (
     copy_heads,
@@ -19,9 +19,7 @@ from .qk_norm_rope_triton import (
     launch_constants,
     load_tail,
     load_weight,
-    readable,
     store_tail,
-    token_rows,
 )
 
 STAGES = 1  # blocks of tokens in flight
@@ -191,8 +189,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     hq, hk = num_heads, num_kv_heads
     q_weight, k_weight = options["q_weight"], options["k_weight"]
-    rows, dim = token_rows(qkv), qkv.shape[-1] // (hq + 2 * hk)
-    dq, dk, dv = readable(dq), readable(dk), None if dv is None else readable(dv)
+    rows, dim = flat_rows(qkv), qkv.shape[-1] // (hq + 2 * hk)
+    dq, dk, dv = unit_stride(dq), unit_stride(dk), None if dv is None else unit_stride(dv)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if dv is None:
         dqkv[..., (hq + hk) * dim :] = 0

@@ -17,7 +17,7 @@ from .._codes_triton import magnitude_bits, row_scale, to_codes
 from .._formats import code_constants
 from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap
-from .._rows import ceil_div, power_of_2
+from .._rows import ceil_div, flat_rows, power_of_2
 from .._sums_triton import row_sum
 from ..rope.triton import angle_constants, flat_table, load_angles, load_pair, rotated, store_pair
 from .cuts_triton import Scales
@@ -290,7 +290,7 @@ def forward(
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     hq, hk = num_heads, num_kv_heads
-    rows, dim = token_rows(qkv), qkv.shape[-1] // (hq + 2 * hk)
+    rows, dim = flat_rows(qkv), qkv.shape[-1] // (hq + 2 * hk)
     q, k = (qkv.new_empty(*qkv.shape[:-1], h, dim) for h in (hq, hk))
     v = torch.empty_like(k) if with_v else None
     if not rows.shape[0]:
@@ -315,7 +315,7 @@ def write(
         weights, cos_sin = (options.pop("q_weight"), options.pop("k_weight")), options.pop("cos_sin")
         heads = options.pop("num_heads"), options.pop("num_kv_heads")
         outputs, scales = (q, k_cache, v_cache), (k_scale, v_scale)
-        _launch(token_rows(qkv), weights, outputs, cos_sin, None, slots.contiguous(), scales, heads[1], **options)
+        _launch(flat_rows(qkv), weights, outputs, cos_sin, None, slots.contiguous(), scales, heads[1], **options)
 
 
 def _launch(
@@ -368,16 +368,6 @@ def head_groups(heads: tuple[int, int], block_h: int) -> tuple[int, int, int]:
     """Return how many programs take the heads of q, of k and of v of one block of tokens. heads: of q and of k."""
     q_groups, k_groups = (ceil_div(h, block_h) for h in heads)
     return q_groups, k_groups, k_groups
-
-
-def readable(x: Tensor) -> Tensor:
-    """Return x with unit stride along the channels, copied only where needed."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def token_rows(x: Tensor) -> Tensor:
-    """Return x as [T, C] with unit stride along C: a view where the strides allow one, else a copy."""
-    return readable(x).reshape(-1, x.shape[-1])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
+from .._check import check_scales
 from .._draw import Draw
 from .._formats import FORMATS
 from .._op import Values, operator
@@ -15,25 +16,9 @@ from .write_kv import draw_caches, write_kv
 _SCALE = Annotated[Tensor | None, "[blocks, num_kv_heads, size] fp32, contiguous"]
 
 
-def _check(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    **_: object,
-) -> None:
-    name = "qk_norm_rope_write"
-    check_rotation(name, q, cos_sin, None)
-    if (k_scale is None) != (v_scale is None):
-        raise ValueError(f"{name}: one of k_scale and v_scale is given, expected both or neither")
-    if (k_scale is None) != (k_cache.dtype == qkv.dtype):
-        scales = "no scales are" if k_scale is None else "k_scale is"
-        raise ValueError(
-            f"{name}: k_cache is {k_cache.dtype} and {scales} given, expected {qkv.dtype} without scales, int8 or "
-            "float8_e4m3fn with them"
-        )
+def _check(cos_sin: Tensor, q: Tensor, k_cache: Tensor, **scales: Any) -> None:
+    check_rotation("qk_norm_rope_write", q, cos_sin, None)
+    check_scales("qk_norm_rope_write", k_cache, scales["k_scale"], scales["v_scale"])
 
 
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:

@@ -6,26 +6,15 @@ visible keys, and `loss.py` adds autograd. `hadamard.py` is a transform before q
 a query sees.
 """
 
-from . import cases, kl_cases
-from .bounds import causal_bounds
-from .hadamard import hadamard
-from .kl import indexer_kl, indexer_kl_gradients, indexer_target
-from .lightning import lightning_indexer
-from .loss import indexer_kl_loss
-from .scores import index_scores, indexer_rope
-from .top_k import top_k
-
-__all__ = [
-    "cases",
-    "causal_bounds",
-    "hadamard",
-    "index_scores",
-    "indexer_kl",
-    "indexer_kl_gradients",
-    "indexer_kl_loss",
-    "indexer_rope",
-    "indexer_target",
-    "kl_cases",
-    "lightning_indexer",
-    "top_k",
-]
+from . import cases as cases
+from . import kl_cases as kl_cases
+from .bounds import causal_bounds as causal_bounds
+from .hadamard import hadamard as hadamard
+from .kl import indexer_kl as indexer_kl
+from .kl import indexer_kl_gradients as indexer_kl_gradients
+from .kl import indexer_target as indexer_target
+from .lightning import lightning_indexer as lightning_indexer
+from .loss import indexer_kl_loss as indexer_kl_loss
+from .scores import index_scores as index_scores
+from .scores import indexer_rope as indexer_rope
+from .top_k import top_k as top_k

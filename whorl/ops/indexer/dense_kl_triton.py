@@ -8,8 +8,8 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from .._rows import ceil_div
-from ..linear_triton import dot, unit_stride
+from .._rows import ceil_div, unit_stride
+from ..linear_triton import dot
 from .bounds import full_bounds
 from .key_gradient_triton import add_dk, gradient_plan, load_query, split_dim, store_query_gradients
 from .scores_triton import key_block, row_strides, scores_into

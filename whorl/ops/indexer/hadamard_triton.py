@@ -8,7 +8,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from .._rows import ceil_div
+from .._rows import ceil_div, unit_stride
 from ..linear_triton import dot
 
 
@@ -41,8 +41,7 @@ def forward(x: Tensor, scale: float | None) -> Tensor:
     if not y.numel():
         return y
     dim = x.shape[-1]
-    rows = x.reshape(-1, dim)  # copies only when the rows are not evenly spaced
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    rows = unit_stride(x.reshape(-1, dim))  # copies only when the rows are not evenly spaced
     plan = {"BLOCK": 16} if is_interpreting() else {"BLOCK": 128, "num_warps": 8 if dim > 128 else 4}
     _hadamard_kernel[(ceil_div(rows.shape[0], plan["BLOCK"]),)](
         rows,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from .._rows import ceil_div, power_of_2
-from ..linear_triton import dot, unit_stride
+from .._rows import ceil_div, power_of_2, unit_stride
+from ..linear_triton import dot
 from . import top_k_triton
 from .bounds import chunks, full_bounds
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
-from .._rows import ceil_div, power_of_2
+from .._rows import ceil_div, power_of_2, unit_stride
 from .bounds import full_bounds
 
 # Longest piece of one program. Its counts fit 16 bits, and it is four times the largest topk, because a piece leaves
@@ -317,7 +317,7 @@ def _plan(block: int, is_exact: bool) -> dict[str, int]:
 def forward(
     scores: Tensor, topk: int, starts: Tensor | None, ends: Tensor | None, key_positions: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    scores = scores if scores.stride(-1) == 1 else scores.contiguous()
+    scores = unit_stride(scores)
     starts, ends = full_bounds(scores.shape[0], scores.shape[1], starts, ends, scores.device)
     indices = scores.new_empty(scores.shape[0], topk, dtype=torch.int32)
     values = scores.new_empty(scores.shape[0], topk)

@@ -9,10 +9,8 @@ by the weight that would expand latents to keys, so that they are compared with 
 part of the key that is rotated, follow the latent, or lie in a cache of their own, `rotary_cache`, as Ascend needs.
 """
 
-from .attention import latent_attention
-from .heads import head_linear
-from .index_write import index_write
-from .indexer import paged_indexer
-from .write import latent_write
-
-__all__ = ["head_linear", "index_write", "latent_attention", "latent_write", "paged_indexer"]
+from .attention import latent_attention as latent_attention
+from .heads import head_linear as head_linear
+from .index_write import index_write as index_write
+from .indexer import paged_indexer as paged_indexer
+from .write import latent_write as latent_write

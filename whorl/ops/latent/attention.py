@@ -11,7 +11,7 @@ from .._draw import Draw
 from .._op import Values, narrow, operator, widen
 from .._tracing import is_readable
 from ..linear import TILE, multiply
-from ..sparse_attention.contract import check_indices
+from ..sparse_attention.contract import check_order
 from . import attention_torch_npu
 from .codes import alignment_reason, latent_bytes, pack_latents, unpack_latents
 from .pages import (
@@ -35,7 +35,7 @@ def _check(
     check_sequences(name, q, cache, **tables)
     if indices is None:
         return
-    check_indices(name, indices, tables["block_tables"].shape[1] * cache.shape[1])
+    check_order(name, indices)
     if is_readable(indices) and indices.numel():
         _check_written(name, indices, tables["query_starts"].tolist(), tables["context_lens"].tolist())
 
@@ -125,7 +125,7 @@ def latent_attention(
     block_tables: Annotated[Tensor, "[B, MB] int32"],
     query_starts: Annotated[Tensor, "[B + 1] int32"],
     context_lens: Annotated[Tensor, "[B] int32"],
-    indices: Annotated[Tensor | None, "[T, K] int32"] = None,
+    indices: Annotated[Tensor | None, "[T, K] int32, from -1 to MB*block_size - 1"] = None,
     rotary_cache: Annotated[Tensor | None, "[blocks, block_size, D - value_dim] q"] = None,
     *,
     scale: Annotated[float, "> 0"],

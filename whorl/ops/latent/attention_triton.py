@@ -18,11 +18,11 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from .._overlap_triton import begin, follow, overlap
-from .._rows import ceil_div, power_of_2
+from .._rows import ceil_div, power_of_2, unit_stride
 from ..attention.cuts_triton import LOG2_E, add_rescaled, cut_of, exp_scores, opaque, rescale_factors, total_of
 from ..attention.decode_triton import block_of_sequences, divided, sequence_of
 from ..attention.fold_triton import fold_stored
-from ..linear_triton import dot, unit_stride
+from ..linear_triton import dot
 from .codes import GROUP
 from .codes_triton import GROUP_SIZE, byte_views
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from .._overlap_triton import follow, overlap
-from .._rows import ceil_div
-from ..linear_triton import FEW, dot, unit_stride
+from .._rows import ceil_div, unit_stride
+from ..linear_triton import FEW, dot
 
 
 @triton.jit

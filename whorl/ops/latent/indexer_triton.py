@@ -13,10 +13,9 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from .._overlap_triton import begin, follow, overlap
-from .._rows import ceil_div
+from .._rows import ceil_div, unit_stride
 from ..indexer import top_k_triton
 from ..indexer.bounds import chunks
-from ..linear_triton import unit_stride
 from .codes_triton import byte_views, codes_for, hadamard_rows, scale_for
 from .scores_triton import write_scores
 

@@ -10,9 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .._overlap_triton import begin, follow, overlap
-from .._rows import ceil_div, power_of_2
+from .._rows import ceil_div, power_of_2, unit_stride
 from .._sums_triton import row_sum
-from ..linear_triton import unit_stride
 from .codes import GROUP
 from .codes_triton import GROUP_SIZE, byte_views, codes_for, hadamard_rows, scale_for
 

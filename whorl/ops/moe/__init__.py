@@ -5,19 +5,12 @@
 for inference; its gradient uses the operators of training.
 """
 
-from .experts import experts
-from .grouped_matmul import grouped_matmul, grouped_matmul_backward
-from .permute import permute, permute_backward, unpermute, unpermute_backward
-from .route import route, route_backward
-
-__all__ = [
-    "experts",
-    "grouped_matmul",
-    "grouped_matmul_backward",
-    "permute",
-    "permute_backward",
-    "route",
-    "route_backward",
-    "unpermute",
-    "unpermute_backward",
-]
+from .experts import experts as experts
+from .grouped_matmul import grouped_matmul as grouped_matmul
+from .grouped_matmul import grouped_matmul_backward as grouped_matmul_backward
+from .permute import permute as permute
+from .permute import permute_backward as permute_backward
+from .permute import unpermute as unpermute
+from .permute import unpermute_backward as unpermute_backward
+from .route import route as route
+from .route import route_backward as route_backward

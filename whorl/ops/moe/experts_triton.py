@@ -22,8 +22,8 @@ from whorl.device import is_interpreting
 from .._hopper import on_hopper
 from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap
-from .._rows import ceil_div, power_of_2
-from ..linear_triton import dot, unit_stride
+from .._rows import ceil_div, power_of_2, unit_stride
+from ..linear_triton import dot
 from .experts_many_tokens_triton import MANY_ROWS, activate, run_down, run_gate_up, sort_pairs, tile_plan
 
 FEW_TOKENS = 4  # up to here each token reads the weights of its experts for itself

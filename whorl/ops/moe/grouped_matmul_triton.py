@@ -11,8 +11,8 @@ from torch import Tensor
 from whorl.device import is_interpreting
 
 from .._launch_triton import launched
-from .._rows import ceil_div, power_of_2
-from ..linear_triton import dot, unit_stride
+from .._rows import ceil_div, power_of_2, unit_stride
+from ..linear_triton import dot
 
 GROUP = 8  # columns of tiles that are computed together, so that the data they share is still in the L2 cache
 

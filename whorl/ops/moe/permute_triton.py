@@ -7,8 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch_triton import launched
-from .._rows import ceil_div, power_of_2
-from ..linear_triton import unit_stride
+from .._rows import ceil_div, power_of_2, unit_stride
 
 BLOCK_C = 2048  # channels per program
 DOT_ELEMENTS = 4096  # tile size, choices x channels, of the kernel that computes the gradient of probs

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .._launch_triton import launched, prepare
 from .._overlap_triton import begin, follow, overlap_level, overlap_options
-from .._rows import empty_like, power_of_2
-from ..linear_triton import unit_stride
+from .._rows import empty_like, power_of_2, unit_stride
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # a key below that of -inf
 

@@ -16,8 +16,7 @@ from whorl.device import is_interpreting
 
 from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
-from .._rows import ceil_div, power_of_2
-from ..linear_triton import unit_stride
+from .._rows import ceil_div, power_of_2, unit_stride
 from ..moe.experts_many_tokens_triton import activate, find_tile, sort_pairs
 from ..moe.experts_triton import combine
 from .layout import Weight, expert_weights

@@ -18,8 +18,7 @@ from .._chunks_triton import add_chunks, make_parts, shared_chunks
 from .._hopper import on_hopper
 from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
-from .._rows import ceil_div
-from ..linear_triton import unit_stride
+from .._rows import ceil_div, unit_stride
 from .layout import CHUNK, Weight
 from .product_triton import fp32_block, product, weight_arguments
 

@@ -4,7 +4,9 @@
 the cos/sin tables, `triton.py` and `torch_npu.py` the kernels.
 """
 
-from .contract import rope, rope_
-from .tables import merge_mrope, mrope_axes, table_dtype, tokens_first
-
-__all__ = ["merge_mrope", "mrope_axes", "rope", "rope_", "table_dtype", "tokens_first"]
+from .contract import rope as rope
+from .contract import rope_ as rope_
+from .tables import merge_mrope as merge_mrope
+from .tables import mrope_axes as mrope_axes
+from .tables import table_dtype as table_dtype
+from .tables import tokens_first as tokens_first

@@ -5,16 +5,10 @@ defines `masked_attention`, which computes ordinary heads under a bit mask, for 
 which says which of the two is faster. `launch.py` chooses the kernels of the former.
 """
 
-from . import cases
-from .contract import sparse_attention, sparse_attention_backward
-from .masked import choose_attention, masked_attention, masked_attention_backward, selection_mask
-
-__all__ = [
-    "cases",
-    "choose_attention",
-    "masked_attention",
-    "masked_attention_backward",
-    "selection_mask",
-    "sparse_attention",
-    "sparse_attention_backward",
-]
+from . import cases as cases
+from .contract import sparse_attention as sparse_attention
+from .contract import sparse_attention_backward as sparse_attention_backward
+from .masked import choose_attention as choose_attention
+from .masked import masked_attention as masked_attention
+from .masked import masked_attention_backward as masked_attention_backward
+from .masked import selection_mask as selection_mask

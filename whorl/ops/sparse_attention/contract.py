@@ -1,16 +1,17 @@
 """Attention over the keys that an indexer selected, forward and backward: the contracts and their references."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from .._op import Values, operator, widen
+from .._op import Op, Values, operator, widen
 from .._tracing import is_readable
 from . import attention_torch_npu
 
+Gradients = tuple[Tensor | None, ...]
 CHUNK = 2**27  # elements of the largest temporary tensor of a reference
 # Limits of the Triton kernels: channels of values, further channels of keys, and heads.
 LARGEST_VALUE, LARGEST_REST, MOST_HEADS = 512, 128, 128
@@ -21,17 +22,6 @@ _KEYS = Annotated[Tensor, "[S, 1, D] q"]
 _INDICES = Annotated[Tensor, "[T, K] int32, from -1 to S - 1"]
 _LSE = Annotated[Tensor, "[T, HQ] fp32"]
 _SCALE = Annotated[float, "> 0"]
-
-
-def check_indices(name: str, indices: Tensor, num_keys: int) -> None:
-    """Raise ValueError unless indices are from -1 to num_keys - 1 and in `check_order`, if `is_readable`."""
-    if not is_readable(indices) or not indices.numel():
-        return
-    if int(indices.max()) >= num_keys or int(indices.min()) < -1:
-        raise ValueError(
-            f"{name}: indices go from {int(indices.min())} to {int(indices.max())}, expected -1 to {num_keys - 1}"
-        )
-    check_order(name, indices)
 
 
 def check_order(name: str, indices: Tensor, **_: object) -> None:
@@ -201,22 +191,27 @@ def sparse_attention_backward(
     return torch.cat(dq).contiguous(), dkv.to(kv.dtype)[:, None].contiguous()
 
 
+def attention_gradients(
+    backward: Op, tensors: Sequence[str], grads: Gradients, args: Values, outputs: dict[int, Tensor], **options: Any
+) -> Any:
+    """Return what `backward`, that of an attention, returns. tensors: the forward's arguments that it takes, in order.
+
+    grads: those of out and lse, either of which may be None. torch_npu returns lse but accepts no gradient of it:
+    where it was forced, the reference computes the backward.
+    """
+    (dout, dlse), out = grads, outputs[0]
+    dout = torch.zeros_like(out) if dout is None else dout
+    backend = "torch" if dlse is not None and args["backend"] == "torch_npu" else args["backend"]
+    saved = [args[name] for name in tensors]
+    return backward(dout, *saved, out, outputs[1], dlse, scale=args["scale"], backend=backend, **options)
+
+
 @sparse_attention.gradient(save=("q", "kv", "indices"), save_outputs=(0, 1))
-def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
-    dout, dlse = grads
-    dq, dkv = sparse_attention_backward(
-        torch.zeros_like(outputs[0]) if dout is None else dout,
-        args["q"],
-        args["kv"],
-        args["indices"],
-        outputs[0],
-        outputs[1],
-        dlse,
-        scale=args["scale"],
-        deterministic=args["deterministic"] or torch.are_deterministic_algorithms_enabled(),
-        # torch_npu returns lse but accepts no gradient of it, so a forced torch_npu backend uses the reference here.
-        backend="torch" if dlse is not None and args["backend"] == "torch_npu" else args["backend"],
-    )
+def _(grads: Gradients, args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
+    deterministic = args["deterministic"] or torch.are_deterministic_algorithms_enabled()
+    tensors = ("q", "kv", "indices")
+    options = {"deterministic": deterministic}
+    dq, dkv = attention_gradients(sparse_attention_backward, tensors, grads, args, outputs, **options)
     return {"q": dq, "kv": dkv}
 
 

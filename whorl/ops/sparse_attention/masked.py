@@ -13,7 +13,7 @@ from .._op import Values, operator, widen
 from .._tracing import is_readable
 from . import masked_torch_npu
 from .bits import WORD, causal_bits, num_words, unpack
-from .contract import CHUNK, check_order, softmax_sums
+from .contract import CHUNK, Gradients, attention_gradients, check_order, softmax_sums
 
 LARGEST_HEAD = 256  # channels of a head that the Triton kernels take
 # Number of keys above which gathering the selected keys is faster than masking all of them, by the backend of
@@ -217,18 +217,9 @@ def masked_attention_backward(
 
 
 @masked_attention.gradient(save=("q", "k", "v", "bits"), save_outputs=(0, 1))
-def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
-    dout, dlse = grads
-    dq, dk, dv = masked_attention_backward(
-        torch.zeros_like(outputs[0]) if dout is None else dout,
-        *(args[n] for n in ("q", "k", "v", "bits")),
-        outputs[0],
-        outputs[1],
-        dlse,
-        scale=args["scale"],
-        # torch_npu returns lse but accepts no gradient of it, so a forced torch_npu backend uses the reference here.
-        backend="torch" if dlse is not None and args["backend"] == "torch_npu" else args["backend"],
-    )
+def _(grads: Gradients, args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
+    tensors = ("q", "k", "v", "bits")
+    dq, dk, dv = attention_gradients(masked_attention_backward, tensors, grads, args, outputs)
     return {"q": dq, "k": dk, "v": dv}
 
 
