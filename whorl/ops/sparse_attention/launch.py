@@ -1,7 +1,5 @@
 """Launch the kernels of sparse attention: which ones, with which tiles, and how many tokens at a time."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -20,16 +18,6 @@ DQ_REGISTERS = 232  # the same for the kernel of dq
 ENTRIES_BLOCK = 1024  # indices of a token that one program of the entries kernel takes
 REDUCE_WARPS = 1
 REDUCED = 128  # tokens whose entries the reduction reads at once
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tiles:
-    """The heads and keys of one program's tiles, its warps, and the stages of its pipeline of loads."""
-
-    heads: int
-    keys: int
-    warps: int
-    stages: int
 
 
 def hopper_reason(heads: int, dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -52,27 +40,35 @@ def _head_tile(heads: int, most: int) -> int:
     return max(16, min(most, power_of_2(heads)))
 
 
-def _forward_tiles(heads: int, dim: int, dtype: torch.dtype) -> Tiles:
+def _tiles(heads: int, keys: int, warps: int, stages: int) -> dict[str, int]:
+    """Return the heads and keys of one program's tiles, its warps, and the stages of its pipeline of loads."""
+    return {"BLOCK_H": heads, "BLOCK_K": keys, "num_warps": warps, "num_stages": stages}
+
+
+def _forward_tiles(heads: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
     if dtype == torch.float32:  # without tensor cores: meant for checking, not for speed
-        return Tiles(heads=16, keys=16, warps=4, stages=1)
+        return _tiles(16, 16, 4, 1)
     if dim > 256:  # with 64 heads registers would spill, and only Hopper's shared memory would be large enough
-        return Tiles(heads=_head_tile(heads, 32), keys=64, warps=8, stages=2)
-    return Tiles(heads=_head_tile(heads, 64), keys=64, warps=4, stages=3)
+        return _tiles(_head_tile(heads, 32), 64, 8, 2)
+    return _tiles(_head_tile(heads, 64), 64, 4, 3)
 
 
-def _dq_tiles(heads: int, dim: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:
-        return Tiles(heads=16, keys=16, warps=4, stages=1)
-    if dim > 256:
-        return Tiles(heads=_head_tile(heads, 32), keys=64, warps=8, stages=2)
-    return Tiles(heads=_head_tile(heads, 64), keys=32, warps=4, stages=1)
+def _dq_tiles(heads: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
+    if dtype == torch.float32 or dim > 256:
+        return _forward_tiles(heads, dim, dtype)
+    return _tiles(_head_tile(heads, 64), 32, 4, 1)
 
 
-def _dkv_tiles(dtype: torch.dtype) -> Tiles:
-    """Return the tiles of the second pass; `heads` is here the number of columns of one program."""
-    if dtype == torch.float32:
-        return Tiles(heads=32, keys=16, warps=4, stages=1)
-    return Tiles(heads=128, keys=64, warps=4, stages=3)
+def _dkv_tiles(heads: int, dtype: torch.dtype) -> tuple[int, dict[str, int]]:
+    """Return the columns of one program of the second pass, and its tiles, which have all heads."""
+    heads = max(16, power_of_2(heads))
+    return (32, _tiles(heads, 16, 4, 1)) if dtype == torch.float32 else (128, _tiles(heads, 64, 4, 3))
+
+
+def _channels(dim: int, value_dim: int) -> dict[str, int]:
+    """Return the sizes of a kernel that reads whole keys."""
+    blocks = {"BLOCK_DV": max(16, power_of_2(value_dim)), "BLOCK_R": max(16, power_of_2(dim - value_dim))}
+    return {"D": dim, "DV": value_dim, "WIDEN": is_interpreting(), **blocks}
 
 
 def forward(
@@ -93,7 +89,6 @@ def forward(
     lse = torch.empty(count, heads, dtype=torch.float32, device=q.device)
     if not lse.numel():
         return out, lse
-    extra_dim = dim - value_dim
     if use_gluon and hopper_reason(heads, dim, value_dim, q.dtype, q.device) is None:
         from .forward_gluon_triton import _sparse_forward_gluon_kernel
 
@@ -102,25 +97,8 @@ def forward(
         )
         return out, lse
     tiles = _forward_tiles(heads, dim, q.dtype)
-    plain._sparse_forward_kernel[(ceil_div(heads, tiles.heads), count)](
-        q,
-        kv,
-        indices,
-        out,
-        lse,
-        dim,
-        topk,
-        scale * LOG2_E,
-        H=heads,
-        D=dim,
-        DV=value_dim,
-        BLOCK_H=tiles.heads,
-        BLOCK_K=tiles.keys,
-        BLOCK_DV=max(16, power_of_2(value_dim)),
-        BLOCK_R=max(16, power_of_2(extra_dim)),
-        WIDEN=is_interpreting(),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+    plain._sparse_forward_kernel[(ceil_div(heads, tiles["BLOCK_H"]), count)](
+        q, kv, indices, out, lse, dim, topk, scale * LOG2_E, H=heads, **_channels(dim, value_dim), **tiles
     )
     return out, lse
 
@@ -206,19 +184,8 @@ class _Backward:
             )
             return
         tiles = _dq_tiles(self.heads, self.dim, self.q.dtype)
-        plain._sparse_dq_kernel[(ceil_div(self.heads, tiles.heads), num_tokens)](
-            *tensors,
-            *numbers,
-            H=self.heads,
-            D=self.dim,
-            DV=self.value_dim,
-            BLOCK_H=tiles.heads,
-            BLOCK_K=tiles.keys,
-            BLOCK_DV=max(16, power_of_2(self.value_dim)),
-            BLOCK_R=max(16, power_of_2(self.dim - self.value_dim)),
-            WIDEN=is_interpreting(),
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+        plain._sparse_dq_kernel[(ceil_div(self.heads, tiles["BLOCK_H"]), num_tokens)](
+            *tensors, *numbers, H=self.heads, **_channels(self.dim, self.value_dim), **tiles
         )
 
     def _second_pass(self, first: int, num_tokens: int, p: Tensor, ds: Tensor) -> None:
@@ -256,10 +223,10 @@ class _Backward:
                 *arguments, H=self.heads, ADD=adds, REGISTERS=REGISTERS, num_warps=4
             )
             return
-        tiles = _dkv_tiles(self.q.dtype)
+        most, tiles = _dkv_tiles(self.heads, self.q.dtype)
         for begin, end in ((0, self.value_dim), (self.value_dim, self.dim)):
             if begin < end:
-                columns = max(16, min(tiles.heads, power_of_2(end - begin)))
+                columns = max(16, min(most, power_of_2(end - begin)))
                 plain._sparse_dkv_kernel[(ceil_div(end - begin, columns), num_tokens)](
                     *arguments,
                     begin,
@@ -268,10 +235,7 @@ class _Backward:
                     DV=self.value_dim,
                     WITH_V=begin == 0,
                     ADD=adds,
-                    BLOCK_H=max(16, power_of_2(self.heads)),
-                    BLOCK_K=tiles.keys,
                     BLOCK_C=columns,
                     WIDEN=is_interpreting(),
-                    num_warps=tiles.warps,
-                    num_stages=tiles.stages,
+                    **tiles,
                 )
