@@ -148,8 +148,8 @@ permute.impl("torch_npu", "permute_torch_npu:permute", accepts=permute_torch_npu
 permute_backward.impl(
     "torch_npu", "permute_torch_npu:permute_backward", accepts=permute_torch_npu.permute_backward_reason
 )
-unpermute.impl("torch_npu", "permute_torch_npu:unpermute", accepts=permute_torch_npu.unpermute_reason)
-unpermute_backward.impl("torch_npu", "permute_torch_npu:unpermute_backward", accepts=permute_torch_npu.unpermute_reason)
+for _op in (unpermute, unpermute_backward):
+    _op.impl("torch_npu", f"permute_torch_npu:{_op.name}", accepts=permute_torch_npu.unpermute_reason, takes_fp64=False)
 
 
 _CASES: list[Values] = [

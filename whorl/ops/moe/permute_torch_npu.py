@@ -25,10 +25,8 @@ def permute_backward_reason(drows: Tensor, places: Tensor, probs: Tensor | None,
     return moe_token_permute_limit(shape=drows.shape, dtype=dtype_name(drows), top_k=places.shape[1])
 
 
-def unpermute_reason(rows: Tensor, places: Tensor, probs: Tensor | None, **_: object) -> str | None:
+def unpermute_reason(rows: Tensor, places: Tensor, **_: object) -> str | None:
     """Return None, or the reason that npu_moe_token_unpermute, or its gradient, cannot take these arguments."""
-    if probs is not None and probs.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
     return moe_token_permute_limit(shape=rows.shape, dtype=dtype_name(rows), top_k=places.shape[1])
 
 

@@ -120,10 +120,10 @@ def _triton_reason(logits: Tensor, **_: object) -> str | None:
 
 route.impl("triton", "route_triton:forward", accepts=_triton_reason)
 route_backward.impl("triton", "route_triton:backward", accepts=_triton_reason)
-route.impl("torch_npu", "route_torch_npu:route", accepts=route_torch_npu.reason)
+route.impl("torch_npu", "route_torch_npu:route", accepts=route_torch_npu.reason, takes_fp64=False)
 # torch_npu has its own gradient since 2.11 but does not document the formula, so on NPU tensors the reference runs as a
 # few small torch operators.
-route_backward.impl("torch_npu", accepts=route_torch_npu.backward_reason)(route_backward.reference)
+route_backward.impl("torch_npu", takes_fp64=False)(route_backward.reference)
 
 
 _CASES: list[Values] = [

@@ -1,6 +1,5 @@
 """Routing on Ascend with torch_npu's gating operators. No value is read back to the host."""
 
-import torch
 from torch import Tensor
 
 from whorl.contracts import moe_gating_top_k_limit, moe_gating_top_k_softmax_limit
@@ -15,8 +14,6 @@ def _is_plain(bias: Tensor | None, scoring: str, num_groups: int) -> bool:
 
 def reason(logits: Tensor, k: int, bias: Tensor | None, scoring: str, num_groups: int, **_: object) -> str | None:
     """Return None, or the reason that torch_npu's gating operator cannot take these arguments."""
-    if logits.dtype == torch.float64:
-        return "computes in fp32, got torch.float64"
     if _is_plain(bias, scoring, num_groups):
         return moe_gating_top_k_softmax_limit(shape=logits.shape, k=k, dtype="float32")
     return moe_gating_top_k_limit(shape=logits.shape, dtype="float32", group_count=num_groups)
@@ -64,7 +61,3 @@ def _sum(weights: Tensor) -> Tensor:
     reduce = _torch_npu.batch_invariant("npu_reduce_sum")
     total: Tensor = weights.sum(-1, keepdim=True) if reduce is None else reduce(weights, -1, True)
     return total
-
-
-def backward_reason(logits: Tensor, **_: object) -> str | None:
-    return "computes in fp32, got torch.float64" if logits.dtype == torch.float64 else None
