@@ -160,16 +160,7 @@ def _draw_kernel(
     tl.store(chosen_ptr + row, chosen.to(tl.int64))
 
 
-def forward(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    steps: Tensor,
-    top_n_sigma: Tensor | None,
-) -> Tensor:
+def forward(logits: Tensor, seeds: Tensor, steps: Tensor, top_n_sigma: Tensor | None, **filters: Tensor) -> Tensor:
     logits = unit_stride(logits)
     rows, vocab = logits.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -184,7 +175,8 @@ def forward(
         logits,
         top,
         ids,
-        *(t.contiguous() for t in (temperature, top_k, top_p, min_p, min_p if top_n_sigma is None else top_n_sigma)),
+        *(filters[name].contiguous() for name in ("temperature", "top_k", "top_p", "min_p")),
+        filters["min_p"] if top_n_sigma is None else top_n_sigma.contiguous(),
         seeds.long().contiguous(),
         steps.long().contiguous(),
         chosen,

@@ -51,18 +51,10 @@ def write_kv_reason(
     return limit or _torch_npu.missing("npu_scatter_pa_kv_cache", cache_mode="Norm")
 
 
-def write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **scale: Tensor | None) -> None:
     source, at, is_any = _torch_npu.replace_skipped(slots)
     rows = []
-    for new, cache, scales in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+    for new, cache, scales in ((k, k_cache, scale["k_scale"]), (v, v_cache, scale["v_scale"])):
         if scales is not None:
             new, new_scales = _torch_npu.call("npu_dynamic_quant", input=new.contiguous(), dst_type=torch.int8)
             size = scales.shape[2]

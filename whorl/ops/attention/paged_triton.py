@@ -77,15 +77,7 @@ def _store_codes(x_ptr, cache_ptr, scale_ptr, mask, is_head, LARGEST: tl.constex
     tl.store(scale_ptr, scale, mask=is_head)
 
 
-def write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **scales: Tensor | None) -> None:
     if not k.numel():
         return
     k, v = unit_stride(k), unit_stride(v)
@@ -100,9 +92,10 @@ def write_kv(
         "num_warps": max(1, min(8, power_of_2(heads) * power_of_2(dim) // 256)),
         **overlap(k),
     }
-    if k_scale is not None:
+    if scales["k_scale"] is not None:
         shapes |= code_constants(k_cache)
-    _write_kv_kernel[(k.shape[0],)](k, v, k_cache, v_cache, k_scale, v_scale, slots.contiguous(), *strides, **shapes)
+    tensors = (k, v, k_cache, v_cache, scales["k_scale"], scales["v_scale"], slots.contiguous())
+    _write_kv_kernel[(k.shape[0],)](*tensors, *strides, **shapes)
 
 
 # Average queries per sequence up to which the decode kernels run, where a program takes one token. With more queries

@@ -36,17 +36,9 @@ def _copied(v: Tensor) -> Tensor:
     return v.clone(memory_format=torch.contiguous_format)
 
 
-def check_heads(
-    name: str,
-    qkv: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    **_: object,
-) -> None:
+def check_heads(name: str, *, qkv: Tensor, num_heads: int, num_kv_heads: int, **arguments: Any) -> None:
     """Raise ValueError unless the table is no wider than a head and has a row for each token, [T] or [B, S]."""
-    check_rotation(name, split_heads(qkv, num_heads, num_kv_heads)[0], cos_sin, positions)
+    check_rotation(name, split_heads(qkv, num_heads, num_kv_heads)[0], arguments["cos_sin"], arguments["positions"])
 
 
 def _bytes(values: Values, outputs: tuple[Tensor, ...]) -> int:

@@ -300,21 +300,12 @@ def forward(
     return q, k, v
 
 
-def write(
-    qkv: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    **options: Any,
-) -> None:
+def write(qkv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **options: Any) -> None:
     """Compute `qk_norm_rope_write`: as `forward`, but k and v are written into the paged cache."""
     if qkv.shape[0]:
         weights, cos_sin = (options.pop("q_weight"), options.pop("k_weight")), options.pop("cos_sin")
         heads = options.pop("num_heads"), options.pop("num_kv_heads")
-        outputs, scales = (q, k_cache, v_cache), (k_scale, v_scale)
+        outputs, scales = (q, k_cache, v_cache), (options.pop("k_scale"), options.pop("v_scale"))
         _launch(flat_rows(qkv), weights, outputs, cos_sin, None, slots.contiguous(), scales, heads[1], **options)
 
 

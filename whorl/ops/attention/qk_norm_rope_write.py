@@ -63,31 +63,16 @@ def qk_norm_rope_write(
 # ---- backends
 
 
-def _triton_reason(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    **_: object,
-) -> str | None:
+def _triton_reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, **arguments: Any) -> str | None:
     if k_cache.stride() != v_cache.stride() or not k_cache.stride(-1) == q.stride(-1) == 1:
         return "writes contiguous channels into two caches of equal strides"
-    return triton_reason(qkv, cos_sin, num_heads, num_kv_heads)
+    return triton_reason(**arguments)
 
 
 qk_norm_rope_write.impl("triton", "qk_norm_rope_triton:write", accepts=_triton_reason)
 
 
-def _npu_reason(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    **arguments: Any,
-) -> str | None:
+def _npu_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int, **arguments: Any) -> str | None:
     k, v = split_heads(qkv, num_heads, num_kv_heads)[1:]
     cache = {name: arguments[name] for name in ("k_cache", "v_cache", "slots", "k_scale", "v_scale")}
     write = write_kv.impls["torch_npu"].accepts(k=k, v=v, **cache)

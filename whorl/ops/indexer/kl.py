@@ -22,6 +22,7 @@ from . import kl_torch_npu
 from .bounds import Bound, Positions, check_bounds, chunks, full_bounds, visible_keys, wide_dtype
 from .scores import Keys, Weights, index_scores, triton_reason
 
+Bounds = tuple[Tensor | None, Tensor | None, Tensor | None]  # starts, ends and key_positions
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # loss [T] or [1], dq, dk, dweights
 ONE_CALL = {"torch_npu": "torch_npu computes target, loss and gradient in one call; indexer_kl_gradients uses it"}
 
@@ -196,7 +197,7 @@ def indexer_kl(
     results, two matrices [T, S] are in memory: call it with one chunk of queries at a time.
     """
     if indices is None:
-        return _visible_kl(q, k, weights, target, starts, ends, key_positions, grad_scale)
+        return _visible_kl(q, k, weights, target, (starts, ends, key_positions), grad_scale)
     wide = wide_dtype(q)
     loss = torch.empty(q.shape[0], dtype=wide, device=q.device)
     dq, dweights = q.new_empty(q.shape), weights.new_empty(weights.shape)
@@ -216,20 +217,11 @@ def indexer_kl(
     return loss, dq, grad_scale * dk, dweights
 
 
-def _visible_kl(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    target: Tensor,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    key_positions: Tensor | None,
-    grad_scale: float,
-) -> Results:
+def _visible_kl(q: Tensor, k: Tensor, weights: Tensor, target: Tensor, bounds: Bounds, grad_scale: float) -> Results:
     """Return `indexer_kl` over every visible key."""
     wide = wide_dtype(q)
-    valid = visible_keys(q.shape[0], k.shape[0], starts, ends, key_positions, q.device)
-    scores = index_scores.reference(q, k, weights, starts, ends, key_positions)
+    valid = visible_keys(q.shape[0], k.shape[0], *bounds, q.device)
+    scores = index_scores.reference(q, k, weights, *bounds)
     loss, dscores = row_divergence(scores, target, valid)
     dq, dweights = q.new_empty(q.shape), weights.new_empty(weights.shape)
     dk, keys = torch.zeros(k.shape, dtype=wide, device=q.device), k.to(wide)

@@ -5,7 +5,7 @@ no [T, S] matrix is ever allocated.
 """
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -69,18 +69,10 @@ def _triton_reason(q: Tensor, topk: int, **_: object) -> str | None:
 lightning_indexer.impl("triton", "scores_triton:lightning_indexer", accepts=_triton_reason)
 
 
-def _npu_reason(
-    q: Tensor,
-    k: Tensor,
-    topk: int,
-    ends: Tensor | None,
-    key_positions: Tensor | None,
-    k_scale: Tensor | None,
-    **_: object,
-) -> str | None:
+def _npu_reason(q: Tensor, k: Tensor, topk: int, **arguments: Any) -> str | None:
     if not q.numel() or not k.numel():
         return "empty tensors are not taken"
-    if ends is not None or key_positions is not None or k_scale is not None:
+    if any(arguments[name] is not None for name in ("ends", "key_positions", "k_scale")):
         return "attends to all keys up to the query's own; bounds, positions and scales are not taken"
     return lightning_indexer_limit(
         query_shape=q.shape,

@@ -305,28 +305,18 @@ def _latent_fold_kernel(
     tl.store(y_ptr + row * LATENT + channels, divided(out, total).to(y_ptr.dtype.element_ty), mask=channels < LATENT)
 
 
-def forward(
-    q: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    indices: Tensor | None,
-    rotary_cache: None,
-    scale: float,
-    value_dim: int,
-) -> Tensor:
+def forward(q: Tensor, cache: Tensor, indices: Tensor | None, scale: float, value_dim: int, **tables: Any) -> Tensor:
     tokens, heads, dim = q.shape
     y = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     if not y.numel():
         return y
-    q, cache, tables = (unit_stride(x) for x in (q, cache, block_tables))
+    q, cache, block_tables = (unit_stride(x) for x in (q, cache, tables["block_tables"]))
     indices = None if indices is None else unit_stride(indices)
-    lengths = query_starts.contiguous(), context_lens.contiguous()
+    lengths = tables["query_starts"].contiguous(), tables["context_lens"].contiguous()
     is_coded = cache.dtype == torch.uint8
     pages = byte_views(cache) if is_coded else (cache, None, None)
-    size, count = cut_of(q.dtype), context_lens.shape[0]
-    most = tables.shape[1] * cache.shape[1] if indices is None else indices.shape[1]
+    size, count = cut_of(q.dtype), len(lengths[1])
+    most = block_tables.shape[1] * cache.shape[1] if indices is None else indices.shape[1]
     cuts = max(1, ceil_div(most, size))
     plan, programs = _plan(q, cuts, value_dim)
     # Only where operands pass through shared memory: elsewhere the width of a code would decide which columns tensor
@@ -342,7 +332,7 @@ def forward(
     _latent_kernel[(ceil_div(heads, plan["BLOCK_H"]), tokens, programs)](
         q,
         *pages,
-        tables,
+        block_tables,
         *lengths,
         indices,
         out,
@@ -351,7 +341,7 @@ def forward(
         y,
         *q.stride()[:2],
         *cache.stride()[:2],
-        tables.stride(0),
+        block_tables.stride(0),
         0 if indices is None else indices.stride(0),
         scale * LOG2_E,
         cuts,

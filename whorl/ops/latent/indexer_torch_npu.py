@@ -31,15 +31,7 @@ def reason(q: Tensor, cache: Tensor, block_tables: Tensor, topk: int, **_: objec
     )
 
 
-def indexer(
-    q: Tensor,
-    weights: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    topk: int,
-) -> Tensor:
+def indexer(q: Tensor, weights: Tensor, cache: Tensor, block_tables: Tensor, topk: int, **lengths: Tensor) -> Tensor:
     """Run torch_npu's indexer with weights rounded to q's dtype, as every device takes them, and sort the result.
 
     torch_npu documents neither the order of the indices nor its rule for ties.
@@ -49,8 +41,8 @@ def indexer(
         query=q.contiguous(),
         key=cache.unsqueeze(2),
         weights=weights.to(q.dtype).contiguous(),
-        actual_seq_lengths_query=query_starts[1:].contiguous(),
-        actual_seq_lengths_key=context_lens.contiguous(),
+        actual_seq_lengths_query=lengths["query_starts"][1:].contiguous(),
+        actual_seq_lengths_key=lengths["context_lens"].contiguous(),
         block_table=block_tables.contiguous(),
         layout_query="TND",
         layout_key="PA_BSND",
@@ -59,6 +51,6 @@ def indexer(
         return_value=False,
     )
     chosen, last = unsorted[:, 0], block_tables.shape[1] * cache.shape[1]
-    is_none = (chosen < 0) | (_torch_npu.positions(len(q), query_starts, context_lens) < 0)[:, None]
+    is_none = (chosen < 0) | (_torch_npu.positions(len(q), **lengths) < 0)[:, None]
     chosen = torch.where(is_none, last, chosen).sort(-1).values
     return torch.where(chosen < last, chosen, -1).int()

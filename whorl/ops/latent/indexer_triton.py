@@ -51,22 +51,14 @@ def _round_kernel(
     tl.store(factors_ptr + rows, weight * scale, mask=is_real)
 
 
-def forward(
-    q: Tensor,
-    weights: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    topk: int,
-) -> Tensor:
+def forward(q: Tensor, weights: Tensor, cache: Tensor, block_tables: Tensor, topk: int, **lengths: Tensor) -> Tensor:
     num_tokens, width = q.shape[0], block_tables.shape[1] * cache.shape[1]
     indices = q.new_empty(num_tokens, topk, dtype=torch.int32)
     values = q.new_empty(num_tokens, topk, dtype=torch.float32)
     # Zero, because no program writes the ends of tokens after the last sequence, which see nothing.
     starts, ends = torch.zeros(2, num_tokens, dtype=torch.int32, device=q.device)
     q, weights, cache, tables = (unit_stride(x) for x in (q, weights, cache, block_tables))
-    lengths = query_starts.contiguous(), context_lens.contiguous()
+    sequences = lengths["query_starts"].contiguous(), lengths["context_lens"].contiguous()
     scales = None
     if cache.dtype == torch.uint8:
         q, weights = _round(q, weights)
@@ -75,7 +67,7 @@ def forward(
     scores = q.new_empty(rows.stop, width, dtype=torch.float32)
     for rows in chunks(num_tokens, width):
         part = scores[: rows.stop - rows.start]
-        write_scores(q, weights, (cache, scales), tables, lengths, (rows, part, ends))
+        write_scores(q, weights, (cache, scales), tables, sequences, (rows, part, ends))
         top_k_triton.select(part, starts[rows], ends[rows], None, indices[rows], values[rows])
     return indices
 

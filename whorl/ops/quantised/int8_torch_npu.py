@@ -14,6 +14,8 @@ from .. import _torch_npu
 from .._torch_npu import dtype_name
 from ..moe.experts_torch_npu import grouped_product, run_routed
 
+Part = tuple[Tensor, Tensor]  # codes and scales of all experts
+
 
 def reason(x: Tensor, codes: Tensor, **_: object) -> str | None:
     """Return None, or the reason that torch_npu's operators cannot compute `int8_linear`."""
@@ -42,22 +44,14 @@ def linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Ten
     return y
 
 
-def experts_reason(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
-    ids: Tensor,
-    **_: object,
-) -> str | None:
+def experts_reason(x: Tensor, ids: Tensor, weights: Tensor, **stored: Tensor) -> str | None:
     """Return None, or the reason that torch_npu's operators cannot compute `int8_experts`."""
     if not ids.numel():
         return "empty tensors are not taken"
-    count, dtype = gate_up.shape[0], dtype_name(x)
+    count, dtype = len(stored["gate_up"]), dtype_name(x)
     refusal = dynamic_quant_limit(shape=x.shape, dtype=dtype)
     refusal = refusal or moe_init_routing_limit(shape=x.shape, dtype=dtype, ids_dtype="int32", expert_num=count)
-    for codes, scales in ((gate_up, gate_up_scales), (down, down_scales)):
+    for codes, scales in _parts(**stored):
         refusal = refusal or quant_grouped_matmul_limit(
             weight_shape=(count, codes.shape[2], codes.shape[1]),
             dtype=dtype_name(codes),
@@ -67,20 +61,15 @@ def experts_reason(
     return refusal
 
 
-def experts(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-) -> Tensor:
-    parts = (gate_up, gate_up_scales), (down, down_scales)
-    return run_routed(x, weights, ids, gate_up.shape[0], _product, *parts)
+def experts(x: Tensor, weights: Tensor, ids: Tensor, **stored: Tensor) -> Tensor:
+    return run_routed(x, weights, ids, len(stored["gate_up"]), _product, *_parts(**stored))
 
 
-def _product(rows: Tensor, weight: tuple[Tensor, Tensor], counts: Tensor) -> Tensor:
+def _parts(gate_up: Tensor, gate_up_scales: Tensor, down: Tensor, down_scales: Tensor) -> tuple[Part, Part]:
+    return (gate_up, gate_up_scales), (down, down_scales)
+
+
+def _product(rows: Tensor, weight: Part, counts: Tensor) -> Tensor:
     codes, scales = weight
     q, token_scales = _quantise(rows)
     options = {"scale": [scales.contiguous()], "per_token_scale": [token_scales], "output_dtype": rows.dtype}

@@ -111,19 +111,9 @@ def _packed_kernel(
     tl.store(at, total.to(y_ptr.dtype.element_ty), mask=(tokens < T)[None, :] & (rows < N)[:, None])
 
 
-def forward(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-    columns: int,
-    layout: str,
-) -> Tensor:
-    weight = Weight(codes, scales, zeros, rows, columns, layout)
-    x = unit_stride(x)
-    y = torch.empty(len(x), len(codes), dtype=x.dtype, device=x.device)
+def forward(x: Tensor, bias: Tensor | None, **packed: Any) -> Tensor:
+    x, weight = unit_stride(x), Weight(**packed)
+    y = torch.empty(len(x), len(weight.codes), dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
     if len(x) <= FEWEST and (few := few_tokens_on_hopper(x, weight)) is not None:

@@ -81,24 +81,16 @@ def reason(
     )
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-    columns: int,
-    layout: str,
-) -> Tensor:
+def linear(x: Tensor, bias: Tensor | None, **packed: Any) -> Tensor:
+    weight = Weight(**packed)
     y: Tensor = _torch_npu.call(
         "npu_weight_quant_batchmatmul",
         x=x.contiguous(),
-        weight=_weight(codes, layout),
-        antiquant_scale=scales.mT.contiguous(),
-        antiquant_offset=None if zeros is None else _offset(zeros, x.dtype),
+        weight=_weight(weight.codes, weight.layout),
+        antiquant_scale=weight.scales.mT.contiguous(),
+        antiquant_offset=None if weight.zeros is None else _offset(weight.zeros, x.dtype),
         bias=None if bias is None else bias.to(torch.float32 if x.dtype == torch.bfloat16 else x.dtype).contiguous(),
-        antiquant_group_size=_group(columns, x.shape[1]),
+        antiquant_group_size=_group(weight.columns, x.shape[1]),
         inner_precise=0,
     )
     return y
