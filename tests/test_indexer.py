@@ -169,7 +169,7 @@ def test_packed_sequences_do_not_see_each_other(backend: str, device: str) -> No
     values = made(15, 15, 3, 16, 4, device=device)
     cu_seqlens = torch.tensor([0, 5, 6, 15], device=device)
     starts, ends = causal_bounds(15, 15, cu_seqlens=cu_seqlens)
-    indices, scores = lightning_indexer(**values, starts=starts, ends=ends, backend=backend)
+    indices, scores = lightning_indexer(**values | {"starts": starts, "ends": ends}, backend=backend)
     first = 0
     for length in lengths:
         rows = slice(first, first + length)
@@ -225,7 +225,7 @@ def test_a_query_that_sees_nothing_gets_nothing(backend: str, device: str) -> No
     values = made(3, 20, 2, 16, 4, device=device)
     ends = torch.tensor([0, 5, -3], dtype=torch.int32, device=device)
     starts = torch.tensor([0, 5, 0], dtype=torch.int32, device=device)
-    indices, scores = lightning_indexer(**values, starts=starts, ends=ends, backend=backend)
+    indices, scores = lightning_indexer(**values | {"starts": starts, "ends": ends}, backend=backend)
     assert (indices == -1).all()
     assert (scores == 0).all()
 
@@ -268,9 +268,7 @@ def test_scores_of_a_chunk_are_all_that_is_in_memory() -> None:
     with LargestTensor() as seen, pytest.MonkeyPatch.context() as patch:
         patch.setattr(scores_triton.top_k_triton, "select", lambda *_: None)
         patch.setattr(scores_triton, "_scores_kernel", _Ignore())
-        scores_triton.lightning_indexer(
-            **values, starts=None, ends=None, key_positions=None, k_scale=None, with_scores=True
-        )
+        scores_triton.lightning_indexer(**values)
     assert 2**20 < seen.elements <= 2**25
 
 

@@ -10,9 +10,8 @@ from whorl.device import is_interpreting
 
 from .._rows import ceil_div, unit_stride
 from ..linear_triton import dot
-from .bounds import full_bounds
 from .key_gradient_triton import add_dk, gradient_plan, load_query, split_dim, store_query_gradients
-from .scores_triton import key_block, row_strides, scores_into
+from .scores_triton import bounds_of, key_block, row_strides, scores_into
 
 
 @triton.jit
@@ -71,16 +70,8 @@ def _dense_target_kernel(
     tl.store(at, total, mask=(tokens < T)[:, None] & exists[None, :])
 
 
-def target(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    scale: float,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    key_positions: Tensor | None,
-) -> Tensor:
-    starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
+def target(q: Tensor, k: Tensor, lse: Tensor, scale: float, **bounds: Tensor | None) -> Tensor:
+    starts, ends, key_positions = bounds_of(q, k, **bounds)
     q, k = unit_stride(q), unit_stride(k)
     out = q.new_empty(q.shape[0], k.shape[0], dtype=torch.float32)
     if not out.numel() or not q.shape[1]:
@@ -222,16 +213,9 @@ def _dense_dq_kernel(
 
 
 def kl(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    target: Tensor,
-    grad_scale: float,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    key_positions: Tensor | None,
+    q: Tensor, k: Tensor, weights: Tensor, target: Tensor, grad_scale: float, **bounds: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    starts, ends = full_bounds(q.shape[0], k.shape[0], starts, ends, q.device)
+    starts, ends, key_positions = bounds_of(q, k, **bounds)
     q, k, weights, target = unit_stride(q), unit_stride(k), unit_stride(weights), target.contiguous()
     starts, ends = starts.contiguous(), ends.contiguous()
     positions = None if key_positions is None else key_positions.contiguous()

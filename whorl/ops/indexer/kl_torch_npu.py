@@ -37,26 +37,16 @@ def _limit(q: Tensor, k: Tensor, main_q: Tensor, main_k: Tensor, main_dim: int, 
     )
 
 
-def reason(
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor | None,
-    main_q: Tensor,
-    main_k: Tensor,
-    causal: bool,
-    deterministic: bool,
-    ends: Tensor | None = None,
-    **_: object,
-) -> str | None:
+def reason(q: Tensor, k: Tensor, indices: Tensor | None, main_q: Tensor, main_k: Tensor, **options: Any) -> str | None:
     """Return why fused calls cannot compute this, or None; torch_npu 2.9 does not have that of visible keys."""
-    if deterministic:
+    if options["deterministic"]:
         return "does not document the order in which it adds; deterministic is True"
     if indices is None:
-        if ends is not None:
+        if options.get("ends") is not None:
             return "attends to all keys up to the query's own; bounds and positions are not taken"
         limit = _limit(q, k, main_q, main_k, HEAD, None)
         return limit or _torch_npu.missing("npu_dense_lightning_indexer_grad_kl_loss")
-    if not causal:
+    if not options["causal"]:
         return "ignores keys after the query's own and does not document rows without keys; causal is False"
     if not indices.numel():
         return "empty tensors are not taken"
@@ -79,18 +69,10 @@ def _arguments(q: Tensor, k: Tensor, weights: Tensor, main_q: Tensor, main_k: Te
 
 
 def gradients(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    indices: Tensor | None,
-    main_q: Tensor,
-    main_k: Tensor,
-    main_lse: Tensor,
-    scale: float,
-    grad_scale: float,
-    **_: object,
+    q: Tensor, k: Tensor, weights: Tensor, indices: Tensor | None, main_q: Tensor, main_k: Tensor, **options: Any
 ) -> Results:
     """Add up the results of consecutive calls, each with the keys up to that of its last query."""
+    main_lse, grad_scale = options["main_lse"], options["grad_scale"]
     dq, dweights = torch.empty_like(q), torch.empty_like(weights)
     dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
     loss = torch.zeros(1, dtype=torch.float32, device=q.device)
@@ -114,7 +96,7 @@ def gradients(
             **arguments,
             softmax_max=top,
             softmax_sum=torch.ones_like(top),
-            scale_value=scale,
+            scale_value=options["scale"],
         )
         dq[rows], dweights[rows] = part_dq[0].float() * grad_scale, part_dweights[0].float() * grad_scale
         dk[: part_dk.shape[1]] += part_dk[0, :, 0].float() * grad_scale

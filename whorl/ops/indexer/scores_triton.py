@@ -126,17 +126,15 @@ def row_strides(q: Tensor, k: Tensor, weights: Tensor) -> tuple[int, int, int, i
     return q.stride(0), q.stride(1), k.stride(0), weights.stride(0)
 
 
-def index_scores(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    key_positions: Tensor | None,
-    k_scale: Tensor | None,
-) -> Tensor:
-    bounds = (*full_bounds(q.shape[0], k.shape[0], starts, ends, q.device), key_positions)
-    return scores_into(None, q, k, weights, bounds, k_scale)
+def index_scores(q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, **bounds: Tensor | None) -> Tensor:
+    return scores_into(None, q, k, weights, bounds_of(q, k, **bounds), k_scale)
+
+
+def bounds_of(
+    q: Tensor, k: Tensor, *, starts: Tensor | None, ends: Tensor | None, key_positions: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the bounds as the kernels take them: both of positions, and the positions."""
+    return *full_bounds(q.shape[0], k.shape[0], starts, ends, q.device), key_positions
 
 
 def scores_into(
@@ -186,21 +184,18 @@ def lightning_indexer(
     k: Tensor,
     weights: Tensor,
     topk: int,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    key_positions: Tensor | None,
     k_scale: Tensor | None,
     with_scores: bool,
+    **visible: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     num_queries, num_keys = q.shape[0], k.shape[0]
     indices = q.new_empty(num_queries, topk, dtype=torch.int32)
     values = q.new_empty(num_queries, topk, dtype=torch.float32)
-    is_causal = ends is None
-    starts, ends = full_bounds(num_queries, num_keys, starts, ends, q.device)
+    starts, ends, key_positions = bounds_of(q, k, **visible)
     scores = None
     for rows in chunks(num_queries, num_keys):
         # With the causal default the host knows which keys the last query sees, without synchronising with the device.
-        num_visible = max(0, num_keys - num_queries + rows.stop) if is_causal else num_keys
+        num_visible = max(0, num_keys - num_queries + rows.stop) if visible["ends"] is None else num_keys
         scores = q.new_empty((rows.stop - rows.start) * num_keys, dtype=torch.float32) if scores is None else scores
         part = scores[: (rows.stop - rows.start) * num_visible].view(rows.stop - rows.start, num_visible)
         bounds = (starts[rows], ends[rows], key_positions)
