@@ -32,7 +32,7 @@ class Draw:
     dtype: torch.dtype
     device: str
     scale: float = 1.0
-    sliced: bool | int = False
+    sliced: int = False  # True: by 8
 
     @property
     def kind(self) -> Values:
@@ -118,7 +118,8 @@ class Maker:
             raise TypeError(f"{self.spec.operator}: nothing takes {', '.join(sorted(unknown))} of a case")
         known = case | {name: case[word] for word, name in self._renamed.items() if word in case}
         known |= self._special(draw, **taken)
-        sizes, values = self._sizes(known), {}
+        sizes = self._sizes(known)
+        values: Values = {}
         for name, parameter in parameters.items():
             values[name] = known.get(name, None if parameter.default is parameter.empty else parameter.default)
             if name in self._tensors:

@@ -69,14 +69,15 @@ class Op:
         self.absent = dict(absent or {})
         self.totals = tuple(totals)
         self.without = dict(without or {})
-        self.sharding = self.spec.shardings if sharding == "rows" else sharding
+        self.sharding = self.spec.shardings if isinstance(sharding, str) else sharding
         self._plans = Plans()
         self.impls = {}
         self.cases: tuple[Values, ...] = ()
         self.bench_cases: tuple[Values, ...] = ()
         self._maker: Maker | None = None
         self.bytes = bytes or all_bytes
-        self.flops = functools.partial(self.spec.count, flops) if isinstance(flops, str) else flops
+        count = functools.partial(self.spec.count, flops) if isinstance(flops, str) else flops
+        self.flops: Callable[[Values], int] | None = count
         self._fake = fake or (self._empty if self.spec.is_complete else reference)
         self._forced = Forced(self.name)
         self._is_plain_on_host = True  # the CPU has no implementation but the reference
@@ -196,7 +197,7 @@ class Op:
         add(lambda draw: {})
         return add
 
-    def make(self, *, dtype: torch.dtype, device: str, scale: float = 1.0, sliced: bool = False, **case: Any) -> Values:
+    def make(self, *, dtype: torch.dtype, device: str, scale: float = 1.0, sliced: int = False, **case: Any) -> Values:
         """Return the arguments of a case by name, in this dtype and on this device."""
         return self.draw(Draw(dtype, device, scale, sliced), **case)
 

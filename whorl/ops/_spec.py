@@ -30,7 +30,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -356,7 +356,7 @@ class Spec:
         sizes, _ = self._solve(values)
         return int(Expression.parse(expression).value(sizes))
 
-    def shardings(self, values: Values) -> list[tuple[list[Any], dict[str, Any]]]:
+    def shardings(self, values: Values) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
         """Return the DTensor placements of outputs and inputs where any of the dims "..." may be sharded.
 
         An input without these dims is replicated, and an output without them is a partial sum.
