@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._draw import Draw
 from .._op import Values, narrow, operator, widen
-from ..sparse_attention.contract import Gradients, attention_gradients
+from ..sparse_attention.contract import OutputGradients, attention_gradients
 from ..sparse_attention.masked import masked_attention_backward
 from . import causal_torch_npu
 from .packed import Starts, backward_by_sequence, check_starts, head_reason, read, sequences, special_inputs
@@ -93,7 +93,7 @@ def causal_attention_backward(
     scale: _SCALE,
     window: _WINDOW = 0,
 ) -> tuple[_OUT, Annotated[Tensor, "[T, HK, D] q"], Annotated[Tensor, "[T, HK, D] q"]]:
-    """Gradients of `causal_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
+    """OutputGradients of `causal_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
 
     Each sequence is computed by itself, as in `masked_attention_backward`: sums are in fp32 and rounded once, and the
     gradients of padding tokens are zero. starts are read back to the host once.
@@ -103,7 +103,7 @@ def causal_attention_backward(
 
 
 @causal_attention.gradient(save=("q", "k", "v", "starts"), save_outputs=(0, 1))
-def _(grads: Gradients, args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
+def _(grads: OutputGradients, args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
     tensors = ("q", "k", "v", "starts")
     dq, dk, dv = attention_gradients(causal_attention_backward, tensors, grads, args, outputs, window=args["window"])
     return {"q": dq, "k": dk, "v": dv}

@@ -74,6 +74,7 @@ packed_experts.impl("triton", "packed_experts_triton:forward", accepts=triton_re
 packed_experts.impl("torch_npu", "packed_torch_npu:experts", accepts=packed_torch_npu.experts_reason)
 
 
+_BLOCKS = {"kind": "fp8", "rows": 128, "columns": 128, "layout": "bytes_tiled"}
 _PAIRED = {"layout": "int4_paired"}
 _CASES: list[Values] = [
     {"tokens": (1,), "hidden": 16, "width": 12, "experts": 2, "k": 2, "kind": "int4"},
@@ -82,17 +83,7 @@ _CASES: list[Values] = [
     {"tokens": (2,), "hidden": 24, "width": 1152, "experts": 3, "k": 2, "kind": "int4", "columns": 8},
     {"tokens": (0,), "hidden": 16, "width": 8, "experts": 2, "k": 2, "kind": "int4"},
     {"tokens": (19,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "kind": "int8", "sliced": True},
-    {
-        "tokens": (5,),
-        "hidden": 136,
-        "width": 72,
-        "experts": 3,
-        "k": 1,
-        "kind": "fp8",
-        "rows": 128,
-        "columns": 128,
-        "layout": "bytes_tiled",
-    },
+    {"tokens": (5,), "hidden": 136, "width": 72, "experts": 3, "k": 1, **_BLOCKS},
     {"tokens": (6,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "kind": "fp8", "sliced": True},
     {"tokens": (7,), "hidden": 32, "width": 24, "experts": 3, "k": 2, "kind": "int4", "zeros": True, **_PAIRED},
     {"tokens": (9,), "hidden": 64, "width": 32, "experts": 4, "k": 2, "kind": "int4", "columns": 16, **_PAIRED},
@@ -103,7 +94,7 @@ _BENCH: list[Values] = [
     for kind in (
         {"kind": "int4", "columns": 128},
         {"kind": "int8", "layout": "bytes_tiled"},
-        {"kind": "fp8", "rows": 128, "columns": 128, "layout": "bytes_tiled"},
+        _BLOCKS,
     )
     for tokens in (1, 64, 8192)
 ]

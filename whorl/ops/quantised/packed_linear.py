@@ -112,6 +112,8 @@ packed_linear.impl("triton", "packed_linear_triton:forward", accepts=triton_reas
 packed_linear.impl("torch_npu", "packed_torch_npu:linear", accepts=packed_torch_npu.reason)
 
 
+_BLOCKS = {"kind": "fp8", "rows": 128, "columns": 128}
+_PAIRED = {"kind": "int4", "layout": "int4_paired"}
 _CASES: list[Values] = [
     {"tokens": (1,), "size": (5, 8), "kind": "int4"},
     {"tokens": (3,), "size": (48, 96), "kind": "int4", "columns": 32, "zeros": True, "bias": True},
@@ -119,20 +121,12 @@ _CASES: list[Values] = [
     {"tokens": (2,), "size": (40, 1280), "kind": "int4", "columns": 128, "bias": True},
     {"tokens": (0,), "size": (16, 32), "kind": "int4", "columns": 16},
     {"tokens": (19,), "size": (40, 72), "kind": "int8", "columns": 24, "zeros": True, "sliced": True, "bias": True},
-    {"tokens": (5,), "size": (130, 200), "kind": "fp8", "rows": 128, "columns": 128},
+    {"tokens": (5,), "size": (130, 200), **_BLOCKS},
     {"tokens": (17,), "size": (24, 136), "kind": "fp8", "sliced": True, "bias": True},
-    {"tokens": (5,), "size": (70, 200), "kind": "fp8", "rows": 128, "columns": 128, "layout": "bytes_tiled"},
+    {"tokens": (5,), "size": (70, 200), "layout": "bytes_tiled", **_BLOCKS},
     {"tokens": (18,), "size": (40, 1100), "kind": "int8", "zeros": True, "layout": "bytes_tiled"},
-    {"tokens": (3,), "size": (24, 70), "kind": "int4", "layout": "int4_paired", "bias": True},
-    {
-        "tokens": (5,),
-        "size": (16, 160),
-        "kind": "int4",
-        "columns": 64,
-        "zeros": True,
-        "layout": "int4_paired",
-        "sliced": True,
-    },
+    {"tokens": (3,), "size": (24, 70), "bias": True, **_PAIRED},
+    {"tokens": (5,), "size": (16, 160), "columns": 64, "zeros": True, "sliced": True, **_PAIRED},
 ]
 _SIZES = ((5120, 2048), (2048, 4096))
 _BENCH: list[Values] = [
@@ -142,7 +136,7 @@ _BENCH: list[Values] = [
         {"kind": "int4", "columns": 32, "zeros": True},
         {"kind": "int8"},
         {"kind": "int8", "layout": "bytes_tiled"},
-        {"kind": "fp8", "rows": 128, "columns": 128, "layout": "bytes_tiled"},
+        {"layout": "bytes_tiled", **_BLOCKS},
         {"kind": "fp8", "layout": "bytes_tiled"},
     )
     for tokens in (1, 8, 64, 8192)

@@ -11,7 +11,7 @@ from .._op import Op, Values, operator, widen
 from .._tracing import is_readable
 from . import attention_torch_npu
 
-Gradients = tuple[Tensor | None, ...]
+OutputGradients = tuple[Tensor | None, ...]  # of out and lse
 CHUNK = 2**27  # elements of the largest temporary tensor of a reference
 # Limits of the Triton kernels: channels of values, further channels of keys, and heads.
 LARGEST_VALUE, LARGEST_REST, MOST_HEADS = 512, 128, 128
@@ -165,7 +165,7 @@ def sparse_attention_backward(
     scale: _SCALE,
     deterministic: bool = False,
 ) -> tuple[Annotated[Tensor, "[T, HQ, DV + R] q"], Annotated[Tensor, "[S, 1, DV + R] q"]]:
-    """Gradients of `sparse_attention` with respect to q and kv; dlse is the gradient that reaches lse.
+    """OutputGradients of `sparse_attention` with respect to q and kv; dlse is the gradient that reaches lse.
 
     The other arguments are those of `sparse_attention`. Returns dq and dkv, contiguous, summed in fp32, rounded once;
     weights and score gradients may be rounded to q's dtype before they are multiplied. The first DV channels of dkv
@@ -192,7 +192,12 @@ def sparse_attention_backward(
 
 
 def attention_gradients(
-    backward: Op, tensors: Sequence[str], grads: Gradients, args: Values, outputs: dict[int, Tensor], **options: Any
+    backward: Op,
+    tensors: Sequence[str],
+    grads: OutputGradients,
+    args: Values,
+    outputs: dict[int, Tensor],
+    **options: Any,
 ) -> Any:
     """Return what `backward`, that of an attention, returns. tensors: the forward's arguments that it takes, in order.
 
@@ -207,7 +212,7 @@ def attention_gradients(
 
 
 @sparse_attention.gradient(save=("q", "kv", "indices"), save_outputs=(0, 1))
-def _(grads: Gradients, args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
+def _(grads: OutputGradients, args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
     deterministic = args["deterministic"] or torch.are_deterministic_algorithms_enabled()
     tensors = ("q", "kv", "indices")
     options = {"deterministic": deterministic}

@@ -130,25 +130,8 @@ class _Backward:
         self.gluon = use_gluon and hopper_reason(self.heads, self.dim, self.value_dim, q.dtype, q.device) is None
         self.dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.dkv = torch.zeros(self.num_keys, self.dim, dtype=torch.float32, device=q.device)
-        self.delta = self._delta(tensors["out"].contiguous(), dlse)
-
-    def _delta(self, out: Tensor, dlse: Tensor | None) -> Tensor:
-        """Return the sum over channels of dout * out, less dlse, [T, H] fp32."""
-        delta = torch.empty(self.lse.shape, dtype=torch.float32, device=self.lse.device)
-        if delta.numel():
-            plain.delta_kernel[(ceil_div(delta.numel(), 4),)](
-                out,
-                self.dout,
-                delta if dlse is None else dlse.contiguous(),
-                delta,
-                delta.numel(),
-                DV=self.value_dim,
-                HAS_DLSE=dlse is not None,
-                ROWS=4,
-                BLOCK_DV=power_of_2(self.value_dim),
-                num_warps=4,
-            )
-        return delta
+        block = power_of_2(self.value_dim)
+        self.delta = plain.delta_of(tensors["out"].contiguous(), self.dout, dlse, rows=4, block=block)
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Return dq and dkv."""

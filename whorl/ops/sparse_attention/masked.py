@@ -13,7 +13,7 @@ from .._op import Values, operator, widen
 from .._tracing import is_readable
 from . import masked_torch_npu
 from .bits import WORD, causal_bits, num_words, unpack
-from .contract import CHUNK, Gradients, attention_gradients, check_order, softmax_sums
+from .contract import CHUNK, OutputGradients, attention_gradients, check_order, softmax_sums
 
 LARGEST_HEAD = 256  # channels of a head that the Triton kernels take
 # Number of keys above which gathering the selected keys is faster than masking all of them, by the backend of
@@ -192,7 +192,7 @@ def masked_attention_backward(
     *,
     scale: _SCALE,
 ) -> tuple[Annotated[Tensor, "[T, G*HK, D] q"], Annotated[Tensor, "[S, HK, D] q"], Annotated[Tensor, "[S, HK, DV] q"]]:
-    """Gradients of `masked_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
+    """OutputGradients of `masked_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
 
     The other arguments are those of `masked_attention`. Returns dq, dk and dv, contiguous, summed in fp32, rounded
     once. Tokens without keys and keys without tokens have zero gradients. The bits are the same in every run, on Ascend
@@ -217,7 +217,7 @@ def masked_attention_backward(
 
 
 @masked_attention.gradient(save=("q", "k", "v", "bits"), save_outputs=(0, 1))
-def _(grads: Gradients, args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
+def _(grads: OutputGradients, args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
     tensors = ("q", "k", "v", "bits")
     dq, dk, dv = attention_gradients(masked_attention_backward, tensors, grads, args, outputs)
     return {"q": dq, "k": dk, "v": dv}

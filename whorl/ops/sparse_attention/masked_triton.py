@@ -11,7 +11,7 @@ from whorl.device import is_interpreting
 from .._rows import ceil_div, power_of_2
 from ..linear_triton import dot
 from .bits import causal_bits, num_words
-from .triton import LN_2, LOG2_E, LOWEST, delta_kernel
+from .triton import LN_2, LOG2_E, LOWEST, delta_of
 
 
 @triton.jit
@@ -350,13 +350,9 @@ def backward(
     bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     dout, q, k, v, bits, out, lse = (x.contiguous() for x in (dout, q, k, v, bits, out, lse))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     sizes = _sizes(q, k, v)
+    delta = delta_of(out, dout, dlse, rows=16, block=sizes["BLOCK_DV"])
     if delta.numel():
-        delta_kernel[(ceil_div(delta.numel(), 16),)](
-            out, dout, delta if dlse is None else dlse.contiguous(), delta, delta.numel(), DV=v.shape[2],
-            HAS_DLSE=dlse is not None, ROWS=16, BLOCK_DV=sizes["BLOCK_DV"], num_warps=4,
-        )  # fmt: skip
         tile, options = _tiles(q, DQ_TILES)
         _masked_dq_kernel[(q.shape[1], ceil_div(q.shape[0], tile["ROWS"]))](
             q, k, v, bits, _extents(bits, tile, by_row=True), lse, delta, dout, dq, q.shape[0], k.shape[0],

@@ -7,9 +7,12 @@ gives one share of dkv per (token, selected key) pair. The shares are added atom
 key in token order by `_sparse_reduce_kernel`. An entry is a position in a token's row of indices.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from .._rows import ceil_div
 from ..linear_triton import dot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -120,6 +123,16 @@ def delta_kernel(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + rows, mask=rows < num_rows, other=0.0)
     tl.store(delta_ptr + rows, delta, mask=rows < num_rows)
+
+
+def delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None, *, rows: int, block: int) -> Tensor:
+    """Return the sum over channels of dout * out, less dlse, [T, H] fp32. rows, block: of one program, and channels."""
+    delta = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+    if delta.numel():
+        tensors = out, dout, delta if dlse is None else dlse.contiguous(), delta
+        sizes = {"DV": out.shape[2], "HAS_DLSE": dlse is not None, "ROWS": rows, "BLOCK_DV": block}
+        delta_kernel[(ceil_div(delta.numel(), rows),)](*tensors, delta.numel(), **sizes, num_warps=4)
+    return delta
 
 
 @triton.jit
