@@ -87,12 +87,14 @@ def rms_norm_backward(
     return dx.to(x.dtype).contiguous(), dweight.to(weight.dtype)
 
 
+def _options(args: Values) -> Values:
+    """Return what `rms_norm_backward` takes by name besides the tensors."""
+    return {name: args[name] for name in ("eps", "plus_one", "backend")}
+
+
 @rms_norm.gradient(save=("x", "weight"))
 def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
-    (dy,) = grads
-    dx, dweight = rms_norm_backward(
-        dy, args["x"], args["weight"], eps=args["eps"], plus_one=args["plus_one"], backend=args["backend"]
-    )
+    dx, dweight = rms_norm_backward(grads[0], args["x"], args["weight"], **_options(args))
     return {"x": dx, "weight": dweight}
 
 
@@ -101,15 +103,7 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
     dy, residual_grad = grads
     if dy is None:
         return {"x": residual_grad, "residual": residual_grad}
-    dx, dweight = rms_norm_backward(
-        dy,
-        outputs[1],
-        args["weight"],
-        residual_grad,
-        eps=args["eps"],
-        plus_one=args["plus_one"],
-        backend=args["backend"],
-    )
+    dx, dweight = rms_norm_backward(dy, outputs[1], args["weight"], residual_grad, **_options(args))
     return {"x": dx, "residual": dx, "weight": dweight}
 
 
