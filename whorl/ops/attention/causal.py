@@ -91,7 +91,7 @@ def causal_attention_backward(
     scale: _SCALE,
     window: _WINDOW = 0,
 ) -> tuple[_OUT, Annotated[Tensor, "[T, HK, D] q"], Annotated[Tensor, "[T, HK, D] q"]]:
-    """OutputGradients of `causal_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
+    """Gradients of `causal_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
 
     Each sequence is computed by itself, as in `masked_attention_backward`: sums are in fp32 and rounded once, and the
     gradients of padding tokens are zero. starts are read back to the host once.

@@ -165,7 +165,7 @@ def sparse_attention_backward(
     scale: _SCALE,
     deterministic: bool = False,
 ) -> tuple[Annotated[Tensor, "[T, HQ, DV + R] q"], Annotated[Tensor, "[S, 1, DV + R] q"]]:
-    """OutputGradients of `sparse_attention` with respect to q and kv; dlse is the gradient that reaches lse.
+    """Gradients of `sparse_attention` with respect to q and kv; dlse is the gradient that reaches lse.
 
     The other arguments are those of `sparse_attention`. Returns dq and dkv, contiguous, summed in fp32, rounded once;
     weights and score gradients may be rounded to q's dtype before they are multiplied. The first DV channels of dkv

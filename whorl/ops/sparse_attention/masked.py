@@ -192,7 +192,7 @@ def masked_attention_backward(
     *,
     scale: _SCALE,
 ) -> tuple[Annotated[Tensor, "[T, G*HK, D] q"], Annotated[Tensor, "[S, HK, D] q"], Annotated[Tensor, "[S, HK, DV] q"]]:
-    """OutputGradients of `masked_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
+    """Gradients of `masked_attention` with respect to q, k and v; dlse is the gradient that reaches lse.
 
     The other arguments are those of `masked_attention`. Returns dq, dk and dv, contiguous, summed in fp32, rounded
     once. Tokens without keys and keys without tokens have zero gradients. The bits are the same in every run, on Ascend
