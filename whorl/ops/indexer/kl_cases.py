@@ -56,8 +56,10 @@ def _make_indices(tokens: int, keys: int, k: int, empty: bool, device: str) -> T
 def _make_selection(
     draw: Draw, tokens: tuple[int], keys: int, k: int | None, empty: bool = False, shuffled: bool = False
 ) -> Values:
-    """Draw the keys of each query: `k` of them, or without `k` those within bounds, which are of increasing numbers
-    of keys, 0 at first, where `empty` or `shuffled` asks for bounds."""
+    """Draw the keys of each query: `k` of them, or without `k` those within bounds.
+
+    Bounds, drawn only for `empty` or `shuffled`, are of increasing numbers of keys, 0 at first.
+    """
     if k is not None:
         return {"indices": _make_indices(*tokens, keys, k, empty, draw.device)}
     if not empty and not shuffled:
