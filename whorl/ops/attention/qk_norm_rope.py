@@ -1,7 +1,6 @@
 """The steps between a Qwen3 qkv projection and attention: RMSNorm of every q and k head, then the rotation."""
 
 import functools
-from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -10,8 +9,7 @@ from torch import Tensor
 from .._draw import Draw
 from .._op import Values, operator
 from ..rms_norm import rms_norm, rms_norm_backward
-from ..rope.contract import check_rotation, rope
-from ..rope.contract import make_case as make_rope
+from ..rope.contract import check_rotation, make_tables, rope
 from ..rope.contract import triton_reason as table_reason
 from ..rope.tables import Style
 
@@ -200,13 +198,6 @@ _BENCH: list[Values] = [
 
 
 WORDS = {"heads": "num_heads", "kv_heads": "num_kv_heads", "dim": "D"}
-
-
-def make_tables(draw: Draw, tokens: tuple[int, ...], dim: int, rotary: int = 0, looked_up: bool = False) -> Values:
-    """Return cos_sin and positions of a case, as those of `rope`."""
-    plain = replace(draw, scale=1.0, sliced=False)
-    values = make_rope(plain, tokens, 1, None, dim, rotary, looked_up=looked_up)
-    return {"cos_sin": values["cos_sin"], "positions": values["positions"]}
 
 
 def _make_backward(

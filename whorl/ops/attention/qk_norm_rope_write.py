@@ -8,9 +8,9 @@ from .._check import check_scales
 from .._draw import Draw
 from .._formats import FORMATS
 from .._op import Values, operator
-from ..rope.contract import check_rotation
+from ..rope.contract import check_rotation, make_tables
 from ..rope.tables import Style
-from .qk_norm_rope import WORDS, make_tables, qk_norm_rope, split_heads, triton_reason
+from .qk_norm_rope import WORDS, qk_norm_rope, split_heads, triton_reason
 from .write_kv import draw_caches, write_kv
 
 _SCALE = Annotated[Tensor | None, "[blocks, num_kv_heads, size] fp32, contiguous"]

@@ -1,5 +1,6 @@
 """Test and benchmark cases of the indexer's scores and selection."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def _make_scores(draw: Draw, topk: int = 0, **case: Any) -> Values:
 
 def _make_top_k(draw: Draw, normal: bool = False, **case: Any) -> Values:
     """Draw scores: normally distributed ones (`normal`) hardly ever tie, the others nearly always do."""
-    shape, kind = (*case["tokens"], case["keys"] + draw.gap), {"dtype": draw.wide, "device": draw.device}
+    shape, kind = (*case["tokens"], case["keys"] + draw.gap), replace(draw, dtype=draw.wide).kind
     scores = torch.randn(shape, **kind) if normal else torch.randint(-9, 9, shape, **kind) / 4
     del case["topk"]
     return {**_make(draw, **case), "scores": scores[:, : case["keys"]]}

@@ -211,10 +211,21 @@ _BENCH: list[Values] = [
 ]
 
 
-def _table(draw: Draw, rows: int, rotary: int) -> Tensor:
-    inv_freq = 1e4 ** (-torch.arange(0, rotary, 2, device=draw.device, dtype=torch.float64) / rotary)
-    angles = torch.outer(torch.arange(rows, device=draw.device, dtype=torch.float64), inv_freq)
-    return torch.cat((angles.cos(), angles.sin()), -1).to(torch.float32).to(draw.wide)
+def make_tables(
+    draw: Draw,
+    tokens: tuple[int, ...],
+    dim: int,
+    rotary: int = 0,
+    looked_up: bool = False,
+    index: torch.dtype = torch.int64,
+) -> Values:
+    """Make a table and positions; index: their dtype; looked_up: cos_sin has one row per token, positions is None."""
+    device, rows, rotary = draw.device, max(64, torch.Size(tokens).numel()), rotary or dim
+    inv_freq = 1e4 ** (-torch.arange(0, rotary, 2, device=device, dtype=torch.float64) / rotary)
+    angles = torch.outer(torch.arange(rows, device=device, dtype=torch.float64), inv_freq)
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(torch.float32).to(draw.wide)
+    positions = torch.randint(0, rows, tokens, device=device, dtype=index)
+    return {"cos_sin": table[positions] if looked_up else table, "positions": None if looked_up else positions}
 
 
 def _heads(draw: Draw, tokens: tuple[int, ...], heads: int, dim: int, order: str) -> Tensor:
@@ -226,30 +237,21 @@ def _heads(draw: Draw, tokens: tuple[int, ...], heads: int, dim: int, order: str
     return draw.scaled(*tokens, heads, dim)
 
 
-def make_case(
+def _make(
     draw: Draw,
     tokens: tuple[int, ...],
     heads: int,
     kv_heads: int | None,
     dim: int,
-    rotary: int | None = None,
     order: str = "thd",
+    rotary: int = 0,
     looked_up: bool = False,
     index: torch.dtype = torch.int64,
 ) -> Values:
-    """Make the tensors of `rope`.
-
-    looked_up: cos_sin has one row per token, and positions is None; index: the dtype of positions.
-    """
     q = _heads(draw, tokens, heads, dim, order)
     k = None if kv_heads is None else _heads(draw, tokens, kv_heads, dim, order)
-    rows = max(64, torch.Size(tokens).numel())
-    table = _table(draw, rows, rotary or dim)
-    positions = torch.randint(0, rows, tokens, device=draw.device, dtype=index)
-    if looked_up:
-        return {"q": q, "k": k, "cos_sin": table[positions], "positions": None}
-    return {"q": q, "k": k, "cos_sin": table, "positions": positions}
+    return {"q": q, "k": k, **make_tables(draw, tokens, dim, rotary, looked_up, index)}
 
 
-rope.inputs(cases=[*_CASES, _EXCHANGED], bench=[*_BENCH, *(case | {"inverse": True} for case in _BENCH)])(make_case)
-rope_.inputs(cases=_CASES, bench=_BENCH)(make_case)
+rope.inputs(cases=[*_CASES, _EXCHANGED], bench=[*_BENCH, *(case | {"inverse": True} for case in _BENCH)])(_make)
+rope_.inputs(cases=_CASES, bench=_BENCH)(_make)
