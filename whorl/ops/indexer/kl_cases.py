@@ -102,7 +102,7 @@ def make_kl(
 ) -> Values:
     values = _make_selection(draw, tokens, keys, k, empty, shuffled)
     if k is None:
-        bounds = {name: values.get(name) for name in ("starts", "ends", "key_positions")}
+        bounds: Values = {name: values.get(name) for name in ("starts", "ends", "key_positions")}
         is_hidden = ~visible_keys(*tokens, keys, **bounds, device=torch.device(draw.device))
     else:
         is_hidden = values["indices"] < 0
