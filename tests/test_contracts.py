@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from whorl import contracts
-from whorl.contracts import CONTRACTS, call_arguments, check_installed
-from whorl.contracts.contract import from_schema
+from whorl.contracts import CONTRACTS, Contract, call_arguments, check_installed
 
 
 def test_importing_needs_no_torch() -> None:
@@ -33,10 +32,10 @@ def test_parse_schema() -> None:
 
 
 def test_parameters_added_later_know_their_release() -> None:
-    contract = from_schema("op", "(Tensor x, int a=0, int b=0) -> Tensor", added={"2.11": "a b"}, gradient="yes")
+    contract = Contract("op(Tensor x, int a=0, int b=0) -> Tensor", added={"2.11": "a b"})
     assert [p.since for p in contract.parameters] == ["2.9", "2.11", "2.11"]
-    with pytest.raises(ValueError, match="op: c added later, but not in its schema"):
-        from_schema("op", "(Tensor x) -> Tensor", added={"2.11": "c"}, gradient="yes")
+    with pytest.raises(ValueError, match="c added later, but not in the schema op"):
+        _ = Contract("op(Tensor x) -> Tensor", added={"2.11": "c"}).parameters
 
 
 def test_in_place_arguments_are_parameters() -> None:

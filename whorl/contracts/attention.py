@@ -3,10 +3,8 @@
 The document that a docstring names by its date is the vendor's page of the operator.
 """
 
-from math import prod
-
 from .contract import Shape
-from .dtypes import FLOATS, dtype_limit
+from .shared import FLOATS, HALF, dims_limit, dtype_limit, empty_limit
 
 PAGE_SIZES = (128, 256, 384, 512)  # block sizes of the KV cache where a sequence has more than one query
 MASK_SIZE = 2048  # rows and columns of the atten_mask of sparse_mode 2, 3 and 4
@@ -28,9 +26,7 @@ def scatter_pa_kv_cache_limit(
             f"key must be [T, N, D] and cache [blocks, block size, N, D], got {tuple(key_shape)} and "
             f"{tuple(cache_shape)}"
         )
-    if not prod(key_shape):
-        return f"empty tensors are not supported, got {tuple(key_shape)}"
-    return None if contiguous else "key, value and the caches must be contiguous"
+    return empty_limit(key_shape) or (None if contiguous else "key, value and the caches must be contiguous")
 
 
 def scatter_nd_update_limit(*, shape: Shape, index_shape: Shape, updates_shape: Shape, dtype: str) -> str | None:
@@ -44,9 +40,7 @@ def scatter_nd_update_limit(*, shape: Shape, index_shape: Shape, updates_shape: 
     if len(shape) != 2 or tuple(index_shape[1:]) != (1,) or tuple(updates_shape) != (index_shape[0], shape[1]):
         shapes = f"{tuple(shape)}, {tuple(index_shape)} and {tuple(updates_shape)}"
         return f"input, indices and updates do not fit: must be [S, D], [T, 1] and [T, D], got {shapes}"
-    return (
-        None if prod(shape) and prod(updates_shape) else f"empty tensors are not supported, got {tuple(updates_shape)}"
-    )
+    return empty_limit(shape, updates_shape)
 
 
 def fused_infer_attention_limit(
@@ -70,7 +64,7 @@ def fused_infer_attention_limit(
     which may differ in TND only. Document of 2026-08-10.
     """
     value_size = head_size if value_size is None else value_size
-    if (reason := dtype_limit("query", dtype, ("float16", "bfloat16"))) is not None:
+    if (reason := dtype_limit("query", dtype, HALF)) is not None:
         return reason
     if not contiguous:
         return "query, key, value and atten_mask must be contiguous"
@@ -113,7 +107,7 @@ def fusion_attention_limit(*, query_shape: Shape, key_shape: Shape, value_dim: i
 
     Shapes end in [S, N, D]. Document of 2026-07-31.
     """
-    if (reason := dtype_limit("query", dtype, FLOATS)) is not None:
+    if (reason := dtype_limit("query", dtype)) is not None:
         return reason
     heads, dim = query_shape[-2:]
     if heads > 256 or heads % key_shape[-2]:
@@ -160,10 +154,8 @@ def _tnd_limit(
 
 def top_k_top_p_limit(*, shape: Shape, dtype: str, top_k: int | None = None) -> str | None:
     """Return the limit of npu_top_k_top_p that a call breaks, or None; top_k: the largest k. Document of 2026-07-09."""
-    if (reason := dtype_limit("logits", dtype, FLOATS)) is not None:
+    if (reason := dtype_limit("logits", dtype) or dims_limit("logits", (2,), shape)) is not None:
         return reason
-    if len(shape) != 2:
-        return f"logits must be 2-D, got {tuple(shape)}"
     if top_k is not None and not 1 <= top_k <= min(1024, shape[1]):
         return f"k must be 1 to {min(1024, shape[1])}, got {top_k}"
-    return None if prod(shape) else f"empty tensors are not supported, got {tuple(shape)}"
+    return empty_limit(shape)

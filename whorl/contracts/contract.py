@@ -3,8 +3,9 @@
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
+from typing import Final, Literal
 
 REQUIRED: Final = "<required>"
 Shape = Sequence[int]
@@ -21,20 +22,21 @@ class Parameter:
     since: str = "2.9"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True)
 class Contract:
-    """The signature of one vendor operator and what it promises.
+    """The schema of one vendor operator, and what the operator promises; the schema is parsed when it is first needed.
 
-    `gradient`: "yes", "raises", "silently lost" (the result has no grad_fn), or "partial"; `in_place`: parameters it
-    overwrites; `namespace`: its torch.ops namespace, None where it is not a torch operator; `since`: the first
-    supported release that has it; `changes`: the defaults that later releases changed (the parameters they added are in
-    `Parameter.since`); `library`: the Python package that has it; `note`: what else a caller must know.
+    `added`: by later release, the parameters it added, separated by spaces; `gradient`: "yes", "raises", "silently
+    lost" (the result has no grad_fn), or "partial"; `in_place`: parameters it overwrites; `namespace`: its torch.ops
+    namespace, None where it is not a torch operator; `library`: the Python package that has it; `since`: the first
+    supported release that has it; `changes`: the defaults that later releases changed; `note`: what else a caller must
+    know.
     """
 
-    name: str
-    parameters: tuple[Parameter, ...]
-    returns: tuple[str, ...]
-    gradient: Literal["yes", "raises", "silently lost", "partial"]
+    schema: str
+    _: KW_ONLY
+    added: Mapping[str, str] = field(default_factory=dict)
+    gradient: Literal["yes", "raises", "silently lost", "partial"] = "silently lost"
     in_place: tuple[str, ...] = ()
     namespace: str | None = "npu"
     library: str = "torch_npu"
@@ -42,11 +44,29 @@ class Contract:
     changes: tuple[tuple[str, str], ...] = ()
     note: str = ""
 
+    @property
+    def name(self) -> str:
+        return self.schema.partition("(")[0]
 
-def parse_schema(schema: str, since: Mapping[str, str] | None = None) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters with the releases that added them; ValueError for an added one that the schema lacks."""
+        since = {parameter: release for release, names in self.added.items() for parameter in names.split()}
+        parameters = parse_schema(self.schema)[0]
+        if unknown := since.keys() - {parameter.name for parameter in parameters}:
+            raise ValueError(f"{', '.join(sorted(unknown))} added later, but not in the schema {self.schema}")
+        return tuple(replace(parameter, since=since.get(parameter.name, "2.9")) for parameter in parameters)
+
+    @cached_property
+    def returns(self) -> tuple[str, ...]:
+        """The types of the results."""
+        return parse_schema(self.schema)[1]
+
+
+def parse_schema(schema: str) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
     """Return the parameters and result types of a schema; alias marks such as (a!) are dropped.
 
-    since: by parameter, the release that added it. Example: parse_schema("(Tensor x, *, int dim=-1) -> Tensor")
+    Example: parse_schema("(Tensor x, *, int dim=-1) -> Tensor")
     """
     inputs, outputs = re.sub(r"\([a-z]!\)", "", schema).split(" -> ")
     parameters, keyword_only = [], False
@@ -56,21 +76,5 @@ def parse_schema(schema: str, since: Mapping[str, str] | None = None) -> tuple[t
             continue
         declared, _, default = part.partition("=")
         kind, name = declared.split()
-        value = ast.literal_eval(default) if default else REQUIRED
-        parameters.append(Parameter(name, kind, value, keyword_only, (since or {}).get(name, "2.9")))
+        parameters.append(Parameter(name, kind, ast.literal_eval(default) if default else REQUIRED, keyword_only))
     return tuple(parameters), tuple(part for part in outputs.strip("()").split(", ") if part)
-
-
-def from_schema(
-    name: str, schema: str, *, first: str = "2.9", added: Mapping[str, str] | None = None, **facts: Any
-) -> Contract:
-    """Build the Contract of an operator from its schema.
-
-    first: the first release that has the operator; added: by later release, the parameters it added, separated by
-    spaces; facts: the other fields of Contract. Raises ValueError for an added parameter that the schema lacks.
-    """
-    since = {parameter: release for release, names in (added or {}).items() for parameter in names.split()}
-    parameters, returns = parse_schema(schema, since)
-    if unknown := since.keys() - {parameter.name for parameter in parameters}:
-        raise ValueError(f"{name}: {', '.join(sorted(unknown))} added later, but not in its schema {schema}")
-    return Contract(name=name, parameters=parameters, returns=returns, since=first, **facts)

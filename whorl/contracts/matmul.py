@@ -6,18 +6,13 @@ The document that a docstring names by its date is the vendor's page of the oper
 from collections.abc import Sequence
 
 from .contract import Shape
-from .dtypes import FLOATS, dtype_limit
-
-INNER = 65536  # the last dims of x and weight must be below it
+from .shared import HALF, INNER, dims_limit, dtype_limit, empty_limit, same_dtype_limit
 
 
 def linear_limit(*, shape: Shape, weight_shape: Shape, dtype: str, bias_dtype: str | None = None) -> str | None:
     """Return the limit of npu_linear that a call breaks, or None. Document of 2026-05-13."""
-    if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
-        return reason
-    if len(shape) != 2 or len(weight_shape) != 2:
-        return f"input and weight must be 2-D, got {tuple(shape)} and {tuple(weight_shape)}"
-    return None if bias_dtype in (None, dtype) else f"bias must have input's dtype {dtype}, got {bias_dtype}"
+    reason = dtype_limit("input", dtype) or dims_limit("input and weight", (2,), shape, weight_shape)
+    return reason or same_dtype_limit("bias", bias_dtype, "input's", dtype)
 
 
 def transpose_batchmatmul_limit(
@@ -28,12 +23,9 @@ def transpose_batchmatmul_limit(
     input [B, M, K], or [M, B, K] where perm_x1 is [1, 0, 2] (is_transposed); weight [B, K, N]; any strides. Document of
     2026-07-14.
     """
-    if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
+    reason = dtype_limit("input", dtype) or same_dtype_limit("weight", weight_dtype, "input's", dtype)
+    if (reason := reason or dims_limit("input and weight", (3,), shape, weight_shape)) is not None:
         return reason
-    if weight_dtype != dtype:
-        return f"weight must have input's dtype {dtype}, got {weight_dtype}"
-    if len(shape) != 3 or len(weight_shape) != 3:
-        return f"input and weight must be 3-D, got {tuple(shape)} and {tuple(weight_shape)}"
     batch, inner, width = weight_shape
     if not (0 < batch < INNER and 0 < width < INNER and 0 < inner * (batch if is_transposed else 1) < INNER):
         product = "K * B" if is_transposed else "K"
@@ -57,10 +49,8 @@ def grouped_matmul_limit(
 
     groups: the length of group_list. Document of 2026-08-05.
     """
-    if (reason := dtype_limit("x", dtype, FLOATS)) is not None:
+    if (reason := dtype_limit("x", dtype) or same_dtype_limit("weight", weight_dtype, "x's", dtype)) is not None:
         return reason
-    if weight_dtype != dtype:
-        return f"weight must have x's dtype {dtype}, got {weight_dtype}"
     if max(len(shapes), len(weight_shapes)) > 128:
         return f"x and weight must be lists of at most 128 tensors, got {len(shapes)} and {len(weight_shapes)}"
     if widest := [shape for shape in (*shapes, *weight_shapes) if shape[-1] >= INNER]:
@@ -87,18 +77,22 @@ def _group_limit(groups: int | None, num_weights: int, group_type: int, group_li
 COMMUNICATING_RANKS = (2, 4, 8)  # ranks of one server; the fused kernels are not documented for other numbers
 
 
-def _communicating_limit(shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
-    """Return the limit that all matmuls fused with a collective share and a call breaks, or None; world: the ranks."""
-    if (reason := dtype_limit("input", dtype, ("float16", "bfloat16"))) is not None:
+def all_gather_mm_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
+    """Return the limit of npu_all_gather_base_mm or npu_mm_all_reduce_base that a call breaks, or None.
+
+    Both are without quantisation and have the same limits; shape: that of one rank's rows. Documents of 2026-07-23.
+    """
+    reason = dtype_limit("input", dtype, HALF) or dims_limit("input and x2", (2,), shape, weight_shape)
+    if reason is not None:
         return reason
-    if len(shape) != 2 or len(weight_shape) != 2:
-        return f"input and x2 must be 2-D, got {tuple(shape)} and {tuple(weight_shape)}"
     if not 256 <= shape[1] < 65535:
         return f"the inner size must be in [256, 65535), got {shape[1]}"
-    if not shape[0] or not weight_shape[1]:
-        return f"empty tensors are not supported, got {tuple(shape)} and {tuple(weight_shape)}"
-    ranks = ", ".join(map(str, COMMUNICATING_RANKS))
-    return None if world in COMMUNICATING_RANKS else f"supports {ranks} ranks, got {world}"
+    if world not in COMMUNICATING_RANKS:
+        return f"supports {', '.join(map(str, COMMUNICATING_RANKS))} ranks, got {world}"
+    return empty_limit(shape, weight_shape)
+
+
+mm_all_reduce_limit = all_gather_mm_limit
 
 
 def mm_reduce_scatter_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
@@ -106,22 +100,7 @@ def mm_reduce_scatter_limit(*, shape: Shape, weight_shape: Shape, dtype: str, wo
 
     The number of rows must be a multiple of the ranks, and there is no bias. Document of 2026-08-06.
     """
-    if (reason := _communicating_limit(shape, weight_shape, dtype, world)) is not None:
+    reason = all_gather_mm_limit(shape=shape, weight_shape=weight_shape, dtype=dtype, world=world)
+    if reason is not None:
         return reason
     return f"the rows must be a multiple of the {world} ranks, got {shape[0]}" if shape[0] % world else None
-
-
-def all_gather_mm_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
-    """Return the limit of npu_all_gather_base_mm without quantisation that a call breaks, or None.
-
-    shape: that of one rank's rows. Document of 2026-07-23.
-    """
-    return _communicating_limit(shape, weight_shape, dtype, world)
-
-
-def mm_all_reduce_limit(*, shape: Shape, weight_shape: Shape, dtype: str, world: int) -> str | None:
-    """Return the limit of npu_mm_all_reduce_base without quantisation that a call breaks, or None.
-
-    Document of 2026-07-23.
-    """
-    return _communicating_limit(shape, weight_shape, dtype, world)

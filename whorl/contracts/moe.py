@@ -3,33 +3,26 @@
 The document that a docstring names by its date is the vendor's page of the operator.
 """
 
-from math import prod
-
 from .contract import Shape
-from .dtypes import FLOATS, dtype_limit
+from .shared import FLOATS, dims_limit, dtype_limit, empty_limit, same_dtype_limit
 
 
 def moe_gating_top_k_softmax_limit(*, shape: Shape, k: int, dtype: str) -> str | None:
     """Return the limit of npu_moe_gating_top_k_softmax that a call breaks, or None. Document of 2026-05-18."""
-    if (reason := dtype_limit("x", dtype, FLOATS)) is not None:
+    if (reason := dtype_limit("x", dtype) or dims_limit("x", (2, 3), shape)) is not None:
         return reason
-    if len(shape) not in (2, 3):
-        return f"x must be 2-D or 3-D, got {tuple(shape)}"
-    if k > 1024:
-        return f"k must be at most 1024, got {k}"
-    return None if prod(shape) else f"empty tensors are not supported, got {tuple(shape)}"
+    return f"k must be at most 1024, got {k}" if k > 1024 else empty_limit(shape)
 
 
 def moe_gating_top_k_limit(
     *, shape: Shape, dtype: str, bias_dtype: str | None = None, group_count: int = 1, renorm: int = 0
 ) -> str | None:
     """Return the limit of npu_moe_gating_top_k that a call breaks, or None. Document of 2026-07-11."""
-    if (reason := dtype_limit("x", dtype, FLOATS)) is not None:
+    reason = (
+        dtype_limit("x", dtype) or dims_limit("x", (2,), shape) or same_dtype_limit("bias", bias_dtype, "x's", dtype)
+    )
+    if reason is not None:
         return reason
-    if len(shape) != 2:
-        return f"x must be 2-D, got {tuple(shape)}"
-    if bias_dtype not in (None, dtype):
-        return f"bias must have x's dtype {dtype}, got {bias_dtype}"
     if shape[1] > 2048:
         return f"x must have at most 2048 experts, got {shape[1]}"
     size = shape[1] // group_count
@@ -37,9 +30,7 @@ def moe_gating_top_k_limit(
         return f"a group must have more than two experts, got {size}"
     if -(-size // 32) * 32 * group_count > 2048:
         return f"group size, rounded up to 32, times group_count must be at most 2048, got {size} and {group_count}"
-    if renorm:
-        return f"renorm must be 0, got {renorm}"
-    return None if prod(shape) else f"empty tensors are not supported, got {tuple(shape)}"
+    return f"renorm must be 0, got {renorm}" if renorm else empty_limit(shape)
 
 
 def moe_init_routing_limit(
@@ -97,17 +88,14 @@ def moe_finalize_routing_limit(
 
     has_skips: whether skip1 and skip2 are passed. Document of 2026-08-10.
     """
-    if (reason := dtype_limit("expanded_permuted_rows", dtype, FLOATS)) is not None:
+    reason = dtype_limit("expanded_permuted_rows", dtype)
+    if (reason := reason or same_dtype_limit("scales", scales_dtype, "the rows'", dtype)) is not None:
         return reason
-    if scales_dtype not in (None, dtype):
-        return f"scales must have the rows' dtype {dtype}, got {scales_dtype}"
     if index_dtype != "int32":
         return f"expanded_src_to_dst_row must be int32, got {index_dtype}"
     if drop_pad_mode not in range(4):
         return f"drop_pad_mode must be 0 to 3, got {drop_pad_mode}"
-    if has_skips == (False, True):
-        return "skip2 needs skip1; pass a single one as skip1"
-    return None if prod(shape) else f"empty tensors are not supported, got {tuple(shape)}"
+    return "skip2 needs skip1; pass a single one as skip1" if has_skips == (False, True) else empty_limit(shape)
 
 
 def moe_token_permute_limit(*, shape: Shape, dtype: str, top_k: int) -> str | None:
@@ -115,8 +103,6 @@ def moe_token_permute_limit(*, shape: Shape, dtype: str, top_k: int) -> str | No
 
     op-plugin does not document them; the limits are those of aclnnMoeTokenPermute, which they call (2025).
     """
-    if (reason := dtype_limit("tokens", dtype, FLOATS)) is not None:
+    if (reason := dtype_limit("tokens", dtype)) is not None:
         return reason
-    if top_k > 512:
-        return f"a token must have at most 512 experts, got {top_k}"
-    return None if prod(shape) else f"empty tensors are not supported, got {tuple(shape)}"
+    return f"a token must have at most 512 experts, got {top_k}" if top_k > 512 else empty_limit(shape)

@@ -4,11 +4,9 @@ int4: eight codes of neighbouring outputs are one int32, as npu_convert_weight_t
 """
 
 from .contract import Shape
-from .dtypes import dtype_limit
+from .shared import HALF, INNER, dims_limit, dtype_limit, empty_limit, same_dtype_limit
 
-HALF = ("float16", "bfloat16")
 WIDEST = 65535  # the largest K and N
-INNER = 65536  # every last dim of a grouped matmul must be below it
 GROUP = 32  # the group size of scales must be a multiple of it
 WEIGHTS = ("int8", "int4")
 WORD = 8  # int4 codes in one int32
@@ -22,9 +20,7 @@ def quant_matmul_limit(*, shape: Shape, weight_shape: Shape, dtype: str, output_
     """
     if dtype != "int8":
         return f"x1 and x2 must be int8, got {dtype}"
-    if (reason := dtype_limit("the result", output_dtype, HALF)) is not None:
-        return reason
-    return _size_limit(shape, weight_shape)
+    return dtype_limit("the result", output_dtype, HALF) or _size_limit(shape, weight_shape)
 
 
 def weight_quant_matmul_limit(
@@ -44,20 +40,18 @@ def weight_quant_matmul_limit(
 
 def _antiquant_limit(weight_shape: Shape, dtype: str, weight_dtype: str, scale_dtype: str) -> str | None:
     """Return what both matmuls of 16-bit activations and packed weights [.., K, N] refuse, or None."""
-    if (reason := dtype_limit("x", dtype, HALF) or dtype_limit("weight", weight_dtype, WEIGHTS)) is not None:
+    reason = dtype_limit("x", dtype, HALF) or dtype_limit("weight", weight_dtype, WEIGHTS)
+    if (reason := reason or same_dtype_limit("antiquant_scale", scale_dtype, "x's", dtype)) is not None:
         return reason
-    if scale_dtype != dtype:
-        return f"antiquant_scale must have x's dtype {dtype}, got {scale_dtype}"
     if weight_dtype == "int4" and weight_shape[-1] % WORD:
         return f"N must be a multiple of {WORD} for int4, got {weight_shape[-1]}"
     return None
 
 
 def _size_limit(shape: Shape, weight_shape: Shape) -> str | None:
-    if len(shape) != 2 or len(weight_shape) != 2:
-        return f"x and weight must be 2-D, got {tuple(shape)} and {tuple(weight_shape)}"
-    if not all((*shape, *weight_shape)):
-        return f"empty tensors are not supported, got {tuple(shape)} and {tuple(weight_shape)}"
+    reason = dims_limit("x and weight", (2,), shape, weight_shape) or empty_limit(shape, weight_shape)
+    if reason is not None:
+        return reason
     return None if max(weight_shape) <= WIDEST else f"K and N must be at most {WIDEST}, got {tuple(weight_shape)}"
 
 
@@ -71,20 +65,14 @@ def quant_grouped_matmul_limit(*, weight_shape: Shape, dtype: str, scale_dtype: 
         return f"x and weight must be int8, got {dtype}"
     expected = {"bfloat16": "bfloat16", "float16": "float32"}.get(output_dtype)
     if expected is None:
-        return f"the result must be one of {', '.join(HALF)}, got {output_dtype}"
+        return dtype_limit("the result", output_dtype, HALF)
     if scale_dtype != expected:
         return f"scale must be {expected} for a result in {output_dtype}, got {scale_dtype}"
     return _groups_limit(weight_shape)
 
 
 def antiquant_grouped_matmul_limit(
-    *,
-    weight_shape: Shape,
-    dtype: str,
-    weight_dtype: str,
-    scale_dtype: str,
-    group: int = 0,
-    symmetric: bool = True,
+    *, weight_shape: Shape, dtype: str, weight_dtype: str, scale_dtype: str, group: int = 0, symmetric: bool = True
 ) -> str | None:
     """Return the limit of npu_grouped_matmul with weights [E, K, N] in int8 or int4 that a call breaks, or None.
 

@@ -1,14 +1,15 @@
-"""Limits of the rotary operators.
+"""Limits of the rotary operators, and MRoPE's sections: which channel belongs to which axis.
 
 The document that a docstring names by its date is the vendor's page of the operator.
 """
 
-from math import prod
+from typing import Final, Literal
 
 from .contract import Shape
-from .dtypes import FLOATS, dtype_limit
-from .sections import FUSED_MROPE_SECTIONS
+from .shared import HALF, dtype_limit, empty_limit, same_dtype_limit
 
+# The only sections that npu_mrope documents.
+FUSED_MROPE_SECTIONS: Final = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (16, 16, 16, 16))
 _FOUR_AXES = {"BNSD": (0, 1, 2), "BSND": (0, 2, 1), "SBND": (1, 2, 0)}  # the dims of B, N and S
 _AXES = _FOUR_AXES | {"TND": (0, 2, 1)}  # TND gets a leading B of 1 first
 
@@ -28,7 +29,7 @@ def rotary_mul_limit(
     them in one of the orders BNSD, BSND and SBND; 3-D tensors count as TND, with B = 1. Document of 2026-07-23, which
     has TND.
     """
-    if (reason := dtype_limit("input", dtype, FLOATS)) is not None:
+    if (reason := dtype_limit("input", dtype)) is not None:
         return reason
     if rotary_mode not in ("half", "interleave"):
         return f"rotary_mode must be 'half' or 'interleave', got {rotary_mode!r}"
@@ -110,10 +111,9 @@ def mrope_limit(
 
     sections: None or all zeros mean plain RoPE. Document of 2026-08-05.
     """
-    if (reason := dtype_limit("query", dtype, FLOATS)) is not None:
+    reason = dtype_limit("query", dtype) or same_dtype_limit("cos_sin_cache", table_dtype, "query's", dtype)
+    if reason is not None:
         return reason
-    if table_dtype != dtype:
-        return f"cos_sin_cache must have query's dtype {dtype}, got {table_dtype}"
     if len(query_shape) != 2 or len(key_shape) != 2:
         return f"query and key must be 2-D [T, heads*head_size], got {tuple(query_shape)} and {tuple(key_shape)}"
     unit = 16 if dtype == "float32" else 32
@@ -156,10 +156,9 @@ def interleave_rope_limit(
     *, shape: Shape, cos_shape: Shape, dtype: str, table_dtype: str, contiguous: bool = True
 ) -> str | None:
     """Return the limit of npu_interleave_rope that a call breaks, or None. Document of 2026-04-29."""
-    if (reason := dtype_limit("x", dtype, ("float16", "bfloat16"))) is not None:
+    reason = dtype_limit("x", dtype, HALF) or same_dtype_limit("cos and sin", table_dtype, "x's", dtype)
+    if reason is not None:
         return reason
-    if table_dtype != dtype:
-        return f"cos and sin must have x's dtype {dtype}, got {table_dtype}"
     if len(shape) != 4 or shape[-1] != 64:
         return f"x must be [B, N, S, 64], got {tuple(shape)}"
     if tuple(cos_shape) not in ((shape[0], 1, shape[2], 64), (shape[0], 1, 1, 64)):
@@ -181,18 +180,17 @@ def apply_rotary_pos_emb_limit(
 
     Document of 2026-08-03, for Atlas A2 and A3; Ascend 950 supports more.
     """
-    if (reason := dtype_limit("query", dtype, FLOATS)) is not None:
+    reason = dtype_limit("query", dtype) or same_dtype_limit("cos and sin", table_dtype, "query's", dtype)
+    if reason is not None:
         return reason
-    if table_dtype != dtype:
-        return f"cos and sin must have query's dtype {dtype}, got {table_dtype}"
     if layout not in ("BSND", "TND"):
         return f"layout must be 'BSND' or 'TND', got {layout!r}"
     if rotary_mode != "half":
         return f"rotary_mode must be 'half', got {rotary_mode!r}"
     if len(query_shape) != len(layout) or len(key_shape) != len(layout):
         return f"{layout} query and key must be {len(layout)}-D, got {tuple(query_shape)} and {tuple(key_shape)}"
-    if not prod(query_shape) or not prod(key_shape):
-        return f"empty tensors are not supported, got {tuple(query_shape)} and {tuple(key_shape)}"
+    if (reason := empty_limit(query_shape, key_shape)) is not None:
+        return reason
     if query_shape[-1] not in (64, 128) or key_shape[-1] != query_shape[-1]:
         return f"head size must be 64 or 128 in query and key, got {query_shape[-1]} and {key_shape[-1]}"
     tokens = tuple(query_shape[:-2])
@@ -208,7 +206,7 @@ def rotary_embedding_limit(
 
     It is not documented; the limits are from its source of 2026-08-21.
     """
-    if (reason := dtype_limit("query", dtype, ("float16", "bfloat16"))) is not None:
+    if (reason := dtype_limit("query", dtype, HALF)) is not None:
         return reason
     if len(query_shape) != 2 or len(key_shape) != 2 or len(positions_shape) != 1:
         return f"query and key must be 2-D and positions 1-D, got {tuple(query_shape)} and {tuple(positions_shape)}"
@@ -216,4 +214,37 @@ def rotary_embedding_limit(
         return f"query, key and positions have {query_shape[0]}, {key_shape[0]} and {positions_shape[0]} tokens"
     if rotary_dim != head_size:
         return f"partial rotary is not supported: rotary size {rotary_dim}, head_size {head_size}"
+    return None
+
+
+def interleaved_axes(sections: Shape, formula: Literal["transformers", "vendor"] = "transformers") -> tuple[int, ...]:
+    """Return the axis (0 t, 1 h, 2 w) of each of the R/2 channels when sections (t, h, w) interleave with stride 3.
+
+    h has the channels 1::3 below 3*h, and w the channels 2::3 below an end that differs: 3*w in transformers, 3*h in
+    the vendor's published formula. All other channels belong to t.
+    """
+    _, h, w = sections
+    ends = {1: 3 * h, 2: 3 * w if formula == "transformers" else 3 * h}
+    return tuple(c % 3 if c % 3 and c < ends[c % 3] else 0 for c in range(sum(sections)))
+
+
+def interleaved_formulas_differ(sections: Shape) -> bool:
+    """Return whether npu_mrope's cache_mode='interleave' gives some channel another axis than transformers does."""
+    return interleaved_axes(sections, "transformers") != interleaved_axes(sections, "vendor")
+
+
+def vendor_sections(sections: Shape) -> tuple[int, int, int]:
+    """Return the (t, h, w) sections for which transformers' rule gives the axes of the vendor's formula."""
+    axes = interleaved_axes(sections, "vendor")
+    return axes.count(0), axes.count(1), axes.count(2)
+
+
+def interleaved_range_reason(sections: Shape) -> str | None:
+    """Return why (t, h, w) sections cannot interleave with stride 3 (the last h or w channel is missing), or None."""
+    if len(sections) != 3:
+        return f"interleaving needs 3 sections (t, h, w), got {len(sections)}"
+    half = sum(sections)
+    for axis, size, last in (("h", sections[1], 3 * sections[1] - 2), ("w", sections[2], 3 * sections[2] - 1)):
+        if size > 0 and last >= half:
+            return f"{axis}={size} needs channel {last}, there are {half}"
     return None

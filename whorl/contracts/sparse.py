@@ -5,86 +5,63 @@ The document that a docstring names by its date is the vendor's page of the oper
 
 from typing import Final
 
-from .contract import Contract, Shape, from_schema
-from .dtypes import dtype_limit
-
-_HALF: Final = ("bfloat16", "float16")
-# Parts of schemas that several operators share. The `int` or `int?` of pre_tokens stands before _FAR in each schema.
-_LENGTHS = "SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_klen=None, str? layout='BSND', int? sparse_mode=3, "
-_FAR = "pre_tokens=9223372036854775807, int{0} next_tokens=9223372036854775807"
+from .contract import Contract, Shape
+from .shared import HALF, dtype_limit
 
 SPARSE: Final[tuple[Contract, ...]] = (
-    from_schema(
-        "npu_lightning_indexer",
-        "(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
-        "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', "
-        "str layout_key='BSND', int sparse_count=2048, int sparse_mode=3, int "
-        + _FAR.format("")
-        + ", bool return_value=False) -> (Tensor, Tensor)",
+    Contract(
+        "npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
+        "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', str "
+        "layout_key='BSND', int sparse_count=2048, int sparse_mode=3, int pre_tokens=9223372036854775807, int "
+        "next_tokens=9223372036854775807, bool return_value=False) -> (Tensor, Tensor)",
         gradient="yes",
         note="Indices count the keys of each sequence; their order and the rule for ties are not documented. The "
         "gradient is that of the values, which return_value=True returns.",
     ),
-    from_schema(
-        "npu_sparse_flash_attention",
-        "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float scale_value, *, "
-        "Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "
-        "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, str layout_query='BSND', "
-        "str layout_kv='BSND', int sparse_mode=3, int "
-        + _FAR.format("")
-        + ", int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
+    Contract(
+        "npu_sparse_flash_attention(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float "
+        "scale_value, *, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, Tensor? "
+        "actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, str "
+        "layout_query='BSND', str layout_kv='BSND', int sparse_mode=3, int pre_tokens=9223372036854775807, int "
+        "next_tokens=9223372036854775807, int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None) -> "
+        "(Tensor, Tensor, Tensor)",
         added={"2.13": "sinks"},
         gradient="yes",
         note="Training needs return_softmax_lse=True, which a paged KV cache (PA_BSND) does not support. Indices "
         "count the keys of each sequence, -1 after the last; with sparse_block_size above 1 they count groups of that "
         "many keys.",
     ),
-    from_schema(
-        "npu_sparse_flash_attention_grad",
-        "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, Tensor d_out, Tensor out, "
-        "Tensor softmax_max, Tensor softmax_sum, float scale_value, int sparse_block_size, Tensor? query_rope=None, "
-        "Tensor? key_rope=None, Tensor? actual_seq_qlen=None, Tensor? actual_seq_kvlen=None, str? layout='BSND', "
-        "int? sparse_mode=3, int? "
-        + _FAR.format("?")
-        + ", int? attention_mode=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-        gradient="silently lost",
+    Contract(
+        "npu_sparse_flash_attention_grad(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, Tensor "
+        "d_out, Tensor out, Tensor softmax_max, Tensor softmax_sum, float scale_value, int sparse_block_size, Tensor? "
+        "query_rope=None, Tensor? key_rope=None, Tensor? actual_seq_qlen=None, Tensor? actual_seq_kvlen=None, str? "
+        "layout='BSND', int? sparse_mode=3, int? pre_tokens=9223372036854775807, int? "
+        "next_tokens=9223372036854775807, int? attention_mode=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         note="Deterministic only under torch.use_deterministic_algorithms.",
     ),
-    from_schema(
-        "npu_sparse_lightning_indexer_grad_kl_loss",
-        "(Tensor query, Tensor key, Tensor query_index, Tensor key_index, Tensor weights, Tensor sparse_indices, "
-        "Tensor softmax_max, Tensor softmax_sum, float scale_value, *, Tensor? query_rope=None, "
-        "Tensor? key_rope=None, "
-        + _LENGTHS
-        + "int? "
-        + _FAR.format("?")
-        + ", Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    Contract(
+        "npu_sparse_lightning_indexer_grad_kl_loss(Tensor query, Tensor key, Tensor query_index, Tensor key_index, "
+        "Tensor weights, Tensor sparse_indices, Tensor softmax_max, Tensor softmax_sum, float scale_value, *, Tensor? "
+        "query_rope=None, Tensor? key_rope=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_klen=None, str? "
+        "layout='BSND', int? sparse_mode=3, int? pre_tokens=9223372036854775807, int? "
+        "next_tokens=9223372036854775807, Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)",
         added={"2.13": "sinks"},
-        gradient="silently lost",
         note="Returns the loss and its gradients in one call. The loss is the sum over queries of KL(p || softmax of "
         "the index scores), where p is the attention, summed over heads and normalised. sparse_mode 3 only.",
     ),
-    from_schema(
-        "npu_dense_lightning_indexer_softmax_lse",
-        "(Tensor query_index, Tensor key_index, Tensor weights, *, "
-        + _LENGTHS
-        + "int? "
-        + _FAR.format("?")
-        + ") -> (Tensor, Tensor)",
-        first="2.10",
-        gradient="silently lost",
+    Contract(
+        "npu_dense_lightning_indexer_softmax_lse(Tensor query_index, Tensor key_index, Tensor weights, *, SymInt[]? "
+        "actual_seq_qlen=None, SymInt[]? actual_seq_klen=None, str? layout='BSND', int? sparse_mode=3, int? "
+        "pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807) -> (Tensor, Tensor)",
+        since="2.10",
     ),
-    from_schema(
-        "npu_dense_lightning_indexer_grad_kl_loss",
-        "(Tensor query, Tensor key, Tensor query_index, Tensor key_index, Tensor weights, Tensor softmax_max, "
-        "Tensor softmax_sum, Tensor softmax_max_index, Tensor softmax_sum_index, float scale_value, *, "
-        "Tensor? query_rope=None, Tensor? key_rope=None, "
-        + _LENGTHS
-        + "int? "
-        + _FAR.format("?")
-        + ") -> (Tensor, Tensor, Tensor, Tensor)",
-        first="2.10",
-        gradient="silently lost",
+    Contract(
+        "npu_dense_lightning_indexer_grad_kl_loss(Tensor query, Tensor key, Tensor query_index, Tensor key_index, "
+        "Tensor weights, Tensor softmax_max, Tensor softmax_sum, Tensor softmax_max_index, Tensor softmax_sum_index, "
+        "float scale_value, *, Tensor? query_rope=None, Tensor? key_rope=None, SymInt[]? actual_seq_qlen=None, "
+        "SymInt[]? actual_seq_klen=None, str? layout='BSND', int? sparse_mode=3, int? pre_tokens=9223372036854775807, "
+        "int? next_tokens=9223372036854775807) -> (Tensor, Tensor, Tensor, Tensor)",
+        since="2.10",
         note="As npu_sparse_lightning_indexer_grad_kl_loss, over every visible key.",
     ),
 )
@@ -114,9 +91,7 @@ def lightning_indexer_limit(
 
     Shapes end in [N, D]; block_size: 0 without a paged KV cache. Document of 2026-08-10.
     """
-    if (reason := _page_limit(block_size, contiguous)) is not None:
-        return reason
-    if (reason := dtype_limit("query", dtype, _HALF)) is not None:
+    if (reason := _page_limit(block_size, contiguous) or dtype_limit("query", dtype, HALF)) is not None:
         return reason
     heads, dim = query_shape[-2:]
     if heads > 64 or dim != 128 or tuple(key_shape[-2:]) != (1, 128):
@@ -145,7 +120,7 @@ def sparse_flash_attention_limit(
     Shapes end in [N, D]; block_size: 0 without a paged KV cache. Document of 2026-08-06, which does not cover the
     gradient: the limit of its topk is that of aclnnSparseFlashAttentionGrad (2026).
     """
-    if (reason := _page_limit(block_size, contiguous) or dtype_limit("query", dtype, _HALF)) is not None:
+    if (reason := _page_limit(block_size, contiguous) or dtype_limit("query", dtype, HALF)) is not None:
         return reason
     if sparse_block_size not in (1, 2, 4, 8, 16, 32, 64, 128) or block_size % sparse_block_size:
         return f"sparse_block_size must be a power of two up to 128 that divides {block_size}, got {sparse_block_size}"
@@ -176,7 +151,7 @@ def indexer_kl_loss_limit(
     Shapes end in [S, N, D], in TND in [T, N, D]. topk: the columns of sparse_indices where the caller chooses them.
     Documents of 2026-08-20 (sparse) and 2026-07-30 (dense, of up to 131072 queries).
     """
-    if (reason := dtype_limit("query", dtype, _HALF)) is not None:
+    if (reason := dtype_limit("query", dtype, HALF)) is not None:
         return reason
     if query_shape[-2] not in (32, 64, 128):
         return f"query must have 32, 64 or 128 heads, got {query_shape[-2]}"

@@ -28,8 +28,8 @@ def call_arguments(op: str, available: Sequence[str], **requested: Any) -> dict[
     """Return the keyword arguments to call `op` with, where the installed schema has the arguments in `available`.
 
     Every requested argument that the schema has is passed, also when it equals the default, because defaults differ
-    between versions. An argument that the schema lacks is left out if its value is the default; otherwise it raises
-    RuntimeError. Raises TypeError for an argument that no version has.
+    between versions. An argument that the schema lacks is left out if its value is None or the default; otherwise it
+    raises RuntimeError. Raises TypeError for an argument that no version has.
     """
     parameters = {p.name: p for p in CONTRACTS[op].parameters}
     arguments = {}
@@ -38,7 +38,7 @@ def call_arguments(op: str, available: Sequence[str], **requested: Any) -> dict[
             raise TypeError(f"{op}: no parameter {name!r}. Has: {list(parameters)}")
         if name in available:
             arguments[name] = value
-        elif value is not parameters[name].default and value != parameters[name].default:
+        elif value is not None and value is not parameters[name].default and value != parameters[name].default:
             argument = f"{name}={value!r}" if isinstance(value, str | int | float | list | tuple) else name
             library = CONTRACTS[op].library
             needed = f"torch_npu {parameters[name].since} or newer" if library == "torch_npu" else f"another {library}"
