@@ -283,6 +283,20 @@ def test_partial_gradients_are_errors() -> None:
         ascend.npu_rotary_mul(x, cos, sin, rotate=torch.eye(8))
 
 
+@pytest.mark.parametrize(
+    ("args", "keywords", "says"),
+    [
+        ((), {}, "missing 1 required positional argument: 'input'"),
+        ((torch.ones(2, 2), 1, 2), {}, "takes from 1 to 2 positional arguments but 3 were given"),
+        ((torch.ones(2, 2), 1), {"dim": 1}, "got multiple values for argument 'dim'"),
+        ((torch.ones(2, 2),), {"axis": 1}, "got an unexpected keyword argument 'axis'"),
+    ],
+)
+def test_arguments_are_bound_as_python_binds_them(args: tuple[Any, ...], keywords: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=rf"npu_swiglu\(\) {says}"):
+        ascend.npu_swiglu(*args, **keywords)
+
+
 # Limits.
 
 

@@ -380,8 +380,8 @@ NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
     "hash routing": (lambda: ascend.npu_moe_gating_top_k(randn(2, 8), 1, input_ids=IDS[0], tid2eid=IDS), "tid2eid"),
     "k": (lambda: ascend.npu_moe_gating_top_k(randn(2, 8), 5, group_count=2), "do not fit"),
     "norm_type": (lambda: ascend.npu_moe_gating_top_k(randn(2, 8), 1, norm_type=2), "norm_type is 2"),
-    "drop": (lambda: routing(IDS, drop_pad_mode=2), "drop_pad_mode 2"),
-    "quant_mode": (lambda: routing(IDS, quant_mode=3), "quant_mode is 3"),
+    "drop": (lambda: routing(IDS, drop_pad_mode=2), "drop_pad_mode is 2, expected 0 or 1"),
+    "quant_mode": (lambda: routing(IDS, quant_mode=3), r"quant_mode is 3, expected -1 \(none\), 0 \(static\) or 1"),
     "given scale": (lambda: routing(IDS, quant_mode=0, scale=randn(1)), "needs scale and offset"),
     "experts": (lambda: routing(IDS, expert_num=-1), "expert_num is -1"),
     "rows and ids": (lambda: routing(IDS[:3]), "expert_idx"),
@@ -396,7 +396,7 @@ NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
         "add up to 3",
     ),
     "padded": (lambda: ascend.npu_moe_token_permute(randn(4, 6), IDS, padded_mode=True), "padded_mode=True"),
-    "quant type": (lambda: ascend.npu_dynamic_quant(randn(2, 8), dst_type=290), "dst_type=290"),
+    "quant type": (lambda: ascend.npu_dynamic_quant(randn(2, 8), dst_type=290), "dst_type is 290"),
     "row of int4": (lambda: ascend.npu_dynamic_quant(randn(2, 12), dst_type=torch.quint4x2), "multiple of 8"),
     "head sizes": (
         lambda: ascend.npu_fused_infer_attention_score(

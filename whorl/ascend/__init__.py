@@ -6,58 +6,30 @@ an NPU they call torch_npu itself, without checks of their own. Parameters, outp
 documented device limit raises ValueError, unless `limits("ignore")` is set. See docs/ascend.md.
 """
 
-from .attention import npu_fused_infer_attention_score
-from .calling import limits
-from .gating import npu_moe_gating_top_k, npu_moe_gating_top_k_softmax
-from .indexer import (
-    npu_dense_lightning_indexer_grad_kl_loss,
-    npu_dense_lightning_indexer_softmax_lse,
-    npu_lightning_indexer,
-    npu_sparse_lightning_indexer_grad_kl_loss,
-)
-from .matmul import npu_grouped_matmul
-from .moe import (
-    npu_moe_finalize_routing,
-    npu_moe_init_routing_v2,
-    npu_moe_token_permute,
-    npu_moe_token_unpermute,
-)
-from .norms import npu_add_rms_norm, npu_rms_norm, npu_swiglu
-from .quant import npu_dynamic_quant
-from .rotary import (
-    _npu_rotary_embedding,
-    npu_apply_rotary_pos_emb,
-    npu_interleave_rope,
-    npu_mrope,
-    npu_rotary_mul,
-    npu_rotary_position_embedding,
-)
-from .sparse import npu_sparse_flash_attention, npu_sparse_flash_attention_grad
+from .attention import npu_fused_infer_attention_score as npu_fused_infer_attention_score
+from .calling import limits as limits
+from .gating import npu_moe_gating_top_k as npu_moe_gating_top_k
+from .gating import npu_moe_gating_top_k_softmax as npu_moe_gating_top_k_softmax
+from .indexer import npu_dense_lightning_indexer_grad_kl_loss as npu_dense_lightning_indexer_grad_kl_loss
+from .indexer import npu_dense_lightning_indexer_softmax_lse as npu_dense_lightning_indexer_softmax_lse
+from .indexer import npu_lightning_indexer as npu_lightning_indexer
+from .indexer import npu_sparse_lightning_indexer_grad_kl_loss as npu_sparse_lightning_indexer_grad_kl_loss
+from .matmul import npu_grouped_matmul as npu_grouped_matmul
+from .moe import npu_moe_finalize_routing as npu_moe_finalize_routing
+from .moe import npu_moe_init_routing_v2 as npu_moe_init_routing_v2
+from .moe import npu_moe_token_permute as npu_moe_token_permute
+from .moe import npu_moe_token_unpermute as npu_moe_token_unpermute
+from .norms import npu_add_rms_norm as npu_add_rms_norm
+from .norms import npu_rms_norm as npu_rms_norm
+from .norms import npu_swiglu as npu_swiglu
+from .quant import npu_dynamic_quant as npu_dynamic_quant
+from .rotary import _npu_rotary_embedding as _npu_rotary_embedding
+from .rotary import npu_apply_rotary_pos_emb as npu_apply_rotary_pos_emb
+from .rotary import npu_interleave_rope as npu_interleave_rope
+from .rotary import npu_mrope as npu_mrope
+from .rotary import npu_rotary_mul as npu_rotary_mul
+from .rotary import npu_rotary_position_embedding as npu_rotary_position_embedding
+from .sparse import npu_sparse_flash_attention as npu_sparse_flash_attention
+from .sparse import npu_sparse_flash_attention_grad as npu_sparse_flash_attention_grad
 
-__all__ = [
-    "_npu_rotary_embedding",
-    "limits",
-    "npu_add_rms_norm",
-    "npu_apply_rotary_pos_emb",
-    "npu_dense_lightning_indexer_grad_kl_loss",
-    "npu_dense_lightning_indexer_softmax_lse",
-    "npu_dynamic_quant",
-    "npu_fused_infer_attention_score",
-    "npu_grouped_matmul",
-    "npu_interleave_rope",
-    "npu_lightning_indexer",
-    "npu_moe_finalize_routing",
-    "npu_moe_gating_top_k",
-    "npu_moe_gating_top_k_softmax",
-    "npu_moe_init_routing_v2",
-    "npu_moe_token_permute",
-    "npu_moe_token_unpermute",
-    "npu_mrope",
-    "npu_rms_norm",
-    "npu_rotary_mul",
-    "npu_rotary_position_embedding",
-    "npu_sparse_flash_attention",
-    "npu_sparse_flash_attention_grad",
-    "npu_sparse_lightning_indexer_grad_kl_loss",
-    "npu_swiglu",
-]
+__all__ = sorted(["limits", *(name for name in vars() if "npu_" in name)])

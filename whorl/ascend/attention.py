@@ -9,20 +9,19 @@ from torch import Tensor
 from whorl import contracts
 from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
+from .calling import Misfit, enforce_limit, operator
 
-_NAME = "npu_fused_infer_attention_score"
 _UNLIMITED = 2**31 - 1
-_LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND")
-_NPU_ONLY = (
-    *("pse_shift", "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2", "quant_offset2"),
-    *("antiquant_scale", "antiquant_offset", "key_antiquant_scale", "key_antiquant_offset", "value_antiquant_scale"),
-    *("value_antiquant_offset", "query_padding_size", "kv_padding_size", "key_shared_prefix", "value_shared_prefix"),
-    *("actual_shared_prefix_len", "query_rope", "key_rope", "key_rope_antiquant_scale"),
-    *("antiquant_mode", "key_antiquant_mode", "value_antiquant_mode"),
+
+
+@operator(
+    no_gradient="query key value",
+    npu_only="pse_shift dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2 antiquant_scale "
+    "antiquant_offset key_antiquant_scale key_antiquant_offset value_antiquant_scale value_antiquant_offset "
+    "query_padding_size kv_padding_size key_shared_prefix value_shared_prefix actual_shared_prefix_len query_rope "
+    "key_rope key_rope_antiquant_scale antiquant_mode key_antiquant_mode value_antiquant_mode",
+    choices={"input_layout": ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND"), "sparse_mode": range(5)},
 )
-
-
 def npu_fused_infer_attention_score(
     query: Tensor,
     key: Tensor,
@@ -81,28 +80,9 @@ def npu_fused_infer_attention_score(
 
     Example: out, _ = npu_fused_infer_attention_score(q, k, v, num_heads=8, input_layout="BSND", scale=128**-0.5)
     """
-    arguments = dict(locals())  # every argument by name
-    refuse_gradient(_NAME, query, key, value)
-    if is_npu(query):
-        return call_torch_npu(_NAME, **arguments)
-    options = _Options(
-        layout=input_layout,
-        heads=num_heads,
-        kv_heads=num_key_value_heads or num_heads,
-        lengths=actual_seq_lengths,
-        kv_lengths=actual_seq_lengths_kv,
-        mask=atten_mask,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        block_table=block_table,
-        block_size=block_size,
-    )
-    npu_only = {n: v for n in _NPU_ONLY if (v := arguments[n]) is not None and not (isinstance(v, int) and v == 0)}
-    enforce_limit(_NAME, None if npu_only or input_layout not in _LAYOUTS else _limit(query, key, value, options))
-    refuse_npu_arguments(_NAME, **npu_only)
-    if input_layout not in _LAYOUTS:
-        raise ValueError(f"{_NAME}: input_layout is {input_layout!r}, expected one of {', '.join(_LAYOUTS)}")
+    arguments = locals()
+    options = _Options(**{name: arguments[name] for name in _Options.__slots__})
+    enforce_limit(_limit(query, key, value, options))
     return _compute(query, key, value, options, scale, softmax_lse_flag)
 
 
@@ -110,51 +90,55 @@ def npu_fused_infer_attention_score(
 class _Options:
     """The arguments that decide which keys a query sees and how the tensors are ordered."""
 
-    layout: str
-    heads: int
-    kv_heads: int
-    lengths: list[int] | None
-    kv_lengths: list[int] | None
-    mask: Tensor | None
+    input_layout: str
+    num_heads: int
+    num_key_value_heads: int
+    actual_seq_lengths: list[int] | None
+    actual_seq_lengths_kv: list[int] | None
+    atten_mask: Tensor | None
     sparse_mode: int
     pre_tokens: int
     next_tokens: int
     block_table: Tensor | None
     block_size: int
 
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_heads
+
 
 def _limit(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> str | None:
     lengths = _query_lengths(query, options)
     return contracts.fused_infer_attention_limit(
-        num_heads=options.heads,
+        num_heads=options.num_heads,
         num_kv_heads=options.kv_heads,
-        head_size=query.shape[-1] // (options.heads if options.layout == "BSH" else 1),
+        head_size=query.shape[-1] // (options.num_heads if options.input_layout == "BSH" else 1),
         value_size=_head_size(value, options),
         dtype=dtype_name(query),
-        input_layout=options.layout,
+        input_layout=options.input_layout,
         batch=len(lengths),
         queries=max(lengths, default=0),
         block_size=0 if options.block_table is None else options.block_size,
         sparse_mode=options.sparse_mode,
-        mask_shape=None if options.mask is None else options.mask.shape,
-        contiguous=all(t.is_contiguous() for t in (query, key, value, options.mask) if t is not None),
+        mask_shape=None if options.atten_mask is None else options.atten_mask.shape,
+        contiguous=all(t.is_contiguous() for t in (query, key, value, options.atten_mask) if t is not None),
     )
 
 
 def _head_size(x: Tensor, options: _Options) -> int:
     """Return the head size of key or value; heads and channels are one dim in BSH, and in blocks of three dims."""
-    is_joined = x.dim() == 3 and (options.layout == "BSH" or options.block_table is not None)
+    is_joined = x.dim() == 3 and (options.input_layout == "BSH" or options.block_table is not None)
     return x.shape[-1] // options.kv_heads if is_joined else x.shape[-1]
 
 
 def _query_lengths(query: Tensor, options: _Options) -> list[int]:
     """Return the number of queries of each sequence."""
-    if options.layout == "TND":
-        if options.lengths is None:
-            raise ValueError(f"{_NAME}: TND needs actual_seq_lengths, the cumulative number of queries")
-        return [end - start for start, end in itertools.pairwise([0, *options.lengths])]
-    longest = query.shape[2 if options.layout.startswith("BNSD") else 1]
-    return _lengths_per_sequence(options.lengths if longest > 1 else None, query.shape[0], longest)
+    if options.input_layout == "TND":
+        if options.actual_seq_lengths is None:
+            raise Misfit("TND needs actual_seq_lengths, the cumulative number of queries")
+        return [end - start for start, end in itertools.pairwise([0, *options.actual_seq_lengths])]
+    longest = query.shape[2 if options.input_layout.startswith("BNSD") else 1]
+    return _lengths_per_sequence(options.actual_seq_lengths if longest > 1 else None, query.shape[0], longest)
 
 
 def _lengths_per_sequence(lengths: list[int] | None, batch: int, longest: int) -> list[int]:
@@ -167,16 +151,14 @@ def _lengths_per_sequence(lengths: list[int] | None, batch: int, longest: int) -
 def _compute(
     query: Tensor, key: Tensor, value: Tensor, options: _Options, scale: float, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    if options.heads % options.kv_heads:
-        raise ValueError(f"{_NAME}: num_heads is {options.heads}, expected a multiple of {options.kv_heads} key heads")
-    q = _tokens_first(query, options.layout, options.heads)
+    if options.num_heads % options.kv_heads:
+        raise Misfit(f"num_heads is {options.num_heads}, expected a multiple of {options.kv_heads} key heads")
+    q = _tokens_first(query, options.input_layout, options.num_heads)
     if _head_size(key, options) != q.shape[-1]:
-        raise ValueError(
-            f"{_NAME}: query has heads of {q.shape[-1]}, key of {_head_size(key, options)}; expected the same size"
-        )
+        raise Misfit(f"query has heads of {q.shape[-1]}, key of {_head_size(key, options)}; expected the same size")
     out = torch.zeros(*q.shape[:-1], _head_size(value, options), dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:-1], torch.inf, device=q.device)
-    is_packed, start = options.layout == "TND", 0
+    is_packed, start = options.input_layout == "TND", 0
     for b, count in enumerate(_query_lengths(query, options)):
         at = (0, slice(start, start + count)) if is_packed else (b, slice(0, count))
         start += count
@@ -186,9 +168,9 @@ def _compute(
         out[at], lse[at] = sequence_out.to(q.dtype), sequence_lse.float()
     if is_packed:
         return out[0], lse[0].unsqueeze(-1) if with_lse else lse.new_empty(0)
-    if options.layout == "BNSD":
+    if options.input_layout == "BNSD":
         out = out.transpose(1, 2).contiguous()
-    out = out.flatten(2) if options.layout == "BSH" else out
+    out = out.flatten(2) if options.input_layout == "BSH" else out
     return out, lse.transpose(1, 2).unsqueeze(-1).contiguous() if with_lse else lse.new_empty(0)
 
 
@@ -203,19 +185,19 @@ def _tokens_first(x: Tensor, layout: str, heads: int) -> Tensor:
 
 def _sequence_keys(x: Tensor, options: _Options, b: int) -> Tensor:
     """Return the keys or values of sequence b, [S, HK, D]."""
-    lengths, table = options.kv_lengths, options.block_table
+    lengths, table = options.actual_seq_lengths_kv, options.block_table
     if table is None:
-        if options.layout == "TND":
+        if options.input_layout == "TND":
             if lengths is None:
-                raise ValueError(f"{_NAME}: TND needs actual_seq_lengths_kv, the cumulative number of keys")
+                raise Misfit("TND needs actual_seq_lengths_kv, the cumulative number of keys")
             return x[lengths[b - 1] if b else 0 : lengths[b]]
-        tokens = _tokens_first(x, options.layout, options.kv_heads)
+        tokens = _tokens_first(x, options.input_layout, options.kv_heads)
         return tokens[b, : _lengths_per_sequence(lengths, tokens.shape[0], tokens.shape[1])[b]]
     if lengths is None:
-        raise ValueError(f"{_NAME}: block_table needs actual_seq_lengths_kv, the number of keys of each sequence")
+        raise Misfit("block_table needs actual_seq_lengths_kv, the number of keys of each sequence")
     blocks = x.transpose(1, 2) if x.dim() == 4 else x.unflatten(-1, (options.kv_heads, -1))
     if blocks.shape[1] != options.block_size:
-        raise ValueError(f"{_NAME}: block_size is {options.block_size}, key has blocks of {blocks.shape[1]}")
+        raise Misfit(f"block_size is {options.block_size}, key has blocks of {blocks.shape[1]}")
     length = _lengths_per_sequence(lengths, table.shape[0], 0)[b]
     return blocks[table[b, : -(-length // options.block_size)].long()].flatten(0, 1)[:length]
 
@@ -229,9 +211,9 @@ def _hidden_keys(options: _Options, b: int, count: int, keys: int, *, is_single:
     query, key = torch.arange(count)[:, None], torch.arange(keys)
     diagonal = query + keys - count  # the key of the same position, aligned at the last query
     if is_single or options.sparse_mode in (0, 1):
-        if options.mask is None or options.sparse_mode > 1:
+        if options.atten_mask is None or options.sparse_mode > 1:
             return torch.zeros(count, keys, dtype=torch.bool)
-        mask = options.mask
+        mask = options.atten_mask
         mask = mask.unsqueeze(1 if is_single else 0) if mask.dim() == 2 else mask.flatten(0, -3)
         hidden = mask[b if mask.shape[0] > 1 else 0, :count, :keys].bool().cpu()
         if is_single or options.sparse_mode == 1:
@@ -239,8 +221,6 @@ def _hidden_keys(options: _Options, b: int, count: int, keys: int, *, is_single:
         return hidden | (key < query - options.pre_tokens) | (key > query + options.next_tokens)
     if options.sparse_mode == 4:
         return (key < diagonal - options.pre_tokens) | (key > diagonal + options.next_tokens)
-    if options.sparse_mode not in (2, 3):
-        raise ValueError(f"{_NAME}: sparse_mode is {options.sparse_mode}, expected 0 to 4")
     return key > (query if options.sparse_mode == 2 else diagonal)
 
 

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from whorl import contracts, ops
-from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
+from .calling import Misfit, operator
 
 
+@operator(contracts.moe_gating_top_k_softmax_limit, no_gradient="x")
 def npu_moe_gating_top_k_softmax(
     x: Tensor, finished: Tensor | None = None, k: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,11 +20,6 @@ def npu_moe_gating_top_k_softmax(
 
     Example: weights, ids, _ = npu_moe_gating_top_k_softmax(logits, k=8)
     """
-    name = "npu_moe_gating_top_k_softmax"
-    refuse_gradient(name, x)
-    if is_npu(x):
-        return call_torch_npu(name, x, finished=finished, k=k)
-    enforce_limit(name, contracts.moe_gating_top_k_softmax_limit(shape=x.shape, k=k, dtype=dtype_name(x)))
     logits = x.reshape(-1, x.shape[-1])
     weights, ids = ops.route(logits, k, renormalize=False)
     if finished is not None:
@@ -34,6 +29,11 @@ def npu_moe_gating_top_k_softmax(
     return weights.to(x.dtype).view(shape), ids.view(shape), row_idx.view(shape)
 
 
+@operator(
+    contracts.moe_gating_top_k_limit,
+    npu_only="input_ids tid2eid",
+    choices={"group_select_mode": (0, 1), "norm_type": (0, 1), "renorm": (0, 1)},
+)
 def npu_moe_gating_top_k(
     x: Tensor,
     k: int,
@@ -61,41 +61,12 @@ def npu_moe_gating_top_k(
 
     Example: weights, ids, _ = npu_moe_gating_top_k(logits, 8, k_group=4, group_count=8, norm_type=1)
     """
-    name = "npu_moe_gating_top_k"
-    if is_npu(x):
-        return call_torch_npu(
-            name,
-            x,
-            k,
-            bias=bias,
-            input_ids=input_ids,
-            tid2eid=tid2eid,
-            k_group=k_group,
-            group_count=group_count,
-            group_select_mode=group_select_mode,
-            renorm=renorm,
-            norm_type=norm_type,
-            out_flag=out_flag,
-            routed_scaling_factor=routed_scaling_factor,
-            eps=eps,
-        )
-    bias_dtype = None if bias is None else dtype_name(bias)
-    enforce_limit(
-        name,
-        contracts.moe_gating_top_k_limit(
-            shape=x.shape, dtype=dtype_name(x), bias_dtype=bias_dtype, group_count=group_count, renorm=renorm
-        ),
-    )
-    for argument, value in {"group_select_mode": group_select_mode, "norm_type": norm_type, "renorm": renorm}.items():
-        if value not in (0, 1):
-            raise ValueError(f"{name}: {argument} is {value}, expected 0 or 1")
     experts = x.shape[-1]
     if experts % group_count or not 1 <= k_group <= group_count or not 1 <= k <= experts // group_count * k_group:
-        raise ValueError(
-            f"{name}: k={k} of {experts} experts with k_group={k_group} of group_count={group_count} do not fit; "
+        raise Misfit(
+            f"k={k} of {experts} experts with k_group={k_group} of group_count={group_count} do not fit; "
             "expected group_count to divide the experts and k of them in the chosen groups"
         )
-    refuse_npu_arguments(name, input_ids=input_ids, tid2eid=tid2eid)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scores = torch.sigmoid(wide) if norm_type else torch.softmax(wide, -1)
     ranking = scores.detach() if bias is None else scores.detach() + bias.detach().to(wide.dtype)

@@ -4,17 +4,16 @@ import torch
 from torch import Tensor
 
 from whorl import contracts
-from whorl.ops._torch_npu import dtype_name
 from whorl.ops.indexer import index_scores, indexer_kl, indexer_target
 from whorl.ops.indexer.bounds import chunks, full_bounds, visible_keys
 
-from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
+from .calling import operator
 from .sequences import (
     FAR,
+    LAYOUTS,
+    MODES,
     SequenceIndex,
     check_layout,
-    check_mode,
-    check_window,
     join_rope,
     key_bounds,
     sort_indices,
@@ -24,6 +23,9 @@ from .sequences import (
 from .sparse_autograd import Indexer
 
 
+@operator(
+    contracts.lightning_indexer_limit, npu_only="block_table pre_tokens next_tokens", choices={"sparse_mode": MODES}
+)
 def npu_lightning_indexer(
     query: Tensor,
     key: Tensor,
@@ -50,26 +52,21 @@ def npu_lightning_indexer(
 
     Example: indices, _ = npu_lightning_indexer(q, k, weights, sparse_count=2048)
     """
-    name, arguments = "npu_lightning_indexer", dict(locals())  # every argument by name
-    if is_npu(query):
-        return call_torch_npu(name, **arguments)
-    limit = contracts.lightning_indexer_limit(
-        query_shape=query.shape,
-        key_shape=key.shape,
-        dtype=dtype_name(query),
-        sparse_count=sparse_count,
-        sparse_mode=sparse_mode,
-    )
-    enforce_limit(name, limit)
-    refuse_npu_arguments(name, block_table=block_table)
-    check_layout(name, layout_query, layout_key)
-    check_window(name, pre_tokens, next_tokens)
+    check_layout(layout_query, layout_key)
     lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
-    sequence_indices = list(split_sequences(name, layout_query, query, key, *lengths))
+    sequence_indices = list(split_sequences(layout_query, query, key, *lengths))
     indices, values = Indexer.apply(query, key, weights, sequence_indices, sparse_count, sparse_mode)
     return indices, values if return_value else query.new_empty(0)
 
 
+@operator(
+    contracts.indexer_kl_loss_limit,
+    no_gradient="query_index key_index weights",
+    npu_only="sinks",
+    choices={"layout": LAYOUTS, "sparse_mode": MODES},
+    index="query_index",
+    dtype="query_dtype",
+)
 def npu_sparse_lightning_indexer_grad_kl_loss(
     query: Tensor,
     key: Tensor,
@@ -98,19 +95,10 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     RuntimeError when a gradient of this call is needed. Off the NPU sinks, other layouts and other modes raise
     ValueError.
     """
-    name, arguments = "npu_sparse_lightning_indexer_grad_kl_loss", dict(locals())
-    layout = layout or "BSND"
-    refuse_gradient(name, query_index, key_index, weights)
-    if is_npu(query):
-        return call_torch_npu(name, **arguments)
-    enforce_limit(name, _kl_limit(query, key, query_index, layout))
-    refuse_npu_arguments(name, sinks=sinks)
-    check_layout(name, layout, layout)
-    check_mode(name, sparse_mode)
     q, k = join_rope(query, query_rope), join_rope(key, key_rope)
     lse = to_query_order(softmax_max) + to_query_order(softmax_sum).log()
     gradients = _Gradients(query_index, key_index, weights)
-    for queries, keys in split_sequences(name, layout, query, key, actual_seq_qlen, actual_seq_klen):
+    for queries, keys in split_sequences(layout, query, key, actual_seq_qlen, actual_seq_klen):
         indices = sort_indices(sparse_indices[queries], sparse_mode, len(k[keys]))
         target = indexer_target(q[queries], k[keys], indices, lse[queries], scale_value)
         index_q, index_k = query_index[queries], key_index[keys][:, 0]
@@ -118,6 +106,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     return gradients.results()
 
 
+@operator(no_gradient="query_index key_index weights", choices={"layout": LAYOUTS, "sparse_mode": MODES})
 def npu_dense_lightning_indexer_softmax_lse(
     query_index: Tensor,
     key_index: Tensor,
@@ -135,15 +124,8 @@ def npu_dense_lightning_indexer_softmax_lse(
     Both are 0 for a query that sees no key. Raises RuntimeError when a gradient is needed. Off the NPU other layouts
     and modes raise ValueError.
     """
-    name, arguments = "npu_dense_lightning_indexer_softmax_lse", dict(locals())
-    layout = layout or "BSND"
-    refuse_gradient(name, query_index, key_index, weights)
-    if is_npu(query_index):
-        return call_torch_npu(name, **arguments)
-    check_layout(name, layout, layout)
-    check_mode(name, sparse_mode)
     tops, sums = (query_index.new_zeros(query_index.shape[:-2], dtype=torch.float32) for _ in range(2))
-    for queries, keys in split_sequences(name, layout, query_index, key_index, actual_seq_qlen, actual_seq_klen):
+    for queries, keys in split_sequences(layout, query_index, key_index, actual_seq_qlen, actual_seq_klen):
         q, k, factors = query_index[queries], key_index[keys][:, 0], weights[queries]
         starts, ends = full_bounds(len(q), len(k), *key_bounds(sparse_mode, len(q), len(k), q.device), q.device)
         for rows in chunks(len(q), len(k)):  # some queries at a time, to limit memory
@@ -157,6 +139,14 @@ def npu_dense_lightning_indexer_softmax_lse(
     return tops.unsqueeze(-2), sums.unsqueeze(-2)
 
 
+@operator(
+    contracts.indexer_kl_loss_limit,
+    no_gradient="query_index key_index weights",
+    choices={"layout": LAYOUTS, "sparse_mode": MODES},
+    index="query_index",
+    dtype="query_dtype",
+    dense=lambda call: True,
+)
 def npu_dense_lightning_indexer_grad_kl_loss(
     query: Tensor,
     key: Tensor,
@@ -185,19 +175,11 @@ def npu_dense_lightning_indexer_grad_kl_loss(
     sums to 1 over the keys, as in the sparse loss. Tiny probabilities are not clipped in the loss. Raises RuntimeError
     when a gradient of this call is needed. Off the NPU other layouts and modes raise ValueError.
     """
-    name, arguments = "npu_dense_lightning_indexer_grad_kl_loss", dict(locals())
-    layout = layout or "BSND"
-    refuse_gradient(name, query_index, key_index, weights)
-    if is_npu(query):
-        return call_torch_npu(name, **arguments)
-    enforce_limit(name, _kl_limit(query, key, query_index, layout, dense=True))
-    check_layout(name, layout, layout)
-    check_mode(name, sparse_mode)
     q, k = join_rope(query, query_rope), join_rope(key, key_rope)
     lse = to_query_order(softmax_max) + to_query_order(softmax_sum).log()
     index_lse = (softmax_max_index + softmax_sum_index.log()).squeeze(-2)
     gradients = _Gradients(query_index, key_index, weights)
-    for queries, keys in split_sequences(name, layout, query, key, actual_seq_qlen, actual_seq_klen):
+    for queries, keys in split_sequences(layout, query, key, actual_seq_qlen, actual_seq_klen):
         count, num_keys = len(q[queries]), len(k[keys])
         starts, ends = full_bounds(count, num_keys, *key_bounds(sparse_mode, count, num_keys, q.device), q.device)
         index_k = key_index[keys][:, 0]
@@ -254,14 +236,3 @@ class _Gradients:
         """Return the gradients of q, k and weights, rounded to their dtypes, and the loss in fp32."""
         dq, dk, dweights = (g.to(d) for g, d in zip((self.dq, self.dk, self.dweights), self.dtypes, strict=True))
         return dq, dk, dweights, self.loss
-
-
-def _kl_limit(query: Tensor, key: Tensor, query_index: Tensor, layout: str, dense: bool = False) -> str | None:
-    return contracts.indexer_kl_loss_limit(
-        query_shape=query.shape,
-        key_shape=key.shape,
-        index_shape=query_index.shape,
-        dtype=dtype_name(query),
-        layout=layout,
-        dense=dense,
-    )

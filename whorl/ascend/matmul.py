@@ -6,9 +6,20 @@ from torch import Tensor
 from whorl import contracts
 from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
+from .calling import Misfit, operator
 
 
+@operator(
+    contracts.grouped_matmul_limit,
+    no_gradient="x weight bias",
+    npu_only="scale offset antiquant_scale antiquant_offset per_token_scale activation_input activation_quant_scale "
+    "activation_quant_offset act_type x_dtype weight_dtype scale_dtype per_token_scale_dtype",
+    choices={"group_type": (-1, 0, 2)},
+    shapes=lambda call: [t.shape for t in call["x"]],
+    weight_shapes=lambda call: [t.shape for t in call["weight"]],
+    weight_dtype=lambda call: dtype_name(call["weight"][0]),
+    groups=lambda call: None if call["group_list"] is None else call["group_list"].numel(),
+)
 def npu_grouped_matmul(
     x: list[Tensor],
     weight: list[Tensor],
@@ -45,74 +56,15 @@ def npu_grouped_matmul(
 
     Example: (y,) = npu_grouped_matmul([x], [weight], group_list=ends, group_type=0, split_item=3)
     """
-    name = "npu_grouped_matmul"
-    refuse_gradient(name, *x, *weight, *(bias or ()))
-    if is_npu(x[0]):
-        return call_torch_npu(
-            name,
-            x,
-            weight,
-            bias=bias,
-            scale=scale,
-            offset=offset,
-            antiquant_scale=antiquant_scale,
-            antiquant_offset=antiquant_offset,
-            per_token_scale=per_token_scale,
-            group_list=group_list,
-            activation_input=activation_input,
-            activation_quant_scale=activation_quant_scale,
-            activation_quant_offset=activation_quant_offset,
-            split_item=split_item,
-            group_type=group_type,
-            group_list_type=group_list_type,
-            act_type=act_type,
-            tuning_config=tuning_config,
-            output_dtype=output_dtype,
-            x_dtype=x_dtype,
-            weight_dtype=weight_dtype,
-            scale_dtype=scale_dtype,
-            per_token_scale_dtype=per_token_scale_dtype,
-        )
-    modes = {"split_item": split_item or 0, "group_list_type": group_list_type or 0, "act_type": act_type or 0}
-    enforce_limit(
-        name,
-        contracts.grouped_matmul_limit(
-            shapes=[t.shape for t in x],
-            weight_shapes=[t.shape for t in weight],
-            dtype=dtype_name(x[0]),
-            weight_dtype=dtype_name(weight[0]),
-            groups=None if group_list is None else group_list.numel(),
-            group_type=group_type,
-            **modes,
-        )
-        if scale is None and antiquant_scale is None
-        else None,
-    )
-    refuse_npu_arguments(
-        name,
-        scale=scale,
-        offset=offset,
-        antiquant_scale=antiquant_scale,
-        antiquant_offset=antiquant_offset,
-        per_token_scale=per_token_scale,
-        activation_input=activation_input,
-        activation_quant_scale=activation_quant_scale,
-        activation_quant_offset=activation_quant_offset,
-        act_type=act_type or None,
-        x_dtype=x_dtype,
-        weight_dtype=weight_dtype,
-        scale_dtype=scale_dtype,
-        per_token_scale_dtype=per_token_scale_dtype,
-    )
-    operands = list(_operands(name, x, weight, group_type, _group_lengths(group_list, modes["group_list_type"])))
+    operands = list(_operands(x, weight, group_type, _group_lengths(group_list, group_list_type)))
     outputs = [_matmul(a, b, None if bias is None else _group_bias(bias, e)) for e, (a, b) in enumerate(operands)]
-    outputs = [y.to(_dtype(name, output_dtype) or x[0].dtype) for y in outputs]
-    if modes["split_item"] in (0, 1):
+    outputs = [y.to(_dtype(output_dtype) or x[0].dtype) for y in outputs]
+    if split_item in (0, 1):
         return outputs
     return [torch.stack(outputs) if group_type == 2 else torch.cat(outputs)]
 
 
-def _group_lengths(group_list: Tensor | None, kind: int) -> list[int] | None:
+def _group_lengths(group_list: Tensor | None, kind: int | None) -> list[int] | None:
     """Return the rows of each group from a cumulative group_list (kind 0) or from counts (1)."""
     if group_list is None:
         return None
@@ -120,21 +72,19 @@ def _group_lengths(group_list: Tensor | None, kind: int) -> list[int] | None:
 
 
 def _operands(
-    name: str, x: list[Tensor], weight: list[Tensor], group_type: int | None, lengths: list[int] | None
+    x: list[Tensor], weight: list[Tensor], group_type: int | None, lengths: list[int] | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the two operands of each group's matmul."""
-    if group_type not in (-1, 0, 2):
-        raise ValueError(f"{name}: group_type is {group_type}, expected -1, 0 or 2")
     weights = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else weight
     if len(x) == 1 and group_type != -1:
         total = x[0].shape[1 if group_type == 2 else 0]
         if lengths is None or sum(lengths) != total:
-            raise ValueError(f"{name}: group_list has lengths {lengths}, expected lengths that add up to {total}")
+            raise Misfit(f"group_list has lengths {lengths}, expected lengths that add up to {total}")
         x = list(x[0].split(lengths, 1 if group_type == 2 else 0))
         if group_type == 2:
             weights = list(weight[0].split(lengths))
     if len(x) != len(weights):
-        raise ValueError(f"{name}: x has {len(x)} groups, weight has {len(weights)}; expected the same number")
+        raise Misfit(f"x has {len(x)} groups, weight has {len(weights)}; expected the same number")
     return list(zip(x, weights, strict=True))
 
 
@@ -149,7 +99,7 @@ def _group_bias(bias: list[Tensor], group: int) -> Tensor:
     return bias[0][group] if bias[0].dim() == 2 else bias[group]
 
 
-def _dtype(name: str, output_dtype: object) -> torch.dtype | None:
+def _dtype(output_dtype: object) -> torch.dtype | None:
     if output_dtype is None or isinstance(output_dtype, torch.dtype):
         return output_dtype
-    raise ValueError(f"{name}: output_dtype is {output_dtype}; off the NPU give a torch.dtype or None")
+    raise Misfit(f"output_dtype is {output_dtype}; off the NPU give a torch.dtype or None")

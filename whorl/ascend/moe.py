@@ -4,11 +4,22 @@ import torch
 from torch import Tensor
 
 from whorl import contracts, ops
-from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
+from .calling import Misfit, operator
 
 
+@operator(
+    contracts.moe_init_routing_limit,
+    no_gradient="x",
+    npu_only="x_dtype",
+    choices={
+        "quant_mode": {-1: "none", 0: "static", 1: "dynamic"},
+        "drop_pad_mode": (0, 1),
+        "expert_tokens_num_type": {0: "cumulative", 1: "counts", 2: "pairs"},
+        "row_idx_type": (0, 1),
+    },
+    ids="expert_idx",
+)
 def npu_moe_init_routing_v2(
     x: Tensor,
     expert_idx: Tensor,
@@ -44,59 +55,13 @@ def npu_moe_init_routing_v2(
     Example: rows, places, counts, _ = npu_moe_init_routing_v2(
         x, ids, expert_num=64, expert_tokens_num_type=1, expert_tokens_num_flag=True)
     """
-    name = "npu_moe_init_routing_v2"
-    refuse_gradient(name, x)
-    if is_npu(x):
-        return call_torch_npu(
-            name,
-            x,
-            expert_idx,
-            scale=scale,
-            offset=offset,
-            active_num=active_num,
-            expert_capacity=expert_capacity,
-            expert_num=expert_num,
-            drop_pad_mode=drop_pad_mode,
-            expert_tokens_num_type=expert_tokens_num_type,
-            expert_tokens_num_flag=expert_tokens_num_flag,
-            quant_mode=quant_mode,
-            active_expert_range=active_expert_range,
-            row_idx_type=row_idx_type,
-            x_dtype=x_dtype,
-        )
-    enforce_limit(
-        name,
-        contracts.moe_init_routing_limit(
-            shape=x.shape,
-            dtype=dtype_name(x),
-            ids_dtype=dtype_name(expert_idx),
-            expert_num=expert_num,
-            drop_pad_mode=drop_pad_mode,
-            expert_capacity=expert_capacity,
-            expert_tokens_num_type=expert_tokens_num_type,
-            active_expert_range=active_expert_range,
-            quant_mode=quant_mode,
-        ),
-    )
     if x.dim() != 2 or expert_idx.dim() != 2 or expert_idx.shape[0] != x.shape[0]:
-        raise ValueError(f"{name}: x is {list(x.shape)}, expert_idx {list(expert_idx.shape)}, expected [T, H], [T, K]")
-    refuse_npu_arguments(name, x_dtype=x_dtype)
-    if quant_mode not in (-1, 0, 1) or drop_pad_mode not in (0, 1):
-        raise ValueError(
-            f"{name}: quant_mode is {quant_mode}, expected -1 to 1; drop_pad_mode {drop_pad_mode}, expected 0 or 1"
-        )
+        raise Misfit(f"x is {list(x.shape)}, expert_idx {list(expert_idx.shape)}, expected [T, H], [T, K]")
     if quant_mode == 0 and (scale is None or offset is None):
-        raise ValueError(f"{name}: quant_mode 0 needs scale and offset, one number each")
-    if expert_tokens_num_type not in (0, 1, 2) or row_idx_type not in (0, 1):
-        raise ValueError(
-            f"{name}: expert_tokens_num_type is {expert_tokens_num_type}, expected 0, 1 or 2; "
-            f"row_idx_type is {row_idx_type}, expected 0 or 1"
-        )
+        raise Misfit("quant_mode 0 needs scale and offset, one number each")
     first, last = active_expert_range or (0, expert_num)
     if expert_num < 0 or first > last:
-        raise ValueError(
-            f"{name}: expert_num is {expert_num}, active_expert_range {active_expert_range}; expected some experts"
-        )
+        raise Misfit(f"expert_num is {expert_num}, active_expert_range {active_expert_range}; expected some experts")
     flat = expert_idx.flatten().long()
     is_active = (flat >= first) & (flat < last)
     order = torch.where(is_active, flat, last).sort(stable=True).indices[: int(is_active.sum())]
@@ -135,13 +100,7 @@ def _padded_rows(experts: Tensor, counts: Tensor, capacity: int) -> Tensor:
 
 
 def _copy_tokens(
-    x: Tensor,
-    order: Tensor,
-    experts: Tensor,
-    top_k: int,
-    scale: Tensor | None,
-    offset: Tensor | None,
-    quant_mode: int,
+    x: Tensor, order: Tensor, experts: Tensor, top_k: int, scale: Tensor | None, offset: Tensor | None, quant_mode: int
 ) -> tuple[Tensor, Tensor]:
     """Return the copies in the order of their experts, quantised by quant_mode, and a scale for each.
 
@@ -171,6 +130,13 @@ def _format_counts(counts: Tensor, kind: int, first: int, expert_num: int) -> Te
     return torch.nn.functional.pad(pairs, (0, 0, 0, expert_num - len(used)))
 
 
+@operator(
+    contracts.moe_finalize_routing_limit,
+    no_gradient="expanded_permuted_rows skip1 skip2 bias scales",
+    choices={"drop_pad_mode": (0, 1, 2, 3)},
+    index="expanded_src_to_dst_row",
+    has_skips=lambda call: (call["skip1"] is not None, call["skip2"] is not None),
+)
 def npu_moe_finalize_routing(
     expanded_permuted_rows: Tensor,
     skip1: Tensor | None,
@@ -192,33 +158,15 @@ def npu_moe_finalize_routing(
 
     Example: y = npu_moe_finalize_routing(rows, None, None, None, weights, places, None, drop_pad_mode=2)
     """
-    name = "npu_moe_finalize_routing"
-    mode, rows, index = drop_pad_mode or 0, expanded_permuted_rows, expanded_src_to_dst_row
-    refuse_gradient(name, *(t for t in (rows, skip1, skip2, bias, scales) if t is not None))
-    if is_npu(rows):
-        arguments = (rows, skip1, skip2, bias, scales, index, export_for_source_row)
-        return call_torch_npu(name, *arguments, drop_pad_mode=drop_pad_mode, k=k)
-    enforce_limit(
-        name,
-        contracts.moe_finalize_routing_limit(
-            shape=rows.shape,
-            dtype=dtype_name(rows),
-            scales_dtype=None if scales is None else dtype_name(scales),
-            index_dtype=dtype_name(index),
-            drop_pad_mode=mode,
-            has_skips=(skip1 is not None, skip2 is not None),
-        ),
-    )
-    if mode not in (0, 1, 2, 3):
-        raise ValueError(f"{name}: drop_pad_mode is {mode}, expected 0 to 3")
+    rows, index = expanded_permuted_rows, expanded_src_to_dst_row
     top_k = scales.shape[1] if scales is not None else k or 1
-    index = index.view(top_k, -1).t() if mode in (0, 1) else index.view(-1, top_k)  # [T, K]
+    index = index.view(top_k, -1).t() if drop_pad_mode in (0, 1) else index.view(-1, top_k)  # [T, K]
     wide = torch.promote_types(rows.dtype, torch.float32)
     flat = rows.reshape(-1, rows.shape[-1]).to(wide)
     parts = flat[index.long().clamp_min(0)].masked_fill((index < 0).unsqueeze(-1), 0)
     if bias is not None:
         if export_for_source_row is None:
-            raise ValueError(f"{name}: bias needs export_for_source_row, the expert of each choice")
+            raise Misfit("bias needs export_for_source_row, the expert of each choice")
         parts = parts + bias.to(wide)[export_for_source_row.long()]
     if scales is not None:
         parts = parts * scales.to(wide).unsqueeze(-1)
@@ -228,6 +176,11 @@ def npu_moe_finalize_routing(
     return y.to(rows.dtype)
 
 
+@operator(
+    contracts.moe_token_permute_limit,
+    npu_only="padded_mode",
+    top_k=lambda call: 1 if call["indices"].dim() == 1 else call["indices"].shape[1],
+)
 def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -239,16 +192,9 @@ def npu_moe_token_permute(
 
     Example: permuted, places = npu_moe_token_permute(tokens, ids)
     """
-    name = "npu_moe_token_permute"
-    if is_npu(tokens):
-        return call_torch_npu(name, tokens, indices, num_out_tokens=num_out_tokens, padded_mode=padded_mode)
     top_k = 1 if indices.dim() == 1 else indices.shape[1]
-    enforce_limit(name, contracts.moe_token_permute_limit(shape=tokens.shape, dtype=dtype_name(tokens), top_k=top_k))
     if tokens.dim() != 2 or indices.dim() not in (1, 2) or indices.shape[0] != tokens.shape[0]:
-        raise ValueError(
-            f"{name}: tokens is {list(tokens.shape)}, indices {list(indices.shape)}, expected [T, H] and [T, K]"
-        )
-    refuse_npu_arguments(name, padded_mode=padded_mode or None)
+        raise Misfit(f"tokens is {list(tokens.shape)}, indices {list(indices.shape)}, expected [T, H] and [T, K]")
     order = indices.flatten().sort(stable=True).indices
     places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     limit = num_out_tokens or 0
@@ -256,6 +202,11 @@ def npu_moe_token_permute(
     return tokens[order[:rows] // top_k], places.int()
 
 
+@operator(
+    contracts.moe_token_permute_limit,
+    npu_only="padded_mode restore_shape",
+    top_k=lambda call: 1 if call["probs"] is None else call["probs"].shape[1],
+)
 def npu_moe_token_unpermute(
     permuted_tokens: Tensor,
     sorted_indices: Tensor,
@@ -271,16 +222,8 @@ def npu_moe_token_unpermute(
 
     Example: y = npu_moe_token_unpermute(permuted, places, probs=weights)
     """
-    name = "npu_moe_token_unpermute"
-    if is_npu(permuted_tokens):
-        arguments = {"probs": probs, "padded_mode": padded_mode, "restore_shape": restore_shape}
-        return call_torch_npu(name, permuted_tokens, sorted_indices, **arguments)
-    top_k = 1 if probs is None else probs.shape[1]
-    dtype = dtype_name(permuted_tokens)
-    enforce_limit(name, contracts.moe_token_permute_limit(shape=permuted_tokens.shape, dtype=dtype, top_k=top_k))
-    refuse_npu_arguments(name, padded_mode=padded_mode or None, restore_shape=restore_shape)
     wide = permuted_tokens.to(torch.promote_types(permuted_tokens.dtype, torch.float32))
-    index = sorted_indices.long().view(-1, top_k)
+    index = sorted_indices.long().view(-1, 1 if probs is None else probs.shape[1])
     is_dropped = index >= wide.shape[0]
     parts = wide[index.masked_fill(is_dropped, 0)].masked_fill(is_dropped.unsqueeze(-1), 0)
     if probs is not None:

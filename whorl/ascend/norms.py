@@ -1,16 +1,14 @@
 """RMS norm, with and without a residual, and SwiGLU."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from whorl import contracts, ops
-from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient
+from .calling import Misfit, operator
 
 
+@operator(contracts.rms_norm_limit)
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
     """Return y = input / rms * gamma over gamma's dims, and 1 / rms.
 
@@ -19,14 +17,11 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
 
     Example: y, _ = npu_rms_norm(x, gamma, epsilon=1e-6)
     """
-    name = "npu_rms_norm"
-    if is_npu(input):
-        return call_torch_npu(name, input, gamma, epsilon=epsilon)
-    enforce_limit(name, contracts.rms_norm_limit(**_limit_arguments(input, gamma)))
     y = ops.rms_norm(_flatten_dims(input, gamma), gamma.flatten(), epsilon)
     return y.view(input.shape), _inverse_rms(input, gamma, epsilon)
 
 
+@operator(contracts.add_rms_norm_limit, no_gradient="x1 x2 gamma")
 def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
     """Return npu_rms_norm of x = x1 + x2: y, 1 / rms in fp32, and x.
 
@@ -35,37 +30,20 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
 
     Example: y, _, residual = npu_add_rms_norm(x, residual, gamma)
     """
-    name = "npu_add_rms_norm"
-    refuse_gradient(name, x1, x2, gamma)
-    if is_npu(x1):
-        return call_torch_npu(name, x1, x2, gamma, epsilon=epsilon)
-    enforce_limit(name, contracts.add_rms_norm_limit(**_limit_arguments(x1, gamma), x2_shape=x2.shape))
     y, x = ops.add_rms_norm(_flatten_dims(x1, gamma), _flatten_dims(x2, gamma), gamma.flatten(), epsilon)
     x = x.view(x1.shape)
     return y.view(x1.shape), _inverse_rms(x, gamma, epsilon), x
 
 
+@operator(contracts.swiglu_limit, contiguous=lambda call: call["input"].is_contiguous())
 def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     """Return silu(first half) * second half along `dim`, differentiable; raises ValueError for an odd size.
 
     Example: y = npu_swiglu(gate_up)
     """
-    name = "npu_swiglu"
-    if is_npu(input):
-        return call_torch_npu(name, input, dim=dim)
-    contiguous = input.is_contiguous()
-    enforce_limit(
-        name, contracts.swiglu_limit(shape=input.shape, dim=dim, dtype=dtype_name(input), contiguous=contiguous)
-    )
     if input.shape[dim] % 2:
-        raise ValueError(f"{name}: input is {list(input.shape)}, expected an even size along dim {dim}")
+        raise Misfit(f"input is {list(input.shape)}, expected an even size along dim {dim}")
     return ops.glu(input.movedim(dim, -1)).movedim(-1, dim).contiguous()
-
-
-def _limit_arguments(x: Tensor, gamma: Tensor) -> dict[str, Any]:
-    """Return the arguments that the limit functions of both norms take."""
-    dtypes = {"dtype": dtype_name(x), "gamma_dtype": dtype_name(gamma)}
-    return {"shape": x.shape, "gamma_shape": gamma.shape, **dtypes}
 
 
 def _flatten_dims(x: Tensor, gamma: Tensor) -> Tensor:

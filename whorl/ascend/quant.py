@@ -4,15 +4,21 @@ import torch
 from torch import Tensor
 
 from whorl import contracts, ops
-from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, enforce_limit, is_npu, refuse_gradient, refuse_npu_arguments
+from .calling import Misfit, operator
 
 # The format of each dst_type. A dst_type is a torch.dtype, or the number of one, as torch_npu's schema declares it.
 _FORMATS = {None: "int8", torch.int8: "int8", 1: "int8", torch.quint4x2: "quint4x2", 16: "quint4x2"}
 _PACKED = 8  # int4 codes in one int32
 
 
+@operator(
+    contracts.dynamic_quant_limit,
+    no_gradient="input",
+    npu_only="quant_mode dst_type_max",
+    choices={"dst_type": _FORMATS},
+    format=lambda call: _FORMATS.get(call["dst_type"], call["dst_type"]),
+)
 def npu_dynamic_quant(
     input: Tensor,
     *,
@@ -32,39 +38,18 @@ def npu_dynamic_quant(
 
     Example: codes, scale = npu_dynamic_quant(x)
     """
-    name = "npu_dynamic_quant"
-    refuse_gradient(name, input)
-    if is_npu(input):
-        return call_torch_npu(
-            name,
-            input,
-            smooth_scales=smooth_scales,
-            group_index=group_index,
-            dst_type=dst_type,
-            quant_mode=quant_mode,
-            dst_type_max=dst_type_max,
-        )
-    target = _FORMATS.get(dst_type)
-    limit = contracts.dynamic_quant_limit(shape=input.shape, dtype=dtype_name(input), format=target or str(dst_type))
-    enforce_limit(name, limit)
-    refuse_npu_arguments(
-        name,
-        dst_type=dst_type if target is None else None,
-        quant_mode=None if quant_mode == "pertoken" else quant_mode,
-        dst_type_max=dst_type_max or None,
-    )
     if smooth_scales is not None:
-        input = input.float() * _token_smooth_scales(name, input, smooth_scales, group_index)
-    return ops.dynamic_quant(input) if target == "int8" else _quantise_int4(name, input)
+        input = input.float() * _token_smooth_scales(input, smooth_scales, group_index)
+    return ops.dynamic_quant(input) if _FORMATS[dst_type] == "int8" else _quantise_int4(input)
 
 
-def _quantise_int4(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise_int4(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise to codes of -7 to 7, eight packed into an int32.
 
     A token whose scale is 0 or not finite gets codes 0, as in `ops.dynamic_quant`.
     """
     if x.shape[-1] % _PACKED:
-        raise ValueError(f"{name}: input is {list(x.shape)}, expected a last dim that is a multiple of {_PACKED}")
+        raise Misfit(f"input is {list(x.shape)}, expected a last dim that is a multiple of {_PACKED}")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = wide.abs().amax(-1, keepdim=True) / wide.new_full((1,), 7.0)
     codes = torch.where((scale > 0) & (scale < torch.inf), wide / scale, 0.0).round().clamp(-7, 7).to(torch.int32)
@@ -72,11 +57,11 @@ def _quantise_int4(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
     return nibbles.sum(-1, dtype=torch.int64).to(torch.int32), scale.squeeze(-1)
 
 
-def _token_smooth_scales(name: str, x: Tensor, scales: Tensor, group_index: Tensor | None) -> Tensor:
+def _token_smooth_scales(x: Tensor, scales: Tensor, group_index: Tensor | None) -> Tensor:
     """Return the smooth scales in fp32: [C], or with group_index those of each token's group in the shape of x."""
     if scales.shape[-1] != x.shape[-1] or scales.dim() != (1 if group_index is None else 2):
-        raise ValueError(
-            f"{name}: smooth_scales is {list(scales.shape)}, input {list(x.shape)}; expected [C], or [G, C] with groups"
+        raise Misfit(
+            f"smooth_scales is {list(scales.shape)}, input {list(x.shape)}; expected [C], or [G, C] with groups"
         )
     if group_index is None:
         return scales.float()

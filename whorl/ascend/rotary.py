@@ -1,18 +1,34 @@
 """The rotary operators: rotation by full-width cos and sin, and by a table that is looked up by position."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from whorl import contracts, ops
-from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, enforce_limit, is_npu, needs_gradient, refuse_gradient
+from .calling import Misfit, Values, needs_gradient, operator
 
 _STYLES = {"half": "half", "interleave": "pairs"}  # rotary_mode -> the style of whorl.ops
 
 
+def _lost_rotate(call: Values) -> str | None:
+    if call["rotate"] is None or not needs_gradient(*(call[name] for name in ("input", "r1", "r2", "rotate"))):
+        return None
+    return "`rotate` has no backward pass on the NPU; leave it out, or use torch.no_grad()"
+
+
+def _lost_table(call: Values) -> str | None:
+    if needs_gradient(call["cos"]) == needs_gradient(call["sin"]):
+        return None
+    return "cos and sin get a gradient only when both require one, but only one does"
+
+
+@operator(
+    contracts.rotary_mul_limit,
+    no_gradient=_lost_rotate,
+    choices={"rotary_mode": tuple(_STYLES)},
+    cos="r1",
+    table_needs_grad=lambda call: needs_gradient(call["r1"], call["r2"]),
+)
 def npu_rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
@@ -25,21 +41,20 @@ def npu_rotary_mul(
 
     Example: y = npu_rotary_mul(q, cos, sin)
     """
-    name = "npu_rotary_mul"
-    if rotate is not None and needs_gradient(input, r1, r2, rotate):
-        raise RuntimeError(f"{name}: `rotate` has no backward pass on the NPU; leave it out, or use torch.no_grad()")
-    if is_npu(input):
-        return call_torch_npu(name, input, r1, r2, rotary_mode=rotary_mode, rotate=rotate)
-    needs_grad = needs_gradient(r1, r2)
-    enforce_limit(
-        name,
-        contracts.rotary_mul_limit(**_limit_arguments(input, r1), rotary_mode=rotary_mode, table_needs_grad=needs_grad),
-    )
-    _check_tables(name, input, r1, r2)
-    style = _style(name, rotary_mode)
-    return _rotate(input, r1, r2, style) if rotate is None else _rotate_by_matrix(input, r1, r2, rotate)
+    _check_tables(input, r1, r2)
+    if rotate is not None:
+        return _rotate_by_matrix(input, r1, r2, rotate)
+    return _rotate(input, r1, r2, _STYLES[rotary_mode])
 
 
+@operator(
+    contracts.mrope_limit,
+    no_gradient="query key cos_sin_cache",
+    choices={"rotary_mode": tuple(_STYLES), "cache_mode": ("default", "interleave")},
+    rotary_dim=lambda call: call["cos_sin_cache"].shape[-1],
+    table="cos_sin_cache",
+    sections="mrope_section",
+)
 def npu_mrope(
     positions: Tensor,
     query: Tensor,
@@ -61,37 +76,9 @@ def npu_mrope(
 
     Example: q, k = npu_mrope(positions, q, k, table, 128, mrope_section=[24, 20, 20], cache_mode="interleave")
     """
-    name = "npu_mrope"
-    rotary_mode, cache_mode = rotary_mode or "half", cache_mode or "default"
-    refuse_gradient(name, query, key, cos_sin_cache)
-    if is_npu(query):
-        return call_torch_npu(
-            name,
-            positions,
-            query,
-            key,
-            cos_sin_cache,
-            head_size,
-            mrope_section=mrope_section,
-            rotary_mode=rotary_mode,
-            cache_mode=cache_mode,
-        )
-    limit = contracts.mrope_limit(
-        **_lookup_limit_arguments(positions, query, key, head_size, cos_sin_cache),
-        table_dtype=dtype_name(cos_sin_cache),
-        sections=mrope_section,
-        rotary_mode=rotary_mode,
-        cache_mode=cache_mode,
-    )
-    enforce_limit(name, limit)
-    style = _style(name, rotary_mode)
-    if cache_mode not in ("default", "interleave"):
-        raise ValueError(f"{name}: cache_mode is {cache_mode!r}, expected 'default' or 'interleave'")
-    q, k, table = (
-        _split_heads(name, query, head_size),
-        _split_heads(name, key, head_size),
-        _accumulation_table(cos_sin_cache, query),
-    )
+    q, k = _split_heads(query, head_size), _split_heads(key, head_size)
+    table = _accumulation_table(cos_sin_cache, query)
+    style = _STYLES[rotary_mode or "half"]
     if mrope_section is None or not any(mrope_section):
         q, k = ops.rope(q, k, table, positions, style=style)
     else:
@@ -102,6 +89,12 @@ def npu_mrope(
     return q.flatten(-2), k.flatten(-2)
 
 
+@operator(
+    contracts.interleave_rope_limit,
+    no_gradient="x cos sin",
+    table="cos",
+    contiguous=lambda call: all(t.is_contiguous() for t in call.values()),
+)
 def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate adjacent pairs and write them in half order, as DeepSeek-V3 does.
 
@@ -109,19 +102,16 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     gradient is needed, which torch_npu does not have, and ValueError for shapes that do not fit.
     Example: q_rope = npu_interleave_rope(q_rope, cos, sin)
     """
-    name = "npu_interleave_rope"
-    refuse_gradient(name, x, cos, sin)
-    if is_npu(x):
-        return call_torch_npu(name, x, cos, sin)
-    contiguous = all(t.is_contiguous() for t in (x, cos, sin))
-    enforce_limit(
-        name,
-        contracts.interleave_rope_limit(**_limit_arguments(x, cos), table_dtype=dtype_name(cos), contiguous=contiguous),
-    )
-    _check_tables(name, x, cos, sin)
+    _check_tables(x, cos, sin)
     return _rotate(x, cos, sin, "pairs", out_style="half")
 
 
+@operator(
+    contracts.apply_rotary_pos_emb_limit,
+    no_gradient="query key cos sin",
+    choices={"rotary_mode": tuple(_STYLES), "layout": ("BSND", "SBND", "BNSD", "TND")},
+    table="cos",
+)
 def npu_apply_rotary_pos_emb(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor]:
@@ -132,33 +122,21 @@ def npu_apply_rotary_pos_emb(
 
     Example: npu_apply_rotary_pos_emb(q, k, cos, sin, layout="TND")
     """
-    name = "npu_apply_rotary_pos_emb"
-    refuse_gradient(name, query, key, cos, sin)
-    if is_npu(query):
-        return call_torch_npu(name, query, key, cos, sin, layout=layout, rotary_mode=rotary_mode)
-    enforce_limit(
-        name,
-        contracts.apply_rotary_pos_emb_limit(
-            query_shape=query.shape,
-            key_shape=key.shape,
-            cos_shape=cos.shape,
-            dtype=dtype_name(query),
-            table_dtype=dtype_name(cos),
-            layout=layout,
-            rotary_mode=rotary_mode,
-        ),
-    )
-    style = _style(name, rotary_mode)
-    if layout not in ("BSND", "SBND", "BNSD", "TND") or query.dim() != len(layout):
-        raise ValueError(f"{name}: layout is {layout!r}, query {list(query.shape)}; expected BSND, SBND, BNSD or TND")
+    if query.dim() != len(layout):
+        raise Misfit(f"layout is {layout!r}, query {list(query.shape)}, expected {len(layout)} dims")
     width = cos.shape[-1]
-    _check_tables(name, query[..., :width], cos, sin)
-    _check_tables(name, key[..., :width], cos, sin)
     for x in (query, key):
-        x[..., :width].copy_(_rotate(x[..., :width], cos, sin, style))
+        _check_tables(x[..., :width], cos, sin)
+    for x in (query, key):
+        x[..., :width].copy_(_rotate(x[..., :width], cos, sin, _STYLES[rotary_mode]))
     return query, key
 
 
+@operator(
+    contracts.rotary_embedding_limit,
+    no_gradient="query key cos_sin_cache",
+    rotary_dim=lambda call: call["cos_sin_cache"].shape[-1],
+)
 def _npu_rotary_embedding(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool
 ) -> None:
@@ -168,69 +146,30 @@ def _npu_rotary_embedding(
     the process's first call in every later call; off the NPU every call uses its own table. Raises RuntimeError when a
     gradient is needed, and ValueError for shapes that do not fit.
     """
-    name = "_npu_rotary_embedding"
-    refuse_gradient(name, query, key, cos_sin_cache)
-    if is_npu(query):
-        call_torch_npu(name, positions, query, key, head_size, cos_sin_cache, is_neox_style)
-        return
-    sizes = _lookup_limit_arguments(positions, query, key, head_size, cos_sin_cache)
-    enforce_limit(name, contracts.rotary_embedding_limit(**sizes))
-    q, k, table = (
-        _split_heads(name, query, head_size),
-        _split_heads(name, key, head_size),
-        _accumulation_table(cos_sin_cache, query),
-    )
+    q, k = _split_heads(query, head_size), _split_heads(key, head_size)
+    table = _accumulation_table(cos_sin_cache, query)
     ops.rope_(q, k, table, positions, style="half" if is_neox_style else "pairs")
 
 
+@operator(
+    contracts.rotary_position_embedding_limit,
+    no_gradient=_lost_table,
+    choices={"mode": {0: "half", 1: "interleave"}},
+    table_needs_grad=lambda call: needs_gradient(call["cos"], call["sin"]),
+)
 def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
     """Rotate x as npu_rotary_mul does; this is MindSpeed's operator, where mode 0 is half and 1 is interleave.
 
     Differentiable in x, and in cos and sin where both need a gradient. Raises RuntimeError when only one of them needs
     one, because MindSpeed then computes none. Example: y = npu_rotary_position_embedding(q, cos, sin, 0)
     """
-    name = "npu_rotary_position_embedding"
-    if needs_gradient(cos) != needs_gradient(sin):
-        raise RuntimeError(f"{name}: cos and sin get a gradient only when both require one, but only one does")
-    if is_npu(x):
-        from mindspeed.ops import npu_rotary_position_embedding as extension
-
-        return extension.npu_rotary_position_embedding(x, cos, sin, mode)
-    needs_grad = needs_gradient(cos, sin)
-    enforce_limit(
-        name,
-        contracts.rotary_position_embedding_limit(**_limit_arguments(x, cos), mode=mode, table_needs_grad=needs_grad),
-    )
-    if mode not in (0, 1):
-        raise ValueError(f"{name}: mode is {mode!r}, expected 0 (half) or 1 (interleave)")
-    _check_tables(name, x, cos, sin)
+    _check_tables(x, cos, sin)
     return _rotate(x, cos, sin, ("half", "pairs")[mode])
 
 
-def _limit_arguments(x: Tensor, cos: Tensor) -> dict[str, Any]:
-    """Return the arguments that the limit functions of a rotation by cos and sin take."""
-    return {"shape": x.shape, "cos_shape": cos.shape, "dtype": dtype_name(x)}
-
-
-def _lookup_limit_arguments(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, table: Tensor
-) -> dict[str, Any]:
-    """Return the arguments that the limit functions of a rotation by a table take."""
-    shapes = {"query_shape": query.shape, "key_shape": key.shape, "positions_shape": positions.shape}
-    return {**shapes, "rotary_dim": table.shape[-1], "head_size": head_size, "dtype": dtype_name(query)}
-
-
-def _style(name: str, rotary_mode: str) -> str:
-    if rotary_mode not in _STYLES:
-        raise ValueError(f"{name}: rotary_mode is {rotary_mode!r}, expected one of {', '.join(_STYLES)}")
-    return _STYLES[rotary_mode]
-
-
-def _split_heads(name: str, x: Tensor, head_size: int) -> Tensor:
+def _split_heads(x: Tensor, head_size: int) -> Tensor:
     if x.dim() != 2 or head_size < 1 or x.shape[-1] % head_size:
-        raise ValueError(
-            f"{name}: query or key is {list(x.shape)}, expected [T, heads * head_size] with head_size {head_size}"
-        )
+        raise Misfit(f"query or key is {list(x.shape)}, expected [T, heads * head_size] with head_size {head_size}")
     return x.unflatten(-1, (x.shape[-1] // head_size, head_size))
 
 
@@ -239,11 +178,11 @@ def _accumulation_table(table: Tensor, x: Tensor) -> Tensor:
     return table.to(x.dtype).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _check_tables(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     fits = cos.dim() == x.dim() and all(c in (1, n) for c, n in zip(cos.shape[:-1], x.shape[:-1], strict=True))
     if x.dim() not in (3, 4) or cos.shape != sin.shape or cos.shape[-1] != x.shape[-1] or x.shape[-1] % 2 or not fits:
-        raise ValueError(
-            f"{name}: cos {list(cos.shape)} and sin {list(sin.shape)} do not fit {list(x.shape)}; expected 3 or 4 "
+        raise Misfit(
+            f"cos {list(cos.shape)} and sin {list(sin.shape)} do not fit {list(x.shape)}; expected 3 or 4 "
             "dims, an even last dim of full width, and 1 or the same size in the other dims"
         )
 
@@ -284,7 +223,7 @@ def _rotate_by_formula(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tenso
 
 def _rotate_by_matrix(x: Tensor, cos: Tensor, sin: Tensor, rotate: Tensor) -> Tensor:
     if rotate.shape != (x.shape[-1], x.shape[-1]):
-        raise ValueError(f"npu_rotary_mul: rotate is {list(rotate.shape)}, expected [{x.shape[-1]}, {x.shape[-1]}]")
+        raise Misfit(f"rotate is {list(rotate.shape)}, expected [{x.shape[-1]}, {x.shape[-1]}]")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (
         wide * _accumulation_table(cos, x) + wide @ _accumulation_table(rotate, x) * _accumulation_table(sin, x)

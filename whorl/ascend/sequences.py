@@ -9,45 +9,30 @@ from torch import Tensor
 
 from whorl.ops.indexer.bounds import full_bounds
 
+from .calling import Misfit
+
 FAR = 9223372036854775807  # the default of pre_tokens and next_tokens: no window
+LAYOUTS = ("BSND", "TND")
+MODES = {0: "no mask", 3: "causal"}  # the values of sparse_mode, which both ignore pre_tokens and next_tokens
 SequenceIndex = tuple[Any, ...]  # indexes one sequence of a tensor: (batch, tokens) or (tokens,)
 SequenceIndices = list[tuple[SequenceIndex, SequenceIndex]]  # of the queries, and of their keys
 
 
-def check_layout(name: str, layout: str, key_layout: str) -> None:
-    if layout not in ("BSND", "TND") or key_layout != layout:
-        raise ValueError(
-            f"{name}: layouts are {layout!r} and {key_layout!r}, expected 'BSND' or 'TND' for both off the NPU"
-        )
+def check_layout(layout: str, key_layout: str) -> None:
+    if layout not in LAYOUTS or key_layout != layout:
+        raise Misfit(f"layouts are {layout!r} and {key_layout!r}, expected 'BSND' or 'TND' for both off the NPU")
 
 
-def check_window(name: str, *tokens: int | None) -> None:
-    """Raise ValueError unless pre_tokens and next_tokens (`tokens`) are None or FAR: windows are not supported."""
-    if any(t not in (None, FAR) for t in tokens):
-        raise ValueError(f"{name}: pre_tokens and next_tokens are {tokens}, expected their default {FAR}")
-
-
-def check_mode(name: str, mode: int | None) -> None:
-    """Raise ValueError unless sparse_mode is 0 or 3, which both ignore pre_tokens and next_tokens."""
-    if mode not in (None, 0, 3):
-        raise ValueError(f"{name}: sparse_mode is {mode}, expected 0 (no mask) or 3 (causal)")
-
-
-def check_absorbed(name: str, key: Tensor, value: Tensor | None, block: int) -> None:
+def check_absorbed(key: Tensor, value: Tensor | None, block: int) -> None:
     """Raise ValueError unless value is key or None, key has one head and sparse_block_size (`block`) is 1."""
     if value is not None and value is not key and not torch.equal(value, key):
-        raise ValueError(
-            f"{name}: value differs from key, expected the same tensor or None: absorbed attention uses keys as values"
-        )
+        raise Misfit("value differs from key, expected the same tensor or None: absorbed attention uses keys as values")
     if block != 1 or key.shape[-2] != 1:
-        raise ValueError(
-            f"{name}: sparse_block_size is {block} and key has {key.shape[-2]} heads, expected 1 and 1 off the NPU"
-        )
+        raise Misfit(f"sparse_block_size is {block} and key has {key.shape[-2]} heads, expected 1 and 1 off the NPU")
 
 
 def split_sequences(
-    name: str,
-    layout: str,
+    layout: str | None,
     query: Tensor,
     key: Tensor,
     query_lengths: Tensor | Sequence[int] | None,
@@ -61,7 +46,7 @@ def split_sequences(
             yield (b, slice(0, sizes[0])), (b, slice(0, sizes[1]))
         return
     if counts[0] is None or counts[1] is None:
-        raise ValueError(f"{name}: TND needs the lengths of queries and of keys, cumulative")
+        raise Misfit("TND needs the lengths of queries and of keys, cumulative")
     spans = [list(itertools.pairwise([0, *c])) for c in counts if c is not None]
     for (start, end), (key_start, key_end) in zip(*spans, strict=True):
         yield (slice(start, end),), (slice(key_start, key_end),)

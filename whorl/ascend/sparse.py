@@ -3,20 +3,20 @@
 from torch import Tensor
 
 from whorl import contracts
-from whorl.ops._torch_npu import dtype_name
 
-from .calling import call_torch_npu, enforce_limit, is_npu, needs_gradient, refuse_gradient, refuse_npu_arguments
-from .sequences import (
-    FAR,
-    check_absorbed,
-    check_layout,
-    check_mode,
-    check_window,
-    split_sequences,
-)
+from .calling import needs_gradient, operator
+from .sequences import FAR, LAYOUTS, MODES, check_absorbed, check_layout, split_sequences
 from .sparse_autograd import Attention, attention_gradients
 
 
+@operator(
+    contracts.sparse_flash_attention_limit,
+    npu_only="block_table sinks pre_tokens next_tokens",
+    choices={"sparse_mode": MODES},
+    rope="query_rope",
+    topk=lambda call: call["sparse_indices"].shape[-1],
+    backward=lambda call: needs_gradient(*(call[x] for x in ("query", "key", "value", "query_rope", "key_rope"))),
+)
 def npu_sparse_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -50,32 +50,26 @@ def npu_sparse_flash_attention(
     Example: out, top, total = npu_sparse_flash_attention(
         q, k, k, indices, scale, query_rope=q_rope, key_rope=k_rope, attention_mode=2)
     """
-    name, arguments = "npu_sparse_flash_attention", dict(locals())  # every argument by name
-    if is_npu(query):
-        return call_torch_npu(name, **arguments)
-    is_training = needs_gradient(*(x for x in (query, key, value, query_rope, key_rope) if x is not None))
-    limit = contracts.sparse_flash_attention_limit(
-        query_shape=query.shape,
-        rope_shape=None if query_rope is None else query_rope.shape,
-        dtype=dtype_name(query),
-        attention_mode=attention_mode,
-        topk=sparse_indices.shape[-1],
-        backward=is_training,
-    )
-    enforce_limit(name, limit)
-    refuse_npu_arguments(name, block_table=block_table, sinks=sinks)
-    if is_training and not return_softmax_lse:
-        raise RuntimeError(f"{name}: a gradient needs return_softmax_lse=True; set it, or use torch.no_grad()")
-    check_layout(name, layout_query, layout_kv)
-    check_window(name, pre_tokens, next_tokens)
-    check_mode(name, sparse_mode)
-    check_absorbed(name, key, value, sparse_block_size)
+    if not return_softmax_lse and needs_gradient(query, key, value, query_rope, key_rope):
+        raise RuntimeError(
+            "npu_sparse_flash_attention: a gradient needs return_softmax_lse=True; set it, or use torch.no_grad()"
+        )
+    check_layout(layout_query, layout_kv)
+    check_absorbed(key, value, sparse_block_size)
     lengths = (actual_seq_lengths_query, actual_seq_lengths_kv)
-    sequence_indices = list(split_sequences(name, layout_query, query, key, *lengths))
+    sequence_indices = list(split_sequences(layout_query, query, key, *lengths))
     options = (sparse_indices, scale_value, sparse_mode, return_softmax_lse, sequence_indices)
     return Attention.apply(query, key, value, query_rope, key_rope, *options)
 
 
+@operator(
+    contracts.sparse_flash_attention_limit,
+    no_gradient="query key d_out",
+    choices={"layout": LAYOUTS, "sparse_mode": MODES},
+    rope="query_rope",
+    topk=lambda call: call["sparse_indices"].shape[-1],
+    backward=lambda call: True,
+)
 def npu_sparse_flash_attention_grad(
     query: Tensor,
     key: Tensor,
@@ -103,24 +97,8 @@ def npu_sparse_flash_attention_grad(
     and values are one tensor, whose gradient is the sum of the gradients of key and value. Raises RuntimeError when a
     gradient of this call is needed. Off the NPU other layouts and modes raise ValueError.
     """
-    name, arguments = "npu_sparse_flash_attention_grad", dict(locals())
-    refuse_gradient(name, query, key, d_out)
-    if is_npu(query):
-        return call_torch_npu(name, **arguments)
-    limit = contracts.sparse_flash_attention_limit(
-        query_shape=query.shape,
-        rope_shape=None if query_rope is None else query_rope.shape,
-        dtype=dtype_name(query),
-        attention_mode=attention_mode or 0,
-        topk=sparse_indices.shape[-1],
-        backward=True,
-    )
-    enforce_limit(name, limit)
-    layout = layout or "BSND"
-    check_layout(name, layout, layout)
-    check_mode(name, sparse_mode)
-    check_absorbed(name, key, value, sparse_block_size)
-    sequence_indices = list(split_sequences(name, layout, query, key, actual_seq_qlen, actual_seq_kvlen))
+    check_absorbed(key, value, sparse_block_size)
+    sequence_indices = list(split_sequences(layout, query, key, actual_seq_qlen, actual_seq_kvlen))
     inputs = (query, key, value, query_rope, key_rope)
     results = (out, softmax_max, softmax_sum)
     gradients = attention_gradients(inputs, sparse_indices, d_out, results, scale_value, sparse_mode, sequence_indices)
