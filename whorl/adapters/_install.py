@@ -13,16 +13,21 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """One replaced attribute; `before` is the value that the owner itself had, or _ABSENT if it was inherited."""
+    """One replaced attribute.
+
+    before: the value that the owner itself had, or _ABSENT if it was inherited; path: the owner's name in its model,
+    where it is known.
+    """
 
     owner: Any
     name: str
     why: str
     before: Any
     after: Any
+    path: str = ""
 
     def __str__(self) -> str:
-        return f"{_describe(self.owner)}.{self.name}: {self.why}"
+        return f"{self.path or _describe(self.owner)}.{self.name}: {self.why}"
 
 
 class Installation:
@@ -37,7 +42,7 @@ class Installation:
         """The replaced attributes, in order."""
         return tuple(self._replaced)
 
-    def replace(self, owner: Any, name: str, after: Any, why: str) -> None:
+    def replace(self, owner: Any, name: str, after: Any, why: str, path: str = "") -> None:
         """Set the attribute `name` of `owner` to `after`, on that object alone, and record why.
 
         Raises RuntimeError when an installation has already replaced it, or when the owner has no such attribute.
@@ -52,7 +57,7 @@ class Installation:
         before = _own_value(owner, name)
         setattr(owner, name, after)
         setattr(owner, _MARK, marks | {name})
-        self._replaced.append(Replaced(owner, name, why, before, after))
+        self._replaced.append(Replaced(owner, name, why, before, after, path))
 
     def uninstall(self) -> None:
         """Restore everything, the last replacement first; a second call does nothing.

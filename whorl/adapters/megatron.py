@@ -186,27 +186,8 @@ class _Call:
     positions: Tensor | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _RotaryArguments:
-    """The arguments of `ops.rope`: a row for each token or, with positions, a table."""
-
-    cos_sin: Tensor
-    positions: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TensorVersion:
-    """A tensor and its version: equal to another if it is the same tensor and nothing has written to it since."""
-
-    tensor: Tensor | None
-    version: int
-
-    @classmethod
-    def now(cls, tensor: Tensor | None) -> "_TensorVersion":
-        return cls(tensor, -1 if tensor is None else tensor._version)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TensorVersion) and self.tensor is other.tensor and self.version == other.version
+# The arguments of `ops.rope`: a row of cos and sin for each token and None, or a table and positions.
+_RotaryArguments = tuple[Tensor, Tensor | None]
 
 
 class _RotaryEmbedding:
@@ -232,7 +213,7 @@ class _RotaryEmbedding:
         self._inv_freq: Tensor = rotary.inv_freq
         self._stretch: float | None = rotary.seq_len_interpolation_factor
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._last: tuple[tuple[_TensorVersion, _TensorVersion], _Call, _RotaryArguments] | None = None
+        self._last: tuple[Tensor, Tensor | None, tuple[_Call, int, int], _RotaryArguments] | None = None
 
     def rotary_forward(
         self, position_ids: Tensor, mrope_section: Sequence[int] | None = None, *_: Any, **__: Any
@@ -255,10 +236,10 @@ class _RotaryEmbedding:
 
     def rotate(self, query: Tensor, key: Tensor, carried: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
         """Rotate query and key: [S, B, H, D], or [T, 1, H, D] when packed."""
-        arguments = self._arguments(carried, call)
+        cos_sin, positions = self._arguments(carried, call)
         packed = call.cu_seqlens is not None or call.positions is not None
         q, k = (query.squeeze(1), key.squeeze(1)) if packed else (query, key)
-        q, k = rope(q, k, arguments.cos_sin, arguments.positions, style=self.style)
+        q, k = rope(q, k, cos_sin, positions, style=self.style)
         return (q.unsqueeze(1), k.unsqueeze(1)) if packed else (q, k)
 
     def unfused(self, carried: Tensor, call: _Call) -> Tensor:
@@ -275,10 +256,11 @@ class _RotaryEmbedding:
         """
         if call.positions is not None or _is_recording(carried, call.cu_seqlens):
             return self._prepare(carried, call)
-        versions = (_TensorVersion.now(carried), _TensorVersion.now(call.cu_seqlens))
-        if self._last is None or self._last[:2] != (versions, call):
-            self._last = (versions, call, self._prepare(carried, call))
-        return self._last[2]
+        cu_seqlens, last = call.cu_seqlens, self._last
+        key = (call, carried._version, -1 if cu_seqlens is None else cu_seqlens._version)  # versions count writes
+        if last is None or last[0] is not carried or last[1] is not cu_seqlens or last[2] != key:
+            last = self._last = (carried, cu_seqlens, key, self._prepare(carried, call))
+        return last[3]
 
     def _prepare(self, carried: Tensor, call: _Call) -> _RotaryArguments:
         if not self.is_multimodal:
@@ -289,8 +271,8 @@ class _RotaryEmbedding:
         local = local.squeeze(1) if call.cu_seqlens is not None else local
         if not carried.is_floating_point():
             table, positions = self._table(local.device, call.dtype), local.movedim(-1, 0).contiguous()
-            return _RotaryArguments(merge_mrope(table, positions, self.sections, self.layout), None)
-        return _RotaryArguments(self._cos_sin(local, call), None)
+            return merge_mrope(table, positions, self.sections, self.layout), None
+        return self._cos_sin(local, call), None
 
     def _prepare_plain(self, angles: Tensor, call: _Call) -> _RotaryArguments:
         """Return the arguments of plain rope.
@@ -298,18 +280,18 @@ class _RotaryEmbedding:
         The angles of positions 0, 1, ... are a table; packed sequences all start at its first row.
         """
         if call.positions is not None:
-            return _RotaryArguments(self._cos_sin(angles.flatten(1), call), call.positions.to(angles.device))
+            return self._cos_sin(angles.flatten(1), call), call.positions.to(angles.device)
         table = self._cos_sin(_step_values(angles, call).flatten(1), call)  # [P, R]
         if call.cu_seqlens is not None:
             positions = packed_positions(call.cu_seqlens)
             positions = context_slice(positions, call.rank, call.size, dim=0, cu_seqlens=call.cu_seqlens)
-            return _RotaryArguments(table, positions.to(table.device))
+            return table, positions.to(table.device)
         if table.shape[0] != call.tokens:
             raise ValueError(
                 f"megatron: {table.shape[0]} rotary positions, expected {call.tokens}, the tokens on this rank."
             )
         positions = torch.arange(call.tokens, device=table.device)[:, None].expand(-1, call.batch)
-        return _RotaryArguments(table, positions.contiguous())
+        return table, positions.contiguous()
 
     def _cos_sin(self, angles: Tensor, call: _Call) -> Tensor:
         """Return rows of cos and sin for this call, in the dtype that its device needs."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl import ops
-from whorl.adapters._install import Installation, Replaced
+from whorl.adapters._install import Installation
 from whorl.ops.rope import table_dtype
 
 _NAME = "whorl.adapters.transformers"
@@ -80,16 +80,6 @@ _APPLY = "apply_rotary_pos_emb"
 
 
 @dataclass(frozen=True, slots=True)
-class ReplacedMethod(Replaced):
-    """One replaced method; `path` is the module's name in the model."""
-
-    path: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.path}.{self.name}: {self.why}"
-
-
-@dataclass(frozen=True, slots=True)
 class Kept:
     """A module, or method, that an installation leaves as it is on purpose, and why."""
 
@@ -103,14 +93,6 @@ class TransformersInstallation(Installation):
     def __init__(self) -> None:
         super().__init__(_NAME)
         self.kept: list[Kept] = []
-        self._paths: dict[nn.Module, str] = {}
-
-    @property
-    def replaced(self) -> tuple[ReplacedMethod, ...]:
-        """The replaced methods, in order."""
-        return tuple(
-            ReplacedMethod(e.owner, e.name, e.why, e.before, e.after, path=self._paths[e.owner]) for e in self._replaced
-        )
 
     def set_method(self, place: "_Module", name: str, function: Callable[..., Any], why: str) -> None:
         """Set a method on one module; it is bound to the module, so a deep copy of the model gets its own.
@@ -118,14 +100,13 @@ class TransformersInstallation(Installation):
         Raises RuntimeError when the module already has a method of that name.
         """
         module = place.module
-        self._paths[module] = place.path
         if name in vars(module):
             raise RuntimeError(
                 f"{_NAME}: {place.path} already has its own {name}, which a replacement would drop: from another "
                 "installation (uninstall() it first) or another library (accelerate's hooks, hub kernels, Liger: "
                 "install before those)."
             )
-        self.replace(module, name, MethodType(function, module), why)
+        self.replace(module, name, MethodType(function, module), why, place.path)
 
     def __str__(self) -> str:
         rows = Counter((_any_layer(f"{e.path}.{e.name}"), e.why) for e in self.replaced)
