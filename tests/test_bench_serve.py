@@ -14,13 +14,17 @@ from mock_model import MockModel
 from serving import serving, told
 from typer.testing import CliRunner
 
-from whorl.bench import serve_report
+from whorl.bench import serve, serve_report
+from whorl.bench.options import LoadOptions
+from whorl.bench.random_config import PRESETS
+from whorl.bench.report import Benchmark
 from whorl.bench.serve_engine import EngineLoad, vocabulary
 from whorl.bench.serve_record import Record
 from whorl.bench.serve_stream import RUNNING, SPREAD
 from whorl.bench.workload import Lengths, Load, Request, Workload
 from whorl.cli import app
 from whorl.engine.llm import LLM
+from whorl.engine.settings import EngineSettings
 from whorl.models.qwen3 import Qwen3
 
 AT_ONCE = Load(kind="concurrency", value=2)
