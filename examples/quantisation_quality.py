@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whorl import LLM
-from whorl.engine.caches import by_token, cache_specs
+from whorl.engine.memory import by_token, cache_specs
 from whorl.nn import Step
 
 TEXT = Path(__file__).parents[1] / "docs" / "engine.md"

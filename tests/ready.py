@@ -21,7 +21,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from whorl import device as devices
-from whorl.engine import inputs, runner, small_copy, warmup
+from whorl.engine import inputs, runner, warmup
 from whorl.engine.batch import Batch
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
@@ -90,7 +90,7 @@ def pretend(recorder: Recorder) -> None:
     linear_library.accelerator = lambda device: _Names
     runner.record_graph = _record
     runner.wants_graphs = lambda device, requested: True
-    inputs.start_copy = small_copy.start_copy = _copy
+    inputs.start_copy = _copy
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # as indices, all results must be valid
     torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]
 
@@ -108,9 +108,9 @@ def _record(device: str, function: Callable[[], None], *, pool: Any = None) -> C
 
 
 def _copy(source: torch.Tensor, to: torch.Tensor) -> None:
-    from whorl.engine.small_copy_triton import copy
+    from whorl.engine.kernels_triton import copy
 
-    if 0 < source.nbytes <= small_copy.MOST:
+    if 0 < source.nbytes <= inputs.MOST_COPIED:
         copy(source.view(torch.uint8), to.view(torch.uint8))
     to.copy_(source)
 

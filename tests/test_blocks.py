@@ -8,8 +8,7 @@ from mock_model import ByteTokenizer, MockModel
 from test_engine import drain, engine
 
 from whorl.engine.blocks import BlockPool
-from whorl.engine.contents import Content
-from whorl.engine.sequence import SamplingParams, Sequence
+from whorl.engine.sequence import Content, SamplingParams, Sequence
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.states import StatePool
 

@@ -20,7 +20,7 @@ from test_torch_npu import HERE, VERSION, build, find_wheel, live_environment, l
 from whorl import device
 from whorl.contracts import Installed, call_arguments
 from whorl.contracts.attention import PAGE_SIZES
-from whorl.engine import caches
+from whorl.engine import memory
 from whorl.engine.llm import LLM
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.ops import _torch_npu, availability
@@ -87,7 +87,7 @@ def test_blocks_are_what_the_backends_attention_takes(monkeypatch: pytest.Monkey
     assert device.block_size("npu") in PAGE_SIZES
     assert device.block_size("cuda") == device.block_size("cpu") == 16
     specs = MockModel().cache_specs()
-    assert (caches.block_size(specs, "npu"), caches.block_size(specs, "npu", 16)) == (128, 16)
+    assert (memory.block_size(specs, "npu"), memory.block_size(specs, "npu", 16)) == (128, 16)
     monkeypatch.setattr("whorl.nn.cache.block_size", lambda _: 8)
     assert LLM(model=MockModel(), device="cpu", num_blocks=4).pool.block_size == 8
     assert DraftModel(model=MockModel(), device="cpu", num_blocks=4).pool.block_size == 8

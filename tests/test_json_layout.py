@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from serving import byte_tokenizer, serving, told
 
-from whorl.engine.call_forms.hermes import HermesCalls
-from whorl.engine.grammar_masks import Allow
-from whorl.engine.json_layout import _depth, json_layout
+from whorl.engine.call_forms.json_calls import HermesCalls
+from whorl.engine.grammar_masks import Allow, _depth, json_layout
 from whorl.serve.grammar import Grammar, Grammars
 from whorl.serve.schema_parts import Tool
 from whorl.serve.tools import call_grammar

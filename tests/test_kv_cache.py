@@ -24,8 +24,8 @@ from whorl.bench.filled_cache import fill
 from whorl.cli import app
 from whorl.device import is_interpreting
 from whorl.engine import roofline, tensor_parallel
-from whorl.engine.caches import cache_specs
 from whorl.engine.llm import LLM
+from whorl.engine.memory import cache_specs
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.weights import random_model

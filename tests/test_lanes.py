@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from whorl.engine.kernels_triton import read
 from whorl.engine.lanes import Lanes
-from whorl.engine.lanes_triton import read
 
 BLOCKS, LANES = 9, 5
 
@@ -12,7 +12,7 @@ BLOCKS, LANES = 9, 5
 @pytest.mark.parametrize("width", [1, 4, BLOCKS])
 def test_it_gives_what_plain_operations_give(width: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of 1, 3 and 2 rows, as with drafts, two rows of padding, and five entries of it."""
-    monkeypatch.setattr("whorl.engine.lanes_triton.MOST", 4)  # a table is copied in several parts
+    monkeypatch.setattr("whorl.engine.kernels_triton.MOST", 4)  # a table is copied in several parts
     lanes, plain = Lanes(LANES, BLOCKS, device), Lanes(LANES, BLOCKS, device)
     plain._is_fused = False
     lanes.tokens.copy_(torch.arange(100, 106))

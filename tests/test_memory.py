@@ -14,7 +14,7 @@ from mock_model import ByteTokenizer, MockModel
 from safetensors.torch import save_file
 
 from whorl import host_memory, nn
-from whorl.engine import caches, memory, weights
+from whorl.engine import memory, weights
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.draft_model import DraftModel
@@ -167,7 +167,7 @@ def test_ranks_share_the_memory_of_a_host(tmp_path: Path, monkeypatch: pytest.Mo
     check()
     with pytest.raises(memory.OutOfMemory, match="of memory are needed"):
         check(num_ranks=2)
-    assert caches.cache_memory("cpu", 2) == (2 * needed - 1) // 4
+    assert memory.cache_memory("cpu", 2) == (2 * needed - 1) // 4
 
 
 # ---- limits

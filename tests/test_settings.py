@@ -18,8 +18,7 @@ from whorl.cluster.options import ClusterOptions
 from whorl.engine import memory, tensor_parallel, weights
 from whorl.engine.llm import LLM
 from whorl.engine.load import load
-from whorl.engine.load_options import LoadOptions
-from whorl.engine.settings import EngineSettings
+from whorl.engine.settings import EngineSettings, LoadOptions
 from whorl.fields import aliases, flag_names, options
 from whorl.pasted import LLAMA_CPP, MISSING, NEEDLESS
 from whorl.serve.openai import settings_for

@@ -9,8 +9,8 @@ from serving import ALPHABET, byte_tokenizer, serving, told, wait_until
 
 from whorl.chat.terminal import stream
 from whorl.engine import llm as llm_module
+from whorl.engine.scheduler import StepBudget
 from whorl.engine.sequence import SamplingParams
-from whorl.engine.step_budget import StepBudget
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 

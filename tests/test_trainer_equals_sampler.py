@@ -13,9 +13,9 @@ from test_one_arithmetic import MODELS, SAMPLED, decoded, engine
 from torch import Tensor
 
 from whorl import nn, ops
+from whorl.engine.llm import WeightVersions
 from whorl.engine.output import Output
 from whorl.engine.sequence import SamplingParams
-from whorl.engine.weight_versions import WeightVersions
 from whorl.engine.weights import load_model
 from whorl.models.gemma3 import Gemma3
 from whorl.models.llama import Llama

@@ -14,15 +14,14 @@ from checkpoints import write_checkpoints
 from mock_model import ByteTokenizer, MockModel
 from serving import Served, own_process, serving, told, wait_until
 
-from whorl.engine import graph_sizes, warmup_sizes
+from whorl.engine import graph_sizes, warmup
 from whorl.engine import runner as runner_module
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.prompt_lookup import PromptLookup
-from whorl.engine.warmup import Warming, WarmUp, kind_for
-from whorl.engine.warmup_sizes import class_sizes, sequence_classes, split
+from whorl.engine.warmup import Warming, WarmUp, class_sizes, kind_for, sequence_classes, split
 from whorl.engine.weights import random_model
 from whorl.models.qwen3 import Qwen3
 from whorl.serve.engine_thread import EngineThread
@@ -421,6 +420,6 @@ def test_every_graph_that_prompts_can_need_is_recorded(limits: tuple[int, int, i
         lengths = [rng.randint(1, min(longest, longest_here)) for _ in range(rng.randint(1, min(20, most_seqs)))]
         if sum(lengths) <= most_tokens:
             needed.add(graph(lengths))
-    recorded = {graph(lengths) for lengths in warmup_sizes.recorded_prompts(sizes, *limits)}
+    recorded = {graph(lengths) for lengths in warmup.recorded_prompts(sizes, *limits)}
     assert needed - {None} <= recorded
     assert len(recorded) > 1

@@ -20,8 +20,7 @@ from whorl.chat.text_streams import as_argument
 from whorl.cluster.options import ClusterOptions
 from whorl.engine import model_names
 from whorl.engine.drafting import DraftOptions
-from whorl.engine.load_options import MODEL
-from whorl.engine.settings import RANKS, EngineSettings
+from whorl.engine.settings import MODEL, RANKS, EngineSettings
 from whorl.extras import how_to_install, need_server
 from whorl.files import NO_ROOM, CannotWrite
 from whorl.host_memory import is_of_memory, limits

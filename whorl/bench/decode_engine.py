@@ -15,9 +15,9 @@ from whorl.bench.filled_cache import fill
 from whorl.bench.options import DecodeOptions, check_peer, parse_counts
 from whorl.bench.provenance import Document, provenance
 from whorl.bench.random_config import read_config
-from whorl.engine.caches import block_size
 from whorl.engine.llm import LLM
 from whorl.engine.load import use_one_stream
+from whorl.engine.memory import block_size
 from whorl.engine.roofline import copy_bandwidth, num_values, step_bytes
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.settings import EngineSettings

@@ -30,8 +30,8 @@ from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 from whorl.bench.report import Benchmark
 from whorl.bench.step_trace import EXPERTS, HEAD, MARK, STEP, Event, Kernel
-from whorl.engine.caches import cache_specs
 from whorl.engine.llm import LLM
+from whorl.engine.memory import cache_specs
 from whorl.engine.roofline import copy_bandwidth, layer_bytes
 from whorl.engine.sequence import Sequence as Seq
 from whorl.nn import weighted

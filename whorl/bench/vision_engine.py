@@ -14,8 +14,8 @@ import numpy as np
 from whorl import device as devices
 from whorl.bench.decode_engine import median_time, prompts, timed
 from whorl.bench.provenance import Document
-from whorl.engine.caches import block_size
 from whorl.engine.llm import LLM
+from whorl.engine.memory import block_size
 from whorl.engine.sequence import SamplingParams
 from whorl.media import MediaItem, Processor
 from whorl.media.options import ImageOptions, Options

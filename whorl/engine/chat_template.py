@@ -1,9 +1,13 @@
-"""Chat templates: untrusted Jinja programs, rendered in a sandbox with the names that transformers provides."""
+"""What writes a model's chat prompts: its template or, if it ships none, built-in code for its format.
+
+Templates are untrusted Jinja programs, rendered in a sandbox with the names that transformers provides.
+"""
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from jinja2 import TemplateError, nodes
 from jinja2.compiler import CodeGenerator
@@ -11,7 +15,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Message = Mapping[str, Any]
+from .deepseek_v32_prompt import DeepSeekV32Prompt, Message
+
+# Built-in prompt formats by the model_type of config.json. To add one, add a file with a `render` like that of
+# `ChatTemplate`, and a line here.
+_FORMATS = {"deepseek_v32": DeepSeekV32Prompt}
 
 
 class _Generation(Extension):
@@ -92,3 +100,42 @@ class ChatTemplate:
             raise ValueError("chat template: takes more memory than there is") from None
         except Exception as error:  # an untrusted program may fail in any way
             raise ValueError(f"chat template: refuses these messages: {error}") from error
+
+
+# What writes prompts. sources: templates by name, empty if there are none. variables: the special tokens by role.
+PromptWriter: TypeAlias = ChatTemplate | DeepSeekV32Prompt
+
+
+def format_of(config: Mapping[str, Any], templates: Mapping[str, str]) -> str | None:
+    """Return the built-in format of a model without a template, by its config.json; None if it has a template or no
+    format is known."""
+    kind = config.get("model_type")
+    return kind if not templates and kind in _FORMATS else None
+
+
+def prompt_writer(templates: Mapping[str, str], roles: Mapping[str, str], format: str | None) -> PromptWriter:
+    """Return the built-in format of this name, or for None the model's templates."""
+    return ChatTemplate(templates, roles) if format is None else _FORMATS[format](roles)
+
+
+def write_open(
+    writer: PromptWriter,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
+    """Return a prompt that ends where the text of the last message ends, for the model to continue it.
+
+    Raises ValueError if the writer refuses the messages or leaves that end out.
+    """
+    mark = secrets.token_hex(16)  # in no text; behind white space, which a template might strip
+    last, content = messages[-1], messages[-1]["content"]
+    if isinstance(content, str):
+        content += mark
+    else:
+        content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
+    messages = [*messages[:-1], {**last, "content": content}]
+    text = writer.render(messages, tools, add_generation_prompt=False, **variables)
+    if mark not in text:
+        raise ValueError("the template leaves out the end of the last message, which therefore cannot be continued")
+    return text[: text.rindex(mark)]

@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .chat_template import Message
-
+Message = Mapping[str, Any]
 _BAR, _SPACE = "\uff5c", "\u2581"  # a wide |, and the lower block that stands for a space in the name of a token
 BEGIN, END = (f"<{_BAR}{which}{_SPACE}of{_SPACE}sentence{_BAR}>" for which in ("begin", "end"))
 USER, ASSISTANT = f"<{_BAR}User{_BAR}>", f"<{_BAR}Assistant{_BAR}>"

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.device import host_buffer
+from whorl.device import HOST, accelerator, host_buffer, is_interpreting, overlaps_kernels, unavailable
 from whorl.streams import event
 
 from .call import Call, Size, field_offsets
 from .graph_sizes import BESIDE
-from .small_copy import start_copy
 
 _NUM_STAGES = 4  # host buffers: two calls a step, and the host is at most one step ahead
+MOST_COPIED = 1 << 16  # bytes of a copy by a kernel; larger copies are faster by the copy engine
 _TYPES = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
 
 
@@ -82,3 +82,37 @@ class _Stage:
                 self._views[padded.size] = views
         call.write(views, padding, padded.decoding_from)
         return num_bytes
+
+
+# ---- copies between pinned host memory and a GPU
+
+# A copy engine takes some 8 microseconds to start and as long to synchronise, and a decode step waits for two such
+# copies: its inputs and its sampled tokens. A kernel reads or writes the host's memory directly, in the stream.
+
+
+def start_copy(source: Tensor, to: Tensor) -> None:
+    """Start a copy between contiguous tensors of one dtype and shape, of which the one on the host is pinned."""
+    device = to.device if source.device.type == HOST else source.device
+    is_small = 0 < source.nbytes <= MOST_COPIED and overlaps_kernels(device) and not is_interpreting()
+    if not is_small or unavailable("triton", device.type) is not None:
+        to.copy_(source, non_blocking=True)
+        return
+    from .kernels_triton import copy
+
+    copy(source.view(torch.uint8), to.view(torch.uint8))
+
+
+def fetch(x: Tensor) -> Callable[[], Tensor]:
+    """Start copying `x` to the host; return a function that waits for the copy and returns it."""
+    device = x.device.type
+    if accelerator(device) is None:
+        return lambda: x
+    copy = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True)
+    start_copy(x.contiguous(), copy)
+    wait = event(device)
+
+    def read() -> Tensor:
+        wait()
+        return copy
+
+    return read

@@ -36,7 +36,7 @@ class Lanes:
         # The kernel has one program for token i and sequence i, so it needs as many (padded) sequences as tokens.
         has_equal_counts = len(inputs["entry_lanes"]) == len(inputs["tokens"])
         if is_decode and has_equal_counts and self._is_fused:
-            from .lanes_triton import read
+            from .kernels_triton import read
 
             return read(self.tokens, self.tables, inputs, width)
         if is_decode:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import torch
+
 from whorl.device import HOST, default_device, require
 from whorl.media import MediaItem
 from whorl.nn import Model
@@ -15,36 +17,35 @@ from whorl.nn import Model
 from . import sequence_parallel
 from .batch import Batch
 from .blocks import BlockPool
-from .caches import block_size as cache_block_size
-from .caches import (
-    blocks_that_fit,
-    cache_room,
-    cache_specs,
-    check_rollback,
-    state_pool,
-    token_bytes,
-    without_states,
-)
-from .contents import Content
 from .encoder import NO_WORK, Encoder
 from .generate import Prompt, generate_all
 from .launch import RankPlace
 from .load import load
-from .memory import check_cache, memory_left, named_errors, need_accelerator
+from .memory import block_size as cache_block_size
+from .memory import (
+    blocks_that_fit,
+    cache_room,
+    cache_specs,
+    check_cache,
+    check_rollback,
+    memory_left,
+    named_errors,
+    need_accelerator,
+    state_pool,
+    token_bytes,
+    without_states,
+)
 from .output import Delta, Output
 from .placing import Placement, place
-from .request_limits import check_request
 from .runner import Result, Runner
 from .sampler import Sampler, Token
 from .sampling_params import SamplingParams
-from .scheduler import Chunk, Scheduler
-from .sequence import Detokenizer, FinishReason, Sequence
+from .scheduler import Chunk, Scheduler, StepBudget
+from .sequence import Content, Detokenizer, FinishReason, Sequence
 from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost, num_agreed
-from .step_budget import StepBudget
 from .tensor_parallel import Lead
 from .warmup import Kind, Warmed, WarmUp, kind_for, shown
-from .weight_versions import WeightVersions
 
 _COST_TOKENS = 64  # the largest decode step that is timed for `DraftLength`
 _MAX_SHARED = 24  # on a CPU: a step of two clients takes about twice as long as one that decodes a single token
@@ -488,8 +489,20 @@ class LLM:
         return self.tokenizer.encode(prompt)
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        limits = {"vocab_size": self.model.vocab_size, "limit": self.max_model_len}
-        check_request(prompt_ids, params, **limits, has_tokenizer=self.tokenizer is not None)
+        """Raise ValueError if a request could never run."""
+        vocab_size = self.model.vocab_size
+        if not prompt_ids:
+            raise ValueError("prompt: it has 0 tokens, expected at least 1")
+        if bad := [i for i in prompt_ids if not 0 <= i < vocab_size]:
+            raise ValueError(f"prompt: token ids {bad[:4]} are outside the vocabulary of {vocab_size}")
+        _check_lengths(len(prompt_ids), params, self.max_model_len)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop: strings need a tokenizer, and this LLM has none; use stop_token_ids")
+        ids = [*params.logit_bias, *params.stop_token_ids]
+        if bad := [i for i in ids if not 0 <= i < vocab_size]:
+            raise ValueError(f"logit_bias, stop_token_ids: {bad[:4]} are outside the vocabulary")
+        if params.n > 1 and params.prompt_logprobs is not None:
+            raise ValueError(f"prompt_logprobs: n is {params.n}, expected 1, because they are the same for every copy")
 
 
 def _checked_max_len(max_model_len: int | None, limit: int, limited_by: str) -> int:
@@ -497,3 +510,42 @@ def _checked_max_len(max_model_len: int | None, limit: int, limited_by: str) -> 
     if max_model_len is not None and not 2 <= max_model_len <= limit:
         raise ValueError(f"max_model_len is {max_model_len}, expected 2 to {limit}, the tokens that {limited_by} holds")
     return limit if max_model_len is None else max_model_len
+
+
+def _check_lengths(length: int, params: SamplingParams, limit: int) -> None:
+    """Raise ValueError for a prompt or an answer that is too long. limit: tokens of the longest sequence."""
+    if length >= limit:
+        raise ValueError(f"prompt: {length} tokens leave no room for an answer: sequences have up to {limit}")
+    if params.max_tokens is not None and length + params.max_tokens > limit:
+        raise ValueError(
+            f"prompt of {length} tokens and max_tokens {params.max_tokens} make {length + params.max_tokens}: "
+            f"sequences have up to {limit}. Set max_tokens to at most {limit - length}, or None for as many as fit"
+        )
+    if params.min_tokens > (room := limit - length):
+        raise ValueError(f"min_tokens is {params.min_tokens}, expected at most {room}, the room after this prompt")
+
+
+class WeightVersions:
+    """The version counters of a model's weights, to detect whether weights have changed since the KV cache was
+    computed. torch counts in-place changes, except those through `.data`."""
+
+    def __init__(self, model: object) -> None:
+        self._weights = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+        self._known, self._addresses = self._read()
+
+    def have_changed(self) -> bool:
+        """Return whether weights have changed since the last call. RuntimeError if a weight is another tensor now:
+        recorded graphs read the old memory."""
+        versions, addresses = self._read()
+        if addresses != self._addresses:
+            raise RuntimeError(
+                "LLM: a weight was replaced by another tensor, and recorded graphs read the old one; copy new values "
+                "into the weights (parameter.copy_ under torch.no_grad), or create a new LLM"
+            )
+        previous, self._known = self._known, versions
+        return versions != previous
+
+    def _read(self) -> tuple[list[int], list[int]]:
+        """Return the version counter and the address of each weight."""
+        versions = [0 if weight.is_inference() else weight._version for weight in self._weights]
+        return versions, [weight.data_ptr() for weight in self._weights]

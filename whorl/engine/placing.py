@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from whorl.media import MediaItem
 from whorl.positions import multimodal_positions
 
-from .contents import Content
+from .sequence import Content
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ import torch
 from whorl.device import accelerator, synchronize
 from whorl.nn import Experts, Weighted, weighted
 
-from .caches import cache_specs
+from .memory import cache_specs
 
 _HOST_BYTES, _DEVICE_BYTES = 1 << 26, 1 << 30  # size of the timed copy; larger than any processor cache
 _COPIES = 10

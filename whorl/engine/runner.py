@@ -25,13 +25,13 @@ from whorl.nn import Inserted, Model, States, StateSpec, Step
 from whorl.ops._varied import varied
 
 from .batch import Batch
-from .caches import by_sequence, cache_specs
 from .call import Call, PlacedChunk, Sample, Score, field_offsets
 from .encoder import Work
 from .features import Features
 from .graph_sizes import BESIDE, DECODING, PROMPTS, GraphSizes, most_prompts
 from .inputs import Inputs, Padded
 from .lanes import Lanes
+from .memory import by_sequence, cache_specs
 from .sampling_params import FILTERS
 from .scheduler import Chunk
 from .sequence_parallel import PromptForward, SPSettings

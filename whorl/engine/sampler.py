@@ -26,11 +26,11 @@ from whorl.ops.sample import gumbel, probabilities
 
 from .adjust import Adjuster
 from .call import Sample, Score
+from .inputs import fetch
 from .runner import Result
 from .sampling_params import FILTERS, SamplingParams
 from .scheduler import Chunk
 from .sequence import Logprob
-from .small_copy import fetch
 
 _SCORE_ROWS = 256  # rows of logits in memory at once while a prompt is scored
 

@@ -5,16 +5,61 @@ A field is declared once, with its default, its bounds and its help text. Comman
 
 import difflib
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from whorl.engine.graph_sizes import PROMPTS
-from whorl.engine.load_options import LoadOptions
-from whorl.fields import option
+from whorl.fields import check, option
 
 # The sections of --help.
-RANKS, STEPS, CACHE, SWITCHES = "Ranks", "Steps", "Cache", "Switches of the engine"
+MODEL, RANKS, STEPS, CACHE, SWITCHES = "Model", "Ranks", "Steps", "Cache", "Switches of the engine"
 STEP_TOKENS = 2048
+DTYPES = {"half": "float16", "float": "float32", "auto": None}  # vLLM's names for dtypes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Options of `load_model`, on every rank. None means: the best value for this machine and model; each field's text
+    says which.
+
+    Raises ValueError for a value that is out of range.
+    """
+
+    device: Literal["cpu", "cuda", "npu"] | None = option(
+        None, "Device to run on. Default: the best one of this machine.", panel=MODEL
+    )
+    dtype: Literal["bfloat16", "float16", "float32", "half", "float", "auto"] | None = option(
+        None, "Dtype of the weights in memory. Default: the model's; float32 on a CPU.", vllm=("--dtype",), panel=MODEL
+    )
+    quantize: Literal["w4a16", "w8a8", "fp8", "cpu4"] | None = option(
+        None,
+        "Quantize the weights while they are loaded, as whorl quantize does; cpu4: 4 bits for Arm CPUs.",
+        panel=MODEL,
+    )
+    unpack: bool | None = option(
+        None,
+        "Unpack quantized weights to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
+        "--unpack/--no-unpack",
+        panel=MODEL,
+    )
+    max_model_len: int | None = option(
+        None,
+        "Longest sequence, prompt and answer together, in tokens. Default: what fits.",
+        "--max-seq",
+        vllm=("--max-model-len",),
+        panel=MODEL,
+        least=2,
+    )
+
+    def __post_init__(self) -> None:
+        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")  # a torch.dtype is accepted
+        object.__setattr__(self, "dtype", DTYPES.get(dtype, dtype) if dtype else None)
+        check(self)
+
+    def load_options(self) -> dict[str, Any]:
+        """Return the fields of this class, also of a subclass, as another rank's `LoadOptions` takes them."""
+        values = asdict(self)
+        return {field.name: values[field.name] for field in fields(LoadOptions)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,15 +20,15 @@ from whorl.media import MediaItem
 from whorl.nn import Model, Ranks
 from whorl.nn import weights as formats
 
-from .caches import blocks_that_fit, cache_room, cache_specs
 from .call import Call
 from .encoder import Job, Work
 from .features import as_tensor
 from .heap import keep_objects
 from .launch import Rank, RankGroup, RankPlace, start
-from .load_options import LoadOptions
+from .memory import blocks_that_fit, cache_room, cache_specs
 from .rank_messages import CALL, DRAFT, DROP, ENCODE, HEADER, LOGITS, PUT, STOP, receive_call, send, send_call
 from .runner import Result, Runner
+from .settings import LoadOptions
 
 if TYPE_CHECKING:
     from .speculate import Proposer

@@ -1,6 +1,6 @@
 """The tokenizer: text to token ids and back, from `tokenizer.json` or from the metadata of a GGUF file.
 
-It is built on the tokenizers package. Chat prompts are written in `prompt_formats`.
+It is built on the tokenizers package. Chat prompts are written in `chat_template`.
 """
 
 import contextlib
@@ -17,9 +17,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from . import sentencepiece
-from .chat_template import ChatTemplate, Message
+from .chat_template import ChatTemplate, Message, PromptWriter, format_of, prompt_writer, write_open
 from .gguf_header import read_metadata
-from .prompt_formats import PromptWriter, format_of, prompt_writer, write_open
 from .sampling_params import PARAMETERS
 
 _REPLACEMENT = "\ufffd"
@@ -55,7 +54,7 @@ class Tokenizer:
     """A model's tokenizer, with its end-of-text ids and its chat template or the built-in prompt format.
 
     roles: special tokens by role, such as bos_token. templates: chat templates by name. sampling: parameters that the
-    model's authors recommend; None: greedy. prompt_format: see `prompt_formats`.
+    model's authors recommend; None: greedy. prompt_format: see `chat_template`.
     Example: `Tokenizer.from_path(folder).encode("Hi")`
     """
 
@@ -206,7 +205,7 @@ class Tokenizer:
         **variables: Any,
     ) -> str:
         """Return the conversation as the text of a prompt. enable_thinking: None leaves the choice to the template.
-        continue_final_message: see `prompt_formats.write_open`; then there is no generation prompt."""
+        continue_final_message: see `chat_template.write_open`; then there is no generation prompt."""
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
         if continue_final_message:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from whorl.engine.call_forms import CallReader, JsonCalls, TaggedCalls
-from whorl.engine.json_layout import json_layout
+from whorl.engine.grammar_masks import json_layout
 
 from .api_error import ApiError
 from .schema_parts import NamedTool, Tool

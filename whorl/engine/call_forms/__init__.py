@@ -1,18 +1,18 @@
-"""Readers of the forms in which models write tool calls. To add one, add a file and a line in `FORMS`."""
+"""Readers of the forms in which models write tool calls. To add one, add a class, which may extend `JsonCalls` or
+`TaggedCalls`, and a line in `FORMS`.
+"""
 
 from collections.abc import Collection
 
-from .deepseek_v32 import DeepSeekV32Calls
-from .hermes import HermesCalls
+from .json_calls import HermesCalls, LlamaCalls
 from .json_calls import JsonCalls as JsonCalls
-from .llama import LlamaCalls
-from .qwen3_coder import Qwen3CoderCalls
 from .reader import CallPart as CallPart
 from .reader import CallReader as CallReader
 from .reader import CallWriter as CallWriter
 from .reader import ReadStatus as ReadStatus
 from .reader import Schemas as Schemas
 from .reader import num_held as num_held
+from .tagged import DeepSeekV32Calls, Qwen3CoderCalls
 from .tagged import TaggedCalls as TaggedCalls
 
 # By name, in the order in which templates are searched: a mark of one form may also occur in later ones.

@@ -5,6 +5,8 @@ import re
 from abc import abstractmethod
 from typing import Any, ClassVar
 
+from whorl.engine.deepseek_v32_prompt import DSML
+
 from .reader import CallReader, CallWriter, ReadStatus, Schemas, num_held
 
 
@@ -139,3 +141,50 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+class DeepSeekV32Calls(TaggedCalls):
+    """Tool calls of DeepSeek-V3.2: a block of invocations, whose parameters say whether they are strings."""
+
+    open, close = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
+    begin, name_end, end = f'<{DSML}invoke name="', '">', f"</{DSML}invoke>"
+    parameter_begin, parameter_end = f'<{DSML}parameter name="', f"</{DSML}parameter>"
+    parameter_tag = re.compile(f'{parameter_begin}([^">\n]+)" string="(true|false)">')
+    before = "\n\n"
+    tags = (open,)
+    marks = (DSML,)
+
+    @classmethod
+    def parameter(cls, name: str, is_text: bool) -> str:
+        return f'{cls.parameter_begin}{name}" string="{"true" if is_text else "false"}">'
+
+    def is_text(self, tag: re.Match[str], schema: Any) -> bool:
+        return tag[2] == "true"
+
+
+_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as the model's template writes them
+
+
+class Qwen3CoderCalls(TaggedCalls):
+    """Tool calls of Qwen3-Coder: `<function=name>` with `<parameter=name>` inside, each value on separate lines.
+
+    The markup does not tell the type of a value; the tool's schema does.
+    """
+
+    open, close = "<tool_call>", "</tool_call>"
+    begin, name_end, end = "<function=", ">", "</function>"
+    parameter_begin, parameter_end = "<parameter=", "</parameter>"
+    parameter_tag = re.compile(r'<parameter=([^">\n]+)>')
+    has_lines = is_alone = True
+    tags = (open,)
+    marks = ("<function=",)
+
+    @classmethod
+    def parameter(cls, name: str, is_text: bool) -> str:
+        return f"{cls.parameter_begin}{name}>"
+
+    def is_text(self, tag: re.Match[str], schema: Any) -> bool:
+        return self.is_text_schema(schema)
+
+    def value(self, text: str) -> str:
+        return super().value(_PYTHON.get(text.strip(), text))

@@ -12,9 +12,8 @@ import torch
 
 from whorl.device import default_device, require
 from whorl.engine.blocks import BlockPool
-from whorl.engine.caches import block_size as cache_block_size
-from whorl.engine.caches import cache_memory, token_bytes, without_states
-from whorl.engine.memory import check_cache
+from whorl.engine.memory import block_size as cache_block_size
+from whorl.engine.memory import cache_memory, check_cache, token_bytes, without_states
 from whorl.engine.runner import Runner
 from whorl.engine.sequence import Sequence as Seq
 from whorl.nn import Model

@@ -16,10 +16,10 @@ from torch import Tensor
 from whorl.device import lasting
 from whorl.engine.batch import Batch
 from whorl.engine.call import Sample
-from whorl.engine.contents import Content
 from whorl.engine.runner import Result, Runner
 from whorl.engine.sampler import Sampler
 from whorl.engine.scheduler import Chunk
+from whorl.engine.sequence import Content
 from whorl.engine.sequence import Sequence as Seq
 
 from . import Draft, measure_cost

@@ -22,7 +22,7 @@ from whorl.nn import ONE, Matrix, Model, Ranks, create_parameters, weighted
 from whorl.nn import weights as formats
 
 from .. import memory
-from ..load_options import LoadOptions
+from ..settings import LoadOptions
 from . import dcp
 from .checkpoint import Checkpoint, Source, read_config
 from .fill import check_fit, fill

@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs
-"""The Triton kernel of lanes.py: the start of a recorded decode call in one launch instead of five."""
+"""The Triton kernels of the engine itself: for inputs.py a copy of a few bytes, and for lanes.py the start of a
+recorded decode call in one launch instead of five."""
 
 from collections.abc import Mapping
 
@@ -9,9 +10,23 @@ import triton.language as tl
 from torch import Tensor
 
 from whorl.ops._launch_triton import launched
-from whorl.ops._rows import power_of_2
+from whorl.ops._rows import ceil_div, power_of_2
 
+BLOCK = 2048  # bytes that a program copies
 MOST = 1024  # entries of a block table that are copied at once
+
+
+@launched
+@triton.jit
+def _copy_kernel(source_ptr, to_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(to_ptr + at, tl.load(source_ptr + at, mask=at < count), mask=at < count)
+
+
+def copy(source: Tensor, to: Tensor) -> None:
+    """Copy the bytes of `source` to `to`."""
+    count = source.numel()
+    _copy_kernel[(ceil_div(count, BLOCK),)](source, to, count, BLOCK=BLOCK, num_warps=4)
 
 
 @launched
