@@ -183,12 +183,12 @@ def test_matrices_that_do_not_fit_stay_as_they_are(folders: dict[str, Path], cap
 
 @pytest.mark.parametrize(("count", "names"), [(64, []), (96, []), (32, ["b"]), (72, ["b"]), (20, ["b"])])
 def test_columns_that_the_product_takes(count: int, names: list[str]) -> None:
-    assert cpu4.unfit({"a": 128, "b": count}) == names
+    assert CpuRounding.unfit({"a": 128, "b": count}) == names
 
 
 def test_experts_of_a_layer_stay_together() -> None:
     columns = {"l.0.experts.0.gate_proj": 64, "l.0.experts.0.down_proj": 40, "l.1.experts.0.gate_proj": 64}
-    assert cpu4.unfit(columns) == ["l.0.experts.0.gate_proj", "l.0.experts.0.down_proj"]
+    assert CpuRounding.unfit(columns) == ["l.0.experts.0.gate_proj", "l.0.experts.0.down_proj"]
 
 
 @needs_kernel

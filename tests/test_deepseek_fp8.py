@@ -16,7 +16,7 @@ from torch import Tensor
 from whorl.engine.weights import load_model, rewrite
 from whorl.models.deepseek import DeepSeek
 from whorl.nn.weights.dense import DENSE
-from whorl.nn.weights.fp8_blocks import BlockRounding
+from whorl.nn.weights.rounding import BlockRounding
 
 PUBLISHED = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 # Whole blocks, or one that is partial: transformers takes the size of a block from the number of scales.

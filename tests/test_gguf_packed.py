@@ -15,8 +15,7 @@ from test_quant_formats import load, logits, matrices
 from whorl import nn
 from whorl.engine import weights
 from whorl.nn.weights.dense import DENSE
-from whorl.nn.weights.gguf import GgufBlocks
-from whorl.nn.weights.gguf_blocks import KINDS
+from whorl.nn.weights.gguf import KINDS, GgufBlocks
 
 gguf = pytest.importorskip("gguf")
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from whorl import ops
 from whorl.models import llama, qwen3
 from whorl.models.fields import count, number
-from whorl.models.llama_config import LlamaConfig
-from whorl.models.windows import of_kinds
+from whorl.models.llama_config import LlamaConfig, windows_of
 from whorl.nn import KVCache, Mix, Normed, Packed, Ranks, RMSNorm, Rope, Step
 from whorl.rope_config import RopeConfig
 
@@ -59,7 +58,7 @@ class Gemma3Config(LlamaConfig):
         return LlamaConfig.sizes(values) | {
             "rope": rope,
             "local_rope": replace(local, max_position=rope.table_rows),
-            "windows": of_kinds(values, kinds),
+            "windows": windows_of(values, kinds),
             "query_pre_attn_scalar": number(values, "query_pre_attn_scalar", 256),
         }
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whorl.models import llama
-from whorl.models.llama_config import LlamaConfig
-from whorl.models.windows import by_layer
+from whorl.models.llama_config import LlamaConfig, layer_windows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +16,11 @@ class Qwen2Config(LlamaConfig):
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
-        return LlamaConfig.read(values) | {"windows": by_layer(values), "attention_bias": True, "mlp_bias": False}
+        return LlamaConfig.read(values) | {
+            "windows": layer_windows(values),
+            "attention_bias": True,
+            "mlp_bias": False,
+        }
 
     @property
     def output_bias(self) -> bool:

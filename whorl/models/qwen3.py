@@ -9,8 +9,7 @@ from torch import Tensor
 from whorl import ops
 from whorl.models import llama
 from whorl.models.fields import count, flag
-from whorl.models.llama_config import LlamaConfig
-from whorl.models.windows import by_layer
+from whorl.models.llama_config import LlamaConfig, layer_windows
 from whorl.nn import Experts, KVCache, Linear, Normed, Ranks, RMSNorm, Step
 
 
@@ -43,7 +42,7 @@ class Qwen3Config(LlamaConfig):
             values = {"head_dim": 128, **values}  # the default of Hugging Face's dense class; its sparse one has none
         experts = _experts(values) if is_sparse else None
         # As in transformers, whose sparse class applies the window to all layers.
-        windows = by_layer(values, first=0, named=False) if is_sparse else by_layer(values)
+        windows = layer_windows(values, first=0, named=False) if is_sparse else layer_windows(values)
         return LlamaConfig.read(values) | {"windows": windows, "experts": experts}
 
     def window(self, layer: int) -> int | None:

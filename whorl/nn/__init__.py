@@ -5,77 +5,48 @@ Layer and format together state, as `Destination`s, where each tensor of a Huggi
 of which parameter, and which rows and columns of it. The loader needs nothing else.
 """
 
-from .attention import Rope, attend
-from .cache import CacheSpec, KVCache, KVFormat, PagedKV, States, StateSpec
-from .experts import Experts, StackedExperts
-from .latent_cache import LatentCache, LatentKV
-from .latent_heads import LatentHeads
-from .linear import Linear, PlainLinear
-from .mixer import Mix, Mixer, Normed
-from .model import Model
-from .norm import LayerNorm, RMSNorm
-from .ranks import ONE, Ranks, SharedTokens, Unit, all_tokens, sharing
-from .router import Router
-from .step import Inserted, Step
-from .training import Packed, check_training, pack, trainable
-from .vocabulary import Vocabulary
-from .weight import (
-    Destination,
-    Format,
-    Formats,
-    Index,
-    Matrix,
-    Part,
-    Weighted,
-    create_parameters,
-    destinations,
-    weighted,
-)
-
-__all__ = [
-    "ONE",
-    "CacheSpec",
-    "Destination",
-    "Experts",
-    "Format",
-    "Formats",
-    "Index",
-    "Inserted",
-    "KVCache",
-    "KVFormat",
-    "LatentCache",
-    "LatentHeads",
-    "LatentKV",
-    "LayerNorm",
-    "Linear",
-    "Matrix",
-    "Mix",
-    "Mixer",
-    "Model",
-    "Normed",
-    "Packed",
-    "PagedKV",
-    "Part",
-    "PlainLinear",
-    "RMSNorm",
-    "Ranks",
-    "Rope",
-    "Router",
-    "SharedTokens",
-    "StackedExperts",
-    "StateSpec",
-    "States",
-    "Step",
-    "Unit",
-    "Vocabulary",
-    "Weighted",
-    "all_tokens",
-    "attend",
-    "check_training",
-    "create_parameters",
-    "destinations",
-    "pack",
-    "sharing",
-    "trainable",
-    "weighted",
-]
+from .attention import Rope as Rope
+from .attention import attend as attend
+from .cache import CacheSpec as CacheSpec
+from .cache import KVCache as KVCache
+from .cache import KVFormat as KVFormat
+from .cache import PagedKV as PagedKV
+from .cache import States as States
+from .cache import StateSpec as StateSpec
+from .experts import Experts as Experts
+from .experts import Router as Router
+from .experts import StackedExperts as StackedExperts
+from .latent_cache import LatentCache as LatentCache
+from .latent_cache import LatentKV as LatentKV
+from .latent_heads import LatentHeads as LatentHeads
+from .linear import Linear as Linear
+from .linear import PlainLinear as PlainLinear
+from .mixer import Mix as Mix
+from .mixer import Mixer as Mixer
+from .mixer import Normed as Normed
+from .model import Model as Model
+from .norm import LayerNorm as LayerNorm
+from .norm import RMSNorm as RMSNorm
+from .ranks import ONE as ONE
+from .ranks import Ranks as Ranks
+from .ranks import SharedTokens as SharedTokens
+from .ranks import Unit as Unit
+from .ranks import all_tokens as all_tokens
+from .ranks import sharing as sharing
+from .step import Inserted as Inserted
+from .step import Step as Step
+from .training import Packed as Packed
+from .training import check_training as check_training
+from .training import pack as pack
+from .training import trainable as trainable
+from .vocabulary import Vocabulary as Vocabulary
+from .weight import Destination as Destination
+from .weight import Format as Format
+from .weight import Formats as Formats
+from .weight import Index as Index
+from .weight import Matrix as Matrix
+from .weight import Part as Part
+from .weight import Weighted as Weighted
+from .weight import create_parameters as create_parameters
+from .weight import destinations as destinations
+from .weight import weighted as weighted

@@ -24,27 +24,12 @@ from whorl.nn import weights as formats
 from .. import memory
 from ..settings import LoadOptions
 from . import dcp
-from .checkpoint import Checkpoint, Source, read_config
+from .checkpoint import Checkpoint, read_config
+from .checkpoint import Source as Source
 from .fill import check_fit, fill
 from .hub import resolve
 from .quantize import quantized
 from .safetensors import open_safetensors
-
-__all__ = [
-    "DTYPES",
-    "Checkpoint",
-    "Source",
-    "build",
-    "check_fit",
-    "fill",
-    "load_model",
-    "load_prediction",
-    "open_checkpoint",
-    "random_model",
-    "random_prediction",
-    "resolve",
-    "rounded",
-]
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -95,9 +80,10 @@ def load_model(
             check_fit(model, checkpoint)
         memory.check_weights(model, checkpoint.path, device, unpack=unpack, reserve=reserve, num_ranks=num_ranks)
         fill(_allocated(model, device), checkpoint, progress=progress, unpack=unpack)
-    matrices = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
-    if (line := formats.describe(quantize, matrices)) is not None and (tp or ONE).rank == 0:
-        log.warning("%s", line)
+    if quantize is not None and (tp or ONE).rank == 0:
+        matrices = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
+        if (line := formats.rounder(quantize).describe(matrices)) is not None:
+            log.warning("%s", line)
     return model  # type: ignore[no-any-return]
 
 

@@ -47,7 +47,7 @@ def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[
     """
     if checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"):
         raise ValueError(f"{checkpoint.path}: the weights are already quantised; give the original model")
-    kept = [name for name in KEPT if name != _HEAD or not formats.rounds_head(scheme)]
+    kept = [name for name in KEPT if name != _HEAD or not formats.rounder(scheme).rounds_head]
     ignored = [*kept, *([] if getattr(model, "tower", None) is None else [TOWER]), *ignore]
     if scheme not in formats.SCHEME_NAMES:  # what no checkpoint is written in lists all that it leaves by name
         ignored = ignore = _left(model, scheme, ignored)
@@ -95,7 +95,7 @@ def _chosen(checkpoint: Checkpoint, model: Any, scheme: str, ignored: Sequence[s
 def _left(model: Any, scheme: str, ignored: Sequence[str]) -> list[str]:
     """Return the names of the matrices that a scheme which takes no patterns leaves as they are."""
     shapes = _matrices(model, scheme)
-    unfit = set(formats.unfit(scheme, {name: columns for name, (_, columns) in shapes.items()}))
+    unfit = set(formats.rounder(scheme).unfit({name: columns for name, (_, columns) in shapes.items()}))
     return [name for name in shapes if name in unfit or _is_matched(name, ignored)]
 
 
@@ -131,7 +131,7 @@ def _matrices(model: Any, scheme: str) -> dict[str, tuple[int, int]]:
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
     shapes = {part.source(name): part.shape for name, matrix in matrices.items() for part in matrix.parts}
     is_tied = not any(name.endswith(_HEAD) for name in shapes)
-    has_embedding = formats.rounds_head(scheme) and is_tied
+    has_embedding = formats.rounder(scheme).rounds_head and is_tied
     return {name: shape for name, shape in shapes.items() if has_embedding or not name.endswith(_EMBEDDING)}
 
 

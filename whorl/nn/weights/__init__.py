@@ -6,22 +6,17 @@ experts of a stack, or for nothing.
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Any
 
 from whorl.nn.weight import Formats
 
-from .dense import ALL_DENSE, DENSE
+from .dense import ALL_DENSE
+from .dense import DENSE as DENSE
 
 if TYPE_CHECKING:
     import torch
 
-    from whorl.nn.weight import Matrix
-
-    from .cpu4 import CpuRounding
-    from .fp8_blocks import BlockRounding
-    from .rounding import Rounding
-
-AnyRounding: TypeAlias = Union["Rounding", "BlockRounding", "CpuRounding"]
+    from .rounding import Rounder
 
 # By quant_method: "module:function", a function from the values of `quantization_config` to `Formats`. Other packages
 # may add theirs.
@@ -68,8 +63,7 @@ def find(config: Mapping[str, Any]) -> Formats:
         raise ValueError(
             f"the weights are quantised ({method}{f': {description}' if description else ''}); expected {known}"
         )
-    module, _, name = readers[method].partition(":")
-    return getattr(import_module(module), name)(settings)  # type: ignore[no-any-return]
+    return _imported(readers[method])(settings)  # type: ignore[no-any-return]
 
 
 def settings_as_stored(tensors: "Mapping[str, tuple[int, torch.dtype | None]]") -> dict[str, Any] | None:
@@ -87,72 +81,35 @@ def check_scheme(scheme: str | None, device: str) -> None:
     """Raise ValueError if weights cannot be rounded to `scheme` while they are read, or not for this device."""
     if scheme is not None and scheme not in LOADED:
         raise ValueError(f"quantize is {scheme!r}, expected one of {', '.join(LOADED)}")
-    if scheme == "cpu4":
-        from . import cpu4
-
-        cpu4.check_device(device)
+    if scheme is not None:
+        rounder(scheme).check_device(device)
 
 
-def rounds_head(scheme: str) -> bool:
-    """Return whether `scheme` rounds the head, too."""
-    return scheme == "cpu4"
-
-
-def unfit(scheme: str, columns: Mapping[str, int]) -> list[str]:
-    """Return the matrices that `scheme` cannot round; columns: the number of columns of each matrix, by name.
-
-    Raises ValueError if it can round none.
-    """
-    if scheme != "cpu4":
-        return []
-    from . import cpu4
-
-    return cpu4.unfit(columns)
-
-
-def describe(scheme: str | None, matrices: "Mapping[str, Matrix]") -> str | None:
-    """Return a line on what `scheme`, if it is of one device, has rounded; matrices: of a loaded model, by name."""
-    if scheme != "cpu4":
-        return None
-    from . import cpu4
-
-    return cpu4.describe(matrices)
+def rounder(scheme: str) -> "type[Rounder]":
+    """Return the class that rounds weights to `scheme`."""
+    name = "rounding:Rounding" if scheme in SCHEME_NAMES else "cpu4:CpuRounding"
+    return _imported(f"whorl.nn.weights.{name}")  # type: ignore[no-any-return]
 
 
 def rounding_to(
     scheme: str, columns: Mapping[str, int], block_scales: str | None = None, *, is_head: bool = False
-) -> AnyRounding:
+) -> "Rounder":
     """Return how matrices, or a head, are rounded to `scheme`.
 
     columns: the number of columns of each matrix, by name. block_scales: for a model that is published in FP8 with a
     scale per block, the kind of these scales, "ue8m0" or "float"; None for other models.
     """
+    from .rounding import SCHEMES, BlockRounding, Rounding, group_size
+
     if scheme == "fp8" and block_scales is not None:
-        from .fp8_blocks import BlockRounding
-
         return BlockRounding(has_powers=block_scales == "ue8m0")
-    if scheme == "cpu4":
-        from . import cpu4
-
-        return cpu4.CpuRounding(passes=2 if is_head else 1)
-    from .rounding import SCHEMES, Rounding, group_size
-
+    if scheme not in SCHEMES:
+        return rounder(scheme)(2 if is_head else 1)  # type: ignore[call-arg]
     layout = SCHEMES[scheme]
     return Rounding(layout, group_size(columns) if layout.has_groups else None)
 
 
-__all__ = [
-    "ALL_DENSE",
-    "DENSE",
-    "FORMATS",
-    "LOADED",
-    "REFUSED",
-    "SCHEME_NAMES",
-    "check_scheme",
-    "describe",
-    "find",
-    "rounding_to",
-    "rounds_head",
-    "settings_as_stored",
-    "unfit",
-]
+def _imported(name: str) -> Any:
+    """Return what a "module:name" names."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)

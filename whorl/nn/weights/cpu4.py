@@ -30,7 +30,7 @@ from whorl.ops.moe.experts import activate, run_routed
 from .dense import DENSE
 from .packed import packed as packed_words
 from .quantised import Pick, Quantised, names, stack_dims, unit_slice
-from .rounding import MOST_VALUES, Ends
+from .rounding import MOST_VALUES, Ends, Rounder, Shapes
 
 METHOD = "cpu4"
 GROUP = 32  # columns per scale; torch's product takes multiples of it
@@ -43,33 +43,28 @@ _STORE = TrialStore("cpu4", __file__)
 
 
 @dataclass(frozen=True, slots=True)
-class CpuRounding:
+class CpuRounding(Rounder):
     """Rounds matrices as they are read; nothing is written in this form. passes: matrices of codes, see `Cpu4`."""
 
     passes: int = 1
-    takes_patterns: ClassVar[bool] = False
+    rounds_head: ClassVar[bool] = True
 
-    def settings(self, ignore: list[str]) -> dict[str, Any]:
-        return {"quant_method": METHOD, "ignore": ignore}
+    def settings(self, left: list[str]) -> dict[str, Any]:
+        return {"quant_method": METHOD, "ignore": left}
 
-    def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """Return shape and dtype of a projection's tensors, by the ends of their names."""
-        tensors: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
+    def shapes(self, rows: int, columns: int) -> Shapes:
+        tensors: Shapes = {}
         for number in range(self.passes):
             tensors[f"words{number}"] = (rows, columns // 8), torch.int32
             tensors[f"scales{number}"] = (rows, columns // GROUP), torch.bfloat16
         return {**tensors, "offsets": ((rows, columns // GROUP), torch.float32)}
 
-    def apply(self, weight: Tensor) -> tuple[Ends, float, float]:
-        """Round a weight; returns the tensors to store and the sums of squares of errors and of weights."""
-        parts = [self._round(part.float()) for part in weight.split(max(MOST_VALUES // weight.shape[1], 1))]
-        ends = {end: torch.cat([part[0][end] for part in parts]) for end in parts[0][0]}
-        return ends, sum(error for _, error, _ in parts), sum(square for _, _, square in parts)
+    def rows_at_once(self, columns: int) -> int:
+        return max(MOST_VALUES // columns, 1)
 
-    def _round(self, weight: Tensor) -> tuple[Ends, float, float]:
+    def round(self, weight: Tensor) -> tuple[Ends, Tensor, Tensor]:
+        weight = weight.float()
         left, ends = weight.unflatten(-1, (-1, GROUP)), {"offsets": torch.zeros(())}
-        if not bool(left.isfinite().all()):
-            raise ValueError("has an infinity or NaN, which no scale can represent")
         for number in range(self.passes):
             low, high = left.aminmax(dim=-1, keepdim=True)
             scale = ((high - low) / STEPS).bfloat16().float()
@@ -80,7 +75,35 @@ class CpuRounding:
             ends[f"words{number}"] = packed_words((codes + 8).to(torch.uint8).flatten(-2), 4)
             ends[f"scales{number}"] = scale.squeeze(-1).bfloat16()
             ends["offsets"] = ends["offsets"] + offset.squeeze(-1)
-        return ends, float(left.double().square().sum()), float(weight.double().square().sum())
+        return ends, left.double().square().sum(), weight.double().square().sum()
+
+    @staticmethod
+    def check_device(device: str) -> None:
+        check_device(device)
+
+    @staticmethod
+    def unfit(columns: Mapping[str, int]) -> list[str]:
+        """See `Rounder.unfit`. Experts of a layer are rounded together or not at all."""
+        plain = {name for name, count in columns.items() if count % GROUP or count <= GROUP}
+        layers = tuple(f"{name.partition('.experts.')[0]}.experts." for name in plain if ".experts." in name)
+        left = [name for name in columns if name in plain or name.startswith(layers)]
+        if len(left) == len(columns):
+            raise ValueError(
+                f"quantize is 'cpu4', whose product takes columns in multiples of {GROUP} and more than that, and no "
+                f"matrix has such; leave it out. Found are {', '.join(map(str, sorted(set(columns.values()))))}"
+            )
+        return left
+
+    @staticmethod
+    def describe(matrices: Mapping[str, Matrix]) -> str | None:
+        left = [name for name, matrix in matrices.items() if not isinstance(matrix.format, Cpu4)]
+        more = f" and {len(left) - MOST_NAMES} more" if len(left) > MOST_NAMES else ""
+        others = f"; as they were: {', '.join(left[:MOST_NAMES])}{more}" if left else ""
+        return (
+            f"cpu4: {len(matrices) - len(left)} matrices are rounded to 4 bits in groups of {GROUP}, and what they "
+            "multiply to 8 bits, so outputs differ from those without it; the head has 4 more bits, the embedding is "
+            f"bfloat16{others}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,37 +265,6 @@ def check_device(device: str) -> None:
 def _has_kernel() -> bool:
     """Return whether torch packs codes for a kernel; without one it stores a float for every byte of codes."""
     return _pack(torch.zeros(8, GROUP // 4, dtype=torch.int32), torch.ones(8, 2)).dtype == torch.uint8
-
-
-# ---- which matrices
-
-
-def unfit(columns: Mapping[str, int]) -> list[str]:
-    """Return the matrices that torch's product cannot take. Experts of a layer are rounded together or not at all.
-
-    columns: the number of columns of each matrix, by name. Raises ValueError if it can take none.
-    """
-    plain = {name for name, count in columns.items() if count % GROUP or count <= GROUP}
-    layers = tuple(f"{name.partition('.experts.')[0]}.experts." for name in plain if ".experts." in name)
-    left = [name for name in columns if name in plain or name.startswith(layers)]
-    if len(left) == len(columns):
-        raise ValueError(
-            f"quantize is 'cpu4', whose product takes columns in multiples of {GROUP} and more than that, and no "
-            f"matrix has such; leave it out. Found are {', '.join(map(str, sorted(set(columns.values()))))}"
-        )
-    return left
-
-
-def describe(matrices: Mapping[str, Matrix]) -> str:
-    """Return a line that says which matrices of a loaded model are rounded and which are not."""
-    left = [name for name, matrix in matrices.items() if not isinstance(matrix.format, Cpu4)]
-    more = f" and {len(left) - MOST_NAMES} more" if len(left) > MOST_NAMES else ""
-    others = f"; as they were: {', '.join(left[:MOST_NAMES])}{more}" if left else ""
-    return (
-        f"cpu4: {len(matrices) - len(left)} matrices are rounded to 4 bits in groups of {GROUP}, and what they "
-        "multiply to 8 bits, so outputs differ from those without it; the head has 4 more bits, the embedding is "
-        f"bfloat16{others}"
-    )
 
 
 def formats(settings: Mapping[str, Any]) -> Formats:
