@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from whorl.models.fields import count, flag, number, section
+from whorl.models.fields import count, number, section, value_like
 from whorl.rope_config import RopeConfig
 
 MODEL_TYPES = ("deepseek_v32", "deepseek_v3")
@@ -35,7 +35,8 @@ FIXED_ROPE: dict[str, tuple[object, ...]] = {
     "truncate": (True,),
     "partial_rotary_factor": (1,),
 }
-# Sizes that a file must have, with their least values; the indexer's and others have defaults.
+YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+# Sizes that a file must have, with their least values.
 SIZES = {
     "vocab_size": 1,
     "hidden_size": 1,
@@ -53,7 +54,11 @@ SIZES = {
     "qk_rope_head_dim": 1,
     "v_head_dim": 1,
 }
-INDEX_SIZES = ("index_n_heads", "index_head_dim", "index_topk")
+# Those that have defaults.
+OPTIONAL = (
+    *("index_n_heads", "index_head_dim", "index_topk", "n_group", "topk_group", "norm_topk_prob"),
+    *("routed_scaling_factor", "rms_norm_eps", "max_position_embeddings"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,18 +113,11 @@ class DeepSeekV32Config:
             raise ValueError(f"model_type is {values.get('model_type')!r}, expected {' or '.join(MODEL_TYPES)}")
         rope = dict(section(values, "rope_scaling") or section(values, "rope_parameters"))
         _check_fixed(values, rope)
-        default = asdict(cls())
-        sizes = {name: count(values, name, least=least) for name, least in SIZES.items()}
-        sizes |= {name: count(values, name, default[name]) for name in INDEX_SIZES}
+        default = asdict(cls()) | {"n_group": 1, "topk_group": 1}
         return cls(
-            **sizes,
+            **{name: count(values, name, least=least) for name, least in SIZES.items()},
+            **{name: value_like(values, name, default[name]) for name in OPTIONAL},
             num_nextn_predict_layers=count(values, "num_nextn_predict_layers", 0, least=0),
-            n_group=count(values, "n_group", 1),
-            topk_group=count(values, "topk_group", 1),
-            norm_topk_prob=flag(values, "norm_topk_prob", default["norm_topk_prob"]),
-            routed_scaling_factor=number(values, "routed_scaling_factor", default["routed_scaling_factor"]),
-            rms_norm_eps=number(values, "rms_norm_eps", default["rms_norm_eps"]),
-            max_position_embeddings=count(values, "max_position_embeddings", default["max_position_embeddings"]),
             trained_seq_len=count(values, TRAINED) if values.get(TRAINED) else None,
             **_rotation(values, rope, default),
         )
@@ -129,26 +127,17 @@ class DeepSeekV32Config:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.rope_factor > 1:
             rope |= {"rope_type": "yarn", "factor": self.rope_factor}
-            names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-            rope |= {name: getattr(self, name) for name in names}
-        sizes = {name: getattr(self, name) for name in (*SIZES, *INDEX_SIZES)}
+            rope |= {name: getattr(self, name) for name in YARN}
         return {
             "architectures": ["DeepseekV32ForCausalLM"],
             "model_type": "deepseek_v32",
             "dtype": dtype,
-            **sizes,
+            **{name: getattr(self, name) for name in (*SIZES, "num_nextn_predict_layers", *OPTIONAL)},
             "first_k_dense_replace": min(self.first_k_dense_replace, self.num_hidden_layers),
-            "num_nextn_predict_layers": self.num_nextn_predict_layers,
             "num_key_value_heads": self.num_attention_heads,
-            "n_group": self.n_group,
-            "topk_group": self.topk_group,
-            "norm_topk_prob": self.norm_topk_prob,
-            "routed_scaling_factor": self.routed_scaling_factor,
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
-            "rms_norm_eps": self.rms_norm_eps,
             "rope_parameters": rope,
-            "max_position_embeddings": self.max_position_embeddings,
             **({TRAINED: self.trained_seq_len} if self.trained_seq_len else {}),
             "hidden_act": "silu",
             "attention_bias": False,
@@ -208,7 +197,6 @@ def _check_fixed(values: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
 
 def _rotation(values: Mapping[str, Any], rope: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
     yarn = rope.get("rope_type", rope.get("type")) == "yarn"
-    original = "original_max_position_embeddings"
     theta = rope if rope.get("rope_theta") else values
     mscale, of_all = _mscales(rope) if yarn else (default["mscale"], default["mscale_all_dim"])
     if yarn and not rope.get("factor"):
@@ -216,9 +204,7 @@ def _rotation(values: Mapping[str, Any], rope: Mapping[str, Any], default: Mappi
     return {
         "rope_theta": number(theta, "rope_theta", default["rope_theta"]),
         "rope_factor": number(rope, "factor", 1.0) if yarn else 1.0,
-        original: count(rope, original, default[original]),
-        "beta_fast": number(rope, "beta_fast", default["beta_fast"]),
-        "beta_slow": number(rope, "beta_slow", default["beta_slow"]),
+        **{name: value_like(rope, name, default[name]) for name in YARN[:3]},
         "mscale": mscale,
         "mscale_all_dim": of_all,
     }

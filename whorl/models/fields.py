@@ -38,3 +38,9 @@ def flag(values: Mapping[str, Any], name: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"config.json: {name} is {value!r}, expected true or false")
     return value
+
+
+def value_like(values: Mapping[str, Any], name: str, default: float) -> Any:
+    """Return a field by the type of its default: a flag, a whole number of at least 1, or a number above 0."""
+    read: Any = flag if isinstance(default, bool) else count if isinstance(default, int) else number
+    return read(values, name, default)

@@ -52,9 +52,7 @@ class LlamaConfig:
             "num_key_value_heads": kv_heads,
             "head_dim": count(values, "head_dim", counts["hidden_size"] // heads),
             "rms_norm_eps": number(values, "rms_norm_eps", 1e-6),
-            "tie_word_embeddings": flag(values, "tie_word_embeddings"),
-            "attention_bias": flag(values, "attention_bias"),
-            "mlp_bias": flag(values, "mlp_bias"),
+            **{name: flag(values, name) for name in ("tie_word_embeddings", "attention_bias", "mlp_bias")},
         }
 
     @property

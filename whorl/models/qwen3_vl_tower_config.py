@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from whorl.models.fields import count, number, section
@@ -12,39 +12,27 @@ Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerConfig:
-    """`vision_config` of config.json by its own names."""
+    """`vision_config` of config.json by its own names, with the defaults of Hugging Face's class."""
 
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    in_channels: int
-    patch_size: int
-    temporal_patch_size: int
-    spatial_merge_size: int
-    out_hidden_size: int
-    num_position_embeddings: int
+    depth: int = 27
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    num_heads: int = 16
+    in_channels: int = 3
+    patch_size: int = 16
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    out_hidden_size: int = 3584
+    num_position_embeddings: int = 2304
     deepstack_visual_indexes: tuple[int, ...]
     rope_theta: float = 10000.0
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> "TowerConfig":
-        """Read a vision_config, with the defaults of Hugging Face's class; raises ValueError for unsupported values."""
+        """Read a vision_config; raises ValueError for unsupported values."""
         if (activation := values.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
             raise ValueError(f"config.json: vision_config.hidden_act is {activation!r}, expected gelu_pytorch_tanh")
-        defaults = {
-            "depth": 27,
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "num_heads": 16,
-            "in_channels": 3,
-            "patch_size": 16,
-            "temporal_patch_size": 2,
-            "spatial_merge_size": 2,
-            "out_hidden_size": 3584,
-            "num_position_embeddings": 2304,
-        }
-        sizes = {name: count(values, name, default) for name, default in defaults.items()}
+        sizes = {field.name: count(values, field.name, field.default) for field in fields(cls) if field.type is int}
         _check_sizes(sizes)
         return cls(
             **sizes,
