@@ -16,7 +16,7 @@ from torch.nn import Module, ModuleList
 
 from whorl import ops
 from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
-from whorl.nn import Destination, Formats, LayerNorm, Linear, PlainLinear, Weighted
+from whorl.nn import Destination, LayerNorm, Linear, Plain, PlainLinear
 from whorl.rope_config import RopeConfig
 from whorl.rope_table import get_rope
 
@@ -55,25 +55,12 @@ class PatchEmbedding(Module):
         self.proj = PatchProduct(config)
 
 
-class LearnedPositions(Weighted):
+class LearnedPositions(Plain):
     """A square of learned positions, interpolated to the rows and columns of an image, from corner to corner."""
 
-    weight: Tensor
-
     def __init__(self, config: TowerConfig) -> None:
-        super().__init__()
-        self.side, self.width, self.merge = config.side, config.hidden_size, config.spatial_merge_size
-
-    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
-        table = torch.empty(self.side**2, self.width, dtype=dtype)
-        self.register_parameter("weight", nn.Parameter(table, requires_grad=False))
-
-    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
-        shape = tuple(self.weight.shape)
-        yield (
-            f"{name}.weight",
-            Destination(into=self.weight, shape=shape, index=tuple(slice(0, size) for size in shape)),
-        )
+        super().__init__(weight=(config.side**2, config.hidden_size))
+        self.side, self.merge = config.side, config.spatial_merge_size
 
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.normal_(std=0.02, generator=generator)

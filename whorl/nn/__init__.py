@@ -46,6 +46,7 @@ from .weight import Formats as Formats
 from .weight import Index as Index
 from .weight import Matrix as Matrix
 from .weight import Part as Part
+from .weight import Plain as Plain
 from .weight import Weighted as Weighted
 from .weight import create_parameters as create_parameters
 from .weight import destinations as destinations

@@ -1,14 +1,15 @@
 """A mixture of experts: the feed-forward networks, and a router that is balanced by a bias."""
 
 from collections.abc import Iterator
+from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from whorl import ops
 
 from .ranks import ONE, Ranks
-from .weight import Destination, Format, Formats, Index, Matrix, Part, Routing, Weighted
+from .weight import Destination, Format, Formats, Index, Matrix, Part, Plain, Routing, Weighted
 
 
 class Experts(Weighted):
@@ -133,37 +134,22 @@ def _stacked(into: Tensor, shape: tuple[int, ...], index: Index, *more: Destinat
     return Destination(into=into, shape=shape, index=index, more=more, is_either_way=True)
 
 
-class Router(Weighted):
+class Router(Plain):
     """The linear layer that scores E experts, and the bias that is added to scores only for choosing among them.
 
     Weight [E, C] and bias [E] are fp32 whatever the model's dtype: rounded scores would choose other experts.
     """
 
-    weight: Tensor
-    bias: Tensor
+    dtype = torch.float32
+    sources = MappingProxyType({"bias": "e_score_correction_bias"})
 
     def __init__(self, width: int, num_experts: int) -> None:
-        super().__init__()
+        super().__init__(weight=(num_experts, width), bias=(num_experts,))
         self.width, self.num_experts = width, num_experts
-
-    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
-        for key, shape in (("weight", (self.num_experts, self.width)), ("bias", (self.num_experts,))):
-            self.register_parameter(key, nn.Parameter(torch.empty(shape), requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits [T, E] fp32 of x [T, C], without the bias; `ops.route` makes scores of them."""
         return ops.linear.unchecked(x.float(), self.weight)  # type: ignore[no-any-return]
-
-    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
-        experts, width = slice(0, self.num_experts), slice(0, self.width)
-        yield (
-            f"{name}.weight",
-            Destination(into=self.weight, shape=(self.num_experts, self.width), index=(experts, width)),
-        )
-        yield (
-            f"{name}.e_score_correction_bias",
-            Destination(into=self.bias, shape=(self.num_experts,), index=(experts,)),
-        )
 
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.normal_(std=self.width**-0.5, generator=generator)

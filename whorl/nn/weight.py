@@ -8,8 +8,10 @@ exist; `whorl.nn.weights` has the table.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -208,6 +210,33 @@ class Weighted(nn.Module):
         return 0
 
 
+class Plain(Weighted):
+    """A layer whose parameters every rank has as a whole, and in a plain dtype whatever the format of matrices.
+
+    shapes: of the parameters, by name.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    dtype: torch.dtype | None = None  # of the parameters; None: the model's
+    sources: Mapping[str, str] = MappingProxyType({})  # names in the checkpoint, where they are others
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shapes = shapes
+
+    def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
+        for key, shape in self.shapes.items():
+            values = torch.empty(shape, dtype=self.dtype or dtype)
+            self.register_parameter(key, nn.Parameter(values, requires_grad=False))
+
+    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
+        for key, shape in self.shapes.items():
+            index = tuple(slice(0, size) for size in shape)
+            destination = Destination(into=getattr(self, key), shape=shape, index=index)
+            yield f"{name}.{self.sources.get(key, key)}", destination
+
+
 class Matrix(Weighted):
     """A matrix that has one or several projections of a checkpoint, one below the other; or a stack of such matrices.
 
@@ -225,6 +254,16 @@ class Matrix(Weighted):
     def __init__(self, shape: Sequence[int], parts: Sequence[Part]) -> None:
         super().__init__()
         self.shape, self.parts = tuple(shape), tuple(parts)
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The dims before rows and columns: () for a single matrix."""
+        return self.shape[:-2]
+
+    @property
+    def entry_parts(self) -> list[Part]:
+        """Its parts, or those of the first matrix of a stack; the others have theirs at the same rows."""
+        return list(takewhile(lambda part: part.entry == self.parts[0].entry, self.parts))
 
     def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         first, *other_names = (part.source(name) for part in self.parts)

@@ -10,20 +10,8 @@ from torch import Tensor
 from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
 
 from .dense import DENSE
-from .packed import Packed, packed, unpacked
-from .quantised import (
-    entry_index,
-    entry_parts,
-    is_in_vision_tower,
-    is_listed,
-    names,
-    narrow_scales,
-    never_quantised,
-    one_of,
-    setting,
-    stack_dims,
-    unit_slice,
-)
+from .packed import Packed, group_size, packed, unpacked
+from .quantised import is_in_vision_tower, is_listed, names, narrow_scales, never_quantised, one_of, setting
 
 PER_WORD = 8
 POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each of eight neighbours
@@ -36,14 +24,14 @@ class Awq(Packed):
     bits: int = 4
 
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
-        for part in entry_parts(matrix):
+        for part in matrix.entry_parts:
             self.check_size(matrix, part)
             if part.shape[0] % PER_WORD:
                 raise ValueError(
                     f"{part.source(matrix.name)}: {part.shape[0]} rows, expected a multiple of {PER_WORD}, which AWQ "
                     "packs into a word"
                 )
-        lead, (rows, columns) = stack_dims(matrix), matrix.shape[-2:]
+        lead, (rows, columns) = matrix.lead, matrix.shape[-2:]
         groups = self.num_groups(columns)
         return {
             "qweight": torch.empty(*lead, columns, rows // PER_WORD, dtype=torch.int32),
@@ -52,19 +40,10 @@ class Awq(Packed):
         }
 
     def destinations(self, matrix: Any, part: Part) -> Iterator[tuple[str, Destination]]:
-        (size, columns), groups = part.shape, self.rank_groups(part)
-        rows, all_columns, place = unit_slice(part.rows, PER_WORD), slice(None), part.place[-1]
-        assert isinstance(place, slice)
-        words = entry_index(part, all_columns, unit_slice(place, PER_WORD))
-        shape = columns, size // PER_WORD
-        yield (
-            "qweight",
-            Destination(into=matrix.qweight[words], shape=shape, index=(part.columns, rows), dtype=torch.int32),
-        )
-        shape = self.num_groups(columns), size // PER_WORD
-        yield "qzeros", Destination(into=matrix.qzeros[words], shape=shape, index=(groups, rows), dtype=torch.int32)
-        into = matrix.scales[entry_index(part, all_columns, place)]
-        yield "scales", Destination(into=into, shape=(self.num_groups(columns), size), index=(groups, part.rows))
+        words, groups = self.rows_of(matrix, part, PER_WORD), self.groups_of(part)
+        yield "qweight", self.destination(matrix.qweight, part, self.columns_of(part), words, dtype=torch.int32)
+        yield "qzeros", self.destination(matrix.qzeros, part, groups, words, dtype=torch.int32)
+        yield "scales", self.destination(matrix.scales, part, groups, self.rows_of(matrix, part))
 
     def finish(self, matrix: Any) -> None:
         if matrix.qweight.dim() == 2:
@@ -87,12 +66,7 @@ def formats(settings: Mapping[str, Any]) -> Formats:
     version = str(setting(settings, str, "gemm", "version")).lower()
     one_of({"version": version}, "version", ("gemm",), "gemm")
     one_of(settings, "zero_point", (True,), True)
-    group = setting(settings, int, 128, "group_size", "q_group_size")
-    if group < -1 or group == 0:
-        raise ValueError(
-            f"quantization_config: group_size is {group}, expected the columns of a group, or -1 for one group per row"
-        )
-    quantised = Awq(group=None if group == -1 else group)
+    quantised = Awq(group=group_size(settings, 128, "group_size", "q_group_size"))
     unconverted = names(settings, "modules_to_not_convert")
     is_head_dense = not setting(settings, bool, False, "lm_head")
 

@@ -15,19 +15,8 @@ from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
 from .dense import DENSE
 from .fp8 import Fp8, blocks
 from .int8 import Int8
-from .packed import BITS, Packed, unpacked
-from .quantised import (
-    ONE_EACH,
-    entry_index,
-    entry_parts,
-    names,
-    narrow_scales,
-    one_of,
-    part_starts,
-    setting,
-    stack_dims,
-    unit_slice,
-)
+from .packed import BITS, Packed
+from .quantised import ONE_EACH, Dim, names, narrow_scales, one_of, setting
 
 PACKED, INTS, FLOATS, NAIVE, DENSE_NAME = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
@@ -162,11 +151,10 @@ class CompressedPacked(Packed):
         return Unit(rows=rows if self.has_zeros else 1, columns=columns)
 
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
-        for part in entry_parts(matrix):
+        for part in matrix.entry_parts:
             self.check_size(matrix, part)
-        lead, (rows, columns) = stack_dims(matrix), matrix.shape[-2:]
-        groups = self.rank_groups(matrix.parts[0])
-        count, num_parts = groups.stop - groups.start, part_starts(matrix, ONE_EACH)[1]
+        lead, (rows, columns) = matrix.lead, matrix.shape[-2:]
+        count, num_parts = self.num_rank_groups(matrix), self.part_starts(matrix, ONE_EACH)[1]
         parameters = {
             "words": torch.empty(*lead, rows, -(-columns // self.per_word), dtype=torch.int32),
             "scales": torch.empty(*lead, rows, count, dtype=torch.float32),
@@ -174,36 +162,24 @@ class CompressedPacked(Packed):
         }
         if self.has_zeros:
             parameters["packed_zeros"] = torch.empty(
-                *lead, part_starts(matrix, self.per_word)[1], count, dtype=torch.int32
+                *lead, self.part_starts(matrix, self.per_word)[1], count, dtype=torch.int32
             )
         if self.has_act_order:
             parameters["g_idx"] = torch.empty(*lead, num_parts, columns, dtype=torch.int32)
         return parameters
 
     def destinations(self, matrix: Any, part: Part) -> Iterator[tuple[str, Destination]]:
-        (size, columns), groups, per = part.shape, self.rank_groups(part), self.per_word
-        number = part_starts(matrix, ONE_EACH)[0][part.first]
-        yield (
-            "weight_packed",
-            Destination(
-                into=matrix.words[part.place],
-                shape=(size, -(-columns // per)),
-                index=(part.rows, unit_slice(part.columns, per)),
-                dtype=torch.int32,
-            ),
-        )
-        shape = size, self.num_groups(columns)
-        yield "weight_scale", Destination(into=matrix.scales[part.place], shape=shape, index=(part.rows, groups))
-        into = matrix.shapes[entry_index(part, number)]
-        yield "weight_shape", Destination(into=into, shape=(2,), index=(slice(0, 2),), dtype=torch.int64)
+        rows, words, groups = self.rows_of(matrix, part), self.columns_of(part, self.per_word), self.groups_of(part)
+        yield "weight_packed", self.destination(matrix.words, part, rows, words, dtype=torch.int32)
+        yield "weight_scale", self.destination(matrix.scales, part, rows, groups)
+        shape = self.row_of(matrix, matrix.shapes, part)
+        yield "weight_shape", self.destination(shape, part, Dim(2, slice(0, 2), slice(None)), dtype=torch.int64)
         if self.has_zeros:
-            rows, first = unit_slice(part.rows, per), part_starts(matrix, per)[0][part.first]
-            into = matrix.packed_zeros[entry_index(part, slice(first, first + rows.stop - rows.start))]
-            shape = -(-size // per), shape[1]
-            yield "weight_zero_point", Destination(into=into, shape=shape, index=(rows, groups), dtype=torch.int32)
+            dims = self.rows_of(matrix, part, self.per_word), groups
+            yield "weight_zero_point", self.destination(matrix.packed_zeros, part, *dims, dtype=torch.int32)
         if self.has_act_order:
-            into = matrix.g_idx[entry_index(part, number)]
-            yield "weight_g_idx", Destination(into=into, shape=(columns,), index=(part.columns,), dtype=torch.int32)
+            order = self.row_of(matrix, matrix.g_idx, part)
+            yield "weight_g_idx", self.destination(order, part, self.columns_of(part), dtype=torch.int32)
 
     def finish(self, matrix: Any) -> None:
         for part, shape in zip(matrix.parts, matrix.shapes.flatten(0, -2).tolist(), strict=True):
@@ -211,17 +187,6 @@ class CompressedPacked(Packed):
                 raise ValueError(
                     f"{part.source(matrix.name)}.weight_shape is {shape}, expected {list(part.shape)} by config.json"
                 )
-        zeros = self._zeros(matrix) if self.has_zeros else None
+        zeros = self.unpacked_zeros(matrix, matrix.packed_zeros.mT).mT.contiguous() if self.has_zeros else None
         scales, order = narrow_scales(matrix.scales.data), matrix.g_idx.data if self.has_act_order else None
         self.lay_out(matrix, matrix.words.data, scales, zeros, order)
-
-    def _zeros(self, matrix: Any) -> Tensor:
-        zeros = torch.zeros(matrix.scales.shape, dtype=torch.uint8, device=matrix.scales.device)
-        first = part_starts(matrix, self.per_word)[0]
-        for part in entry_parts(matrix):
-            place = part.place[-1]
-            assert isinstance(place, slice)
-            count = place.stop - place.start
-            stored = matrix.packed_zeros[..., first[part.first] : first[part.first] + -(-count // self.per_word), :]
-            zeros[..., place, :] = unpacked(stored.mT, self.bits, count).mT
-        return zeros

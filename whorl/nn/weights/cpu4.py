@@ -29,7 +29,7 @@ from whorl.ops.moe.experts import activate, run_routed
 
 from .dense import DENSE
 from .packed import packed as packed_words
-from .quantised import Pick, Quantised, names, stack_dims, unit_slice
+from .quantised import Pick, Quantised, names
 from .rounding import MOST_VALUES, Ends, Rounder, Shapes
 
 METHOD = "cpu4"
@@ -127,17 +127,16 @@ class Cpu4(Quantised):
                 f"{GROUP}: take fewer ranks"
             )
         shapes = CpuRounding(_passes(matrix)).shapes(*matrix.shape[-2:])
-        lead = stack_dims(matrix)
+        lead = matrix.lead
         return tensors | {end: torch.empty(*lead, *shape, dtype=dtype) for end, (shape, dtype) in shapes.items()}
 
     def destinations(self, matrix: Any, part: Part) -> Iterator[tuple[str, Destination]]:
         if _is_embedding(matrix):
-            index = part.rows, part.columns
-            yield "weight", Destination(into=matrix.rows[part.place], shape=part.shape, index=index)
+            yield "weight", self.destination(matrix.rows, part, self.rows_of(matrix, part), self.columns_of(part))
         shapes = CpuRounding(_passes(matrix)).shapes(*part.shape) if _passes(matrix) else {}
         for end, (shape, dtype) in shapes.items():
-            index = part.rows, unit_slice(part.columns, part.shape[1] // shape[1])
-            yield end, Destination(into=getattr(matrix, end)[part.place], shape=shape, index=index, dtype=dtype)
+            columns = self.columns_of(part, part.shape[1] // shape[1])
+            yield end, self.destination(getattr(matrix, end), part, self.rows_of(matrix, part), columns, dtype=dtype)
 
     def finish(self, matrix: Any) -> None:
         parameters = {}

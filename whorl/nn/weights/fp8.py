@@ -15,21 +15,7 @@ from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
 
 from .dense import DENSE
 from .laid_out import lay_out_bytes, packing_of, values_of, warn_unpacked
-from .quantised import (
-    ONE_EACH,
-    Pick,
-    Quantised,
-    entry_index,
-    entry_parts,
-    is_listed,
-    names,
-    never_quantised,
-    one_of,
-    part_starts,
-    setting,
-    stack_dims,
-    unit_slice,
-)
+from .quantised import ONE_EACH, SINGLE, Pick, Quantised, is_listed, names, never_quantised, one_of, setting
 
 CODES = torch.float8_e4m3fn
 SPREAD = 8.0  # standard deviation of random codes: far below the largest, 448, and far above the smallest
@@ -53,14 +39,14 @@ class Fp8(Quantised):
         return Unit(*self.block) if self.kind == "block" else Unit()
 
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
-        lead, (rows, columns) = stack_dims(matrix), matrix.shape[-2:]
-        count = part_starts(matrix, self._rows_per_scale)[1]
+        lead, (rows, columns) = matrix.lead, matrix.shape[-2:]
+        count = self.part_starts(matrix, self._rows_per_scale)[1]
         shape = (count, -(-columns // self.block[1])) if self.kind == "block" else (rows,)
         shape = (count,) if self.kind == "matrix" else shape
         return {
             "weight": torch.empty(matrix.shape, dtype=CODES),
             "scales": torch.empty(*lead, *shape, dtype=torch.float32),
-            "input_scales": torch.empty(*lead, part_starts(matrix, ONE_EACH)[1], dtype=torch.float32),
+            "input_scales": torch.empty(*lead, self.part_starts(matrix, ONE_EACH)[1], dtype=torch.float32),
         }
 
     @property
@@ -68,35 +54,25 @@ class Fp8(Quantised):
         return {"block": self.block[0], "row": 1, "matrix": ONE_EACH}[self.kind]
 
     def destinations(self, matrix: Any, part: Part) -> Iterator[tuple[str, Destination]]:
-        index = part.rows, part.columns
-        yield "weight", Destination(into=matrix.weight[part.place], shape=part.shape, index=index, dtype=CODES)
-        yield self.end, self._scale_slot(matrix, part)
-        # The scale of static activation quantisation is read and not used: activations are not quantised.
-        number = part_starts(matrix, ONE_EACH)[0][part.first]
-        into = matrix.input_scales[entry_index(part, slice(number, number + 1))]
-        yield "input_scale", Destination(into=into, shape=(1,), index=(slice(0, 1),), default=1)
-
-    def _scale_slot(self, matrix: Any, part: Part) -> Destination:
-        first = part_starts(matrix, self._rows_per_scale)[0][part.first]
+        dims = self.rows_of(matrix, part), self.columns_of(part)
+        yield "weight", self.destination(matrix.weight, part, *dims, dtype=CODES)
+        rows = self.rows_of(matrix, part, self._rows_per_scale)
         if self.kind == "block":
-            size = tuple(-(-n // b) for n, b in zip(part.shape, self.block, strict=True))
-            rows, columns = (unit_slice(c, b) for c, b in zip((part.rows, part.columns), self.block, strict=True))
-            into = matrix.scales[entry_index(part, slice(first, first + rows.stop - rows.start))]
-            return Destination(into=into, shape=size, index=(rows, columns), also=(torch.float8_e8m0fnu,))
-        if self.kind == "row":
-            into = matrix.scales[part.place].unsqueeze(-1)
-            return Destination(into=into, shape=(part.shape[0], 1), index=(part.rows, slice(0, 1)))
-        into = matrix.scales[entry_index(part, slice(first, first + 1))]
-        return Destination(into=into, shape=(1,), index=(slice(0, 1),))
+            columns, also = self.columns_of(part, self.block[1]), (torch.float8_e8m0fnu,)
+            yield self.end, self.destination(matrix.scales, part, rows, columns, also=also)
+        elif self.kind == "row":
+            yield self.end, self.destination(matrix.scales.unsqueeze(-1), part, rows, SINGLE)
+        else:
+            yield self.end, self.destination(matrix.scales, part, rows)
+        # The scale of static activation quantisation is read and not used: activations are not quantised.
+        number = self.rows_of(matrix, part, ONE_EACH)
+        yield "input_scale", self.destination(matrix.input_scales, part, number, default=1)
 
     def finish(self, matrix: Any) -> None:
         parameters = {"weight": matrix.weight.data, "scales": matrix.scales.data}
-        first, parts = part_starts(matrix, self._rows_per_scale)[0], entry_parts(matrix)
+        first, parts = self.part_starts(matrix, self._rows_per_scale)[0], matrix.entry_parts
         if self.kind == "matrix":
-            rows = torch.zeros(matrix.shape[:-1], dtype=torch.float32, device=matrix.weight.device)
-            for part in parts:
-                rows[..., part.place[-1]] = matrix.scales[..., first[part.first] : first[part.first] + 1]
-            parameters["scales"] = rows
+            parameters["scales"] = self.scales_by_row(matrix, matrix.scales)
         # A projection that does not begin at a multiple of the block's rows needs an index of its rows of scales.
         if self.kind == "block" and any(part.first != first[part.first] * self.block[0] for part in parts):
             parameters["scale_rows"] = self._scale_rows(matrix)
@@ -116,13 +92,11 @@ class Fp8(Quantised):
 
     def _scale_rows(self, matrix: Any) -> Tensor:
         """Return for each row of the matrix its row of scales, [N]; needed where a projection ends within a block."""
-        first, scale_rows = part_starts(matrix, self.block[0])[0], torch.zeros(matrix.shape[-2], dtype=torch.int32)
-        for part in entry_parts(matrix):
-            place = part.place[-1]
-            assert isinstance(place, slice)
-            scale_rows[place] = (
-                torch.arange(place.stop - place.start, dtype=torch.int32) // self.block[0] + first[part.first]
-            )
+        first, scale_rows = self.part_starts(matrix, self.block[0])[0], torch.zeros(matrix.shape[-2], dtype=torch.int32)
+        for part in matrix.entry_parts:
+            rows = self.rows_of(matrix, part).place
+            places = torch.arange(rows.stop - rows.start, dtype=torch.int32) // self.block[0]
+            scale_rows[rows] = places + first[part.first]
         return scale_rows.to(matrix.weight.device)
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:

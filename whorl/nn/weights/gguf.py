@@ -11,7 +11,7 @@ from torch import Tensor
 from whorl.nn.ranks import Unit
 from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
 
-from .quantised import Pick, Quantised, entry_index, entry_parts, setting, stack_dims
+from .quantised import Dim, Pick, Quantised, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class GgufBlocks(Quantised):
 
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
         parameters = {}
-        for number, part in enumerate(entry_parts(matrix)):
+        for number, part in enumerate(matrix.entry_parts):
             width = part.columns.stop - part.columns.start
             size = self._kind(matrix, part).row_bytes(width)
-            parameters[f"blocks{number}"] = torch.empty(*stack_dims(matrix), _count(part), size, dtype=torch.uint8)
+            parameters[f"blocks{number}"] = torch.empty(*matrix.lead, _count(part), size, dtype=torch.uint8)
         return parameters
 
     def _kind(self, matrix: Matrix, part: Part) -> Any:
@@ -42,13 +42,12 @@ class GgufBlocks(Quantised):
     def destinations(self, matrix: Matrix, part: Part) -> Iterator[tuple[str, Destination]]:
         kind, number = self._kind(matrix, part), _number(matrix, part)
         columns = slice(*(kind.row_bytes(n) for n in (part.columns.start, part.columns.stop)))
-        into = getattr(matrix, f"blocks{number}")[entry_index(part, slice(None))]
-        shape = part.shape[0], kind.row_bytes(part.shape[1])
-        yield "weight", Destination(into=into, shape=shape, index=(part.rows, columns), dtype=torch.uint8)
+        dims = Dim(part.shape[0], part.rows, slice(None)), Dim(kind.row_bytes(part.shape[1]), columns, slice(None))
+        yield "weight", self.destination(getattr(matrix, f"blocks{number}"), part, *dims, dtype=torch.uint8)
 
     def values_of(self, matrix: Matrix, pick: Pick) -> Tensor:
-        if stack_dims(matrix):
-            values = [self._unpacked(matrix, part, pick) for part in entry_parts(matrix)]
+        if matrix.lead:
+            values = [self._unpacked(matrix, part, pick) for part in matrix.entry_parts]
             return torch.cat(values, -2)
         if isinstance(pick, Tensor):
             is_single = len(matrix.parts) == 1
@@ -77,7 +76,7 @@ def _count(part: Part) -> int:
 
 def _number(matrix: Matrix, part: Part) -> int:
     """Return the number n of the parameter blocks<n> that stores a projection."""
-    return next(i for i, candidate in enumerate(entry_parts(matrix)) if candidate.first == part.first)
+    return next(i for i, candidate in enumerate(matrix.entry_parts) if candidate.first == part.first)
 
 
 def formats(settings: Mapping[str, Any]) -> Formats:

@@ -16,20 +16,8 @@ from whorl.nn.ranks import Unit
 from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
 
 from .dense import DENSE
-from .packed import BITS, Packed, unpacked
-from .quantised import (
-    ONE_EACH,
-    entry_index,
-    entry_parts,
-    is_in_vision_tower,
-    narrow_scales,
-    never_quantised,
-    one_of,
-    part_starts,
-    setting,
-    stack_dims,
-    unit_slice,
-)
+from .packed import BITS, Packed, group_size
+from .quantised import ONE_EACH, is_in_vision_tower, narrow_scales, never_quantised, one_of, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +30,15 @@ class Gptq(Packed):
     adds_one: bool  # zero points are stored minus one (version 1)
 
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
-        for part in entry_parts(matrix):
+        for part in matrix.entry_parts:
             self._check(matrix, part)
-        lead, (rows, columns) = stack_dims(matrix), matrix.shape[-2:]
-        groups = self.rank_groups(matrix.parts[0])
-        count, num_zeros = groups.stop - groups.start, part_starts(matrix, self.per_word)[1]
+        lead, (rows, columns) = matrix.lead, matrix.shape[-2:]
+        count, num_zeros = self.num_rank_groups(matrix), self.part_starts(matrix, self.per_word)[1]
         return {
             "qweight": torch.empty(*lead, columns // self.per_word, rows, dtype=torch.int32),
             "qzeros": torch.empty(*lead, count, num_zeros, dtype=torch.int32),
             "scales": torch.empty(*lead, count, rows, dtype=torch.float32),
-            "g_idx": torch.empty(*lead, part_starts(matrix, ONE_EACH)[1], columns, dtype=torch.int32),
+            "g_idx": torch.empty(*lead, self.part_starts(matrix, ONE_EACH)[1], columns, dtype=torch.int32),
         }
 
     def _check(self, matrix: Matrix, part: Part) -> None:
@@ -63,41 +50,18 @@ class Gptq(Packed):
             )
 
     def destinations(self, matrix: Any, part: Part) -> Iterator[tuple[str, Destination]]:
-        per, all_rows, rows = self.per_word, slice(None), part.rows
-        (size, columns), groups = part.shape, self.rank_groups(part)
-        all_groups, place = self.num_groups(columns), part.place[-1]
-        yield (
-            "qweight",
-            Destination(
-                into=matrix.qweight[entry_index(part, all_rows, place)],
-                shape=(columns // per, size),
-                index=(unit_slice(part.columns, per), rows),
-                dtype=torch.int32,
-            ),
-        )
-        first = part_starts(matrix, per)[0][part.first]
-        zeros = unit_slice(rows, per)
-        into = matrix.qzeros[entry_index(part, all_rows, slice(first, first + zeros.stop - zeros.start))]
-        yield (
-            "qzeros",
-            Destination(into=into, shape=(all_groups, size // per), index=(groups, zeros), dtype=torch.int32),
-        )
-        into = matrix.scales[entry_index(part, all_rows, place)]
-        yield "scales", Destination(into=into, shape=(all_groups, size), index=(groups, rows))
-        into = matrix.g_idx[entry_index(part, part_starts(matrix, ONE_EACH)[0][part.first])]
-        yield "g_idx", Destination(into=into, shape=(columns,), index=(part.columns,), dtype=torch.int32, default=-1)
+        rows, words = self.rows_of(matrix, part), self.rows_of(matrix, part, self.per_word)
+        groups = self.groups_of(part)
+        packed_columns, order = self.columns_of(part, self.per_word), self.row_of(matrix, matrix.g_idx, part)
+        yield "qweight", self.destination(matrix.qweight, part, packed_columns, rows, dtype=torch.int32)
+        yield "qzeros", self.destination(matrix.qzeros, part, groups, words, dtype=torch.int32)
+        yield "scales", self.destination(matrix.scales, part, groups, rows)
+        yield "g_idx", self.destination(order, part, self.columns_of(part), dtype=torch.int32, default=-1)
 
     def finish(self, matrix: Any) -> None:
         """Convert the tensors to the common layout of packed.py, which has the same words as qweight, transposed."""
-        zeros = torch.zeros(*matrix.scales.shape, dtype=torch.int16, device=matrix.scales.device)
-        first, per = part_starts(matrix, self.per_word)[0], self.per_word
-        for part in entry_parts(matrix):
-            place = part.place[-1]
-            assert isinstance(place, slice)
-            count = place.stop - place.start
-            stored = matrix.qzeros[..., first[part.first] : first[part.first] + -(-count // per)]
-            zeros[..., place] = unpacked(stored, self.bits, count).to(torch.int16) + self.adds_one
-        zeros = zeros if self.bits == 8 else zeros.to(torch.uint8)
+        zeros = self.unpacked_zeros(matrix, matrix.qzeros)
+        zeros = (zeros.to(torch.int16) if self.bits == 8 else zeros) + int(self.adds_one)
         words, scales = matrix.qweight.mT.contiguous(), narrow_scales(matrix.scales.mT.contiguous())
         self.lay_out(matrix, words, scales, zeros.mT.contiguous(), matrix.g_idx)
 
@@ -122,14 +86,9 @@ def formats(settings: Mapping[str, Any]) -> Formats:
 
 
 def _format(settings: Mapping[str, Any]) -> Gptq:
-    group = setting(settings, int, -1, "group_size")
-    if group < -1 or group == 0:
-        raise ValueError(
-            f"quantization_config: group_size is {group}, expected the columns of a group, or -1 for one group per row"
-        )
     return Gptq(
         bits=one_of(settings, "bits", BITS, None),
-        group=None if group == -1 else group,
+        group=group_size(settings, -1, "group_size"),
         has_act_order=setting(settings, bool, False, "desc_act"),
         adds_one=one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq",
     )

@@ -15,7 +15,7 @@ from whorl import ops
 from whorl.nn.weight import Destination, Matrix, Part
 
 from .laid_out import lay_out_bytes, narrow_for_npu, packing_of, values_of, warn_unpacked
-from .quantised import ONE_EACH, Pick, Quantised, entry_index, entry_parts, part_starts, stack_dims
+from .quantised import ONE_EACH, SINGLE, Pick, Quantised
 
 SPREAD = 127 / 3**0.5  # standard deviation of random codes
 
@@ -28,32 +28,23 @@ class Int8(Quantised):
     is_weight_only: bool  # True: activations stay in the model's dtype; False: int8 with a scale per token
 
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
-        count = matrix.shape[-2] if self.kind == "row" else part_starts(matrix, ONE_EACH)[1]
+        count = matrix.shape[-2] if self.kind == "row" else self.part_starts(matrix, ONE_EACH)[1]
         return {
             "weight": torch.empty(matrix.shape, dtype=torch.int8),
-            "scales": torch.empty(*stack_dims(matrix), count, dtype=torch.float32),
+            "scales": torch.empty(*matrix.lead, count, dtype=torch.float32),
         }
 
     def destinations(self, matrix: Any, part: Part) -> Iterator[tuple[str, Destination]]:
-        index = part.rows, part.columns
-        yield "weight", Destination(into=matrix.weight[part.place], shape=part.shape, index=index, dtype=torch.int8)
+        rows = self.rows_of(matrix, part)
+        yield "weight", self.destination(matrix.weight, part, rows, self.columns_of(part), dtype=torch.int8)
         if self.kind == "row":
-            into = matrix.scales[part.place].unsqueeze(-1)
-            yield "weight_scale", Destination(into=into, shape=(part.shape[0], 1), index=(part.rows, slice(0, 1)))
-            return
-        number = part_starts(matrix, ONE_EACH)[0][part.first]
-        into = matrix.scales[entry_index(part, slice(number, number + 1))]
-        yield "weight_scale", Destination(into=into, shape=(1,), index=(slice(0, 1),))
+            yield "weight_scale", self.destination(matrix.scales.unsqueeze(-1), part, rows, SINGLE)
+        else:
+            yield "weight_scale", self.destination(matrix.scales, part, self.rows_of(matrix, part, ONE_EACH))
 
     def finish(self, matrix: Any) -> None:
-        if self.kind == "row":
-            self._lay_out(matrix, matrix.scales.data)
-            return
-        scales = torch.zeros(matrix.shape[:-1], dtype=torch.float32, device=matrix.weight.device)
-        first = part_starts(matrix, ONE_EACH)[0]
-        for part in entry_parts(matrix):
-            scales[..., part.place[-1]] = matrix.scales[..., first[part.first] : first[part.first] + 1]
-        self._lay_out(matrix, scales)
+        scales = matrix.scales.data
+        self._lay_out(matrix, scales if self.kind == "row" else self.scales_by_row(matrix, scales))
 
     def _lay_out(self, matrix: Any, scales: Tensor) -> None:
         if self.is_weight_only:

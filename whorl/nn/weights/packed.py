@@ -6,6 +6,7 @@ to 16. groups: int32 [.., K], the group of each column, absent where the columns
 (code - zero) * scale, in fp32, rounded to the model's dtype. Columns stay in the checkpoint's order.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from whorl.nn.ranks import Unit
 from whorl.nn.weight import Matrix, Part
 
 from .laid_out import NO_KERNELS, is_tiled_on, lay_out_bytes, lay_out_int4, packing_of, values_of, warn_unpacked
-from .quantised import Pick, Quantised, entry_parts
+from .quantised import Dim, Pick, Quantised, setting
 
 WORD = 32
 BITS = (4, 8)
@@ -52,11 +53,25 @@ class Packed(Quantised):
                 f"{part.source(matrix.name)}: {part.shape[1]} columns, expected a multiple of the group of {group}"
             )
 
-    def rank_groups(self, part: Part) -> slice:
-        """Return the groups whose scales this rank needs."""
+    def groups_of(self, part: Part) -> Dim:
+        """Return the dim of a part's groups, of which this rank needs the scales of some."""
         if self.group is None or self.has_act_order:
-            return slice(0, self.num_groups(part.shape[1]))
-        return slice(part.columns.start // self.group, part.columns.stop // self.group)
+            count = self.num_groups(part.shape[1])
+            return Dim(count, slice(0, count), slice(None))
+        return self.columns_of(part, self.group)
+
+    def num_rank_groups(self, matrix: Matrix) -> int:
+        """Return the number of groups whose scales this rank needs."""
+        groups = self.groups_of(matrix.parts[0]).cut
+        return groups.stop - groups.start  # type: ignore[no-any-return]
+
+    def unpacked_zeros(self, matrix: Matrix, words: Tensor) -> Tensor:
+        """Return zero points [.., groups, N] from words in which those of each part of the matrix begin a new one."""
+        zeros = torch.zeros(*words.shape[:-1], matrix.shape[-2], dtype=torch.uint8, device=words.device)
+        for part in matrix.entry_parts:
+            rows, stored = self.rows_of(matrix, part).place, self.rows_of(matrix, part, self.per_word).place
+            zeros[..., rows] = unpacked(words[..., stored], self.bits, rows.stop - rows.start)
+        return zeros
 
     def lay_out(
         self, matrix: Matrix, words: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None
@@ -94,7 +109,7 @@ class Packed(Quantised):
 
         count: the groups that have scales on this rank. Raises ValueError for a g_idx that does not fit.
         """
-        parts = entry_parts(matrix)
+        parts = matrix.entry_parts
         groups = order[..., 0, :]
         for number, part in enumerate(parts):
             if not torch.equal(order[..., number, :], groups):
@@ -170,3 +185,13 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     if bits == 4:
         codes = codes[..., ::2] | codes[..., 1::2] << 4
     return codes.contiguous().view(torch.int32)
+
+
+def group_size(settings: Mapping[str, Any], default: int, *names: str) -> int | None:
+    """Return the columns of a group by the first of these settings that is there; None: a row is one group."""
+    group = setting(settings, int, default, *names)
+    if group < -1 or group == 0:
+        raise ValueError(
+            f"quantization_config: group_size is {group}, expected the columns of a group, or -1 for one group per row"
+        )
+    return None if group == -1 else int(group)

@@ -2,22 +2,33 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from whorl import ops
 from whorl.device import HOST
-from whorl.nn.weight import Format, Matrix, Part
+from whorl.nn.weight import Destination, Format, Matrix, Part
 from whorl.ops.quantised.layout import Pick
 
 from . import laid_out
 
 TILE_VALUES = 1 << 23  # values unpacked at a time on a CPU: 32 MiB in fp32
-ONE_EACH = 1 << 62  # `size` of `part_starts` for parameters with one row per part: more rows than any part has
+ONE_EACH = 1 << 62  # `unit` of `part_starts` for parameters with one row per part: more rows than any part has
 SCALES = (torch.bfloat16, torch.float16)  # dtypes that fp32 scales are narrowed to where that loses nothing
+
+
+class Dim(NamedTuple):
+    """A dim of a tensor that the checkpoint has for a part of a matrix. size: in the checkpoint; cut: this rank's share
+    of it; place: where that lies in the parameter."""
+
+    size: int
+    cut: slice
+    place: slice
+
+
+SINGLE = Dim(1, slice(0, 1), slice(None))
 
 
 class Quantised(Format):
@@ -61,46 +72,54 @@ class Quantised(Format):
     def lookup(self, matrix: Matrix, row_ids: Tensor) -> Tensor:
         return self.values_of(matrix, row_ids)
 
+    # ---- the parts of a matrix in parameters, which may have fewer rows or columns than the matrix
+
+    def part_starts(self, matrix: Matrix, unit: int) -> tuple[dict[int, int], int]:
+        """Return at which row of a parameter each part begins, and how many rows the parameter has.
+
+        The parameter has one row for every `unit` rows of a part, such as a row of scales; the last of a part may stand
+        for fewer. The beginnings are keyed by `Part.first`, the part's first row in the matrix.
+        """
+        starts, total = {}, 0
+        for part in matrix.entry_parts:
+            starts[part.first] = total
+            total += -(-(part.rows.stop - part.rows.start) // unit)
+        return starts, total
+
+    def rows_of(self, matrix: Matrix, part: Part, unit: int = 1) -> Dim:
+        """Return the dim of a part's rows, in units of so many; the last unit of a part may be partial."""
+        cut, first = _in_units(part.rows, unit), self.part_starts(matrix, unit)[0][part.first]
+        return Dim(-(-part.shape[0] // unit), cut, slice(first, first + cut.stop - cut.start))
+
+    def columns_of(self, part: Part, unit: int = 1) -> Dim:
+        """Return the dim of a part's columns, in units of so many."""
+        return Dim(-(-part.shape[1] // unit), _in_units(part.columns, unit), slice(None))
+
+    def row_of(self, matrix: Matrix, parameter: Tensor, part: Part) -> Tensor:
+        """Return the row of a part in a parameter [.., parts, n] that has one for each."""
+        return parameter.select(-2, self.part_starts(matrix, ONE_EACH)[0][part.first])
+
+    def destination(self, parameter: Tensor, part: Part, *dims: Dim, **options: Any) -> Destination:
+        """Return the destination of a part's tensor in a parameter [.., *dims]. options: of `Destination`."""
+        shape, index, place = zip(*dims, strict=True)
+        into = parameter[place if part.entry is None else (part.entry, *place)]
+        return Destination(into=into, shape=shape, index=index, **options)
+
+    def scales_by_row(self, matrix: Matrix, scales: Tensor) -> Tensor:
+        """Return a scale for each row, [.., N], from one for each projection, [.., parts]."""
+        by_row = torch.zeros(matrix.shape[:-1], dtype=torch.float32, device=scales.device)
+        for part in matrix.entry_parts:
+            by_row[..., self.rows_of(matrix, part).place] = scales[..., self.rows_of(matrix, part, ONE_EACH).place]
+        return by_row
+
+
+def _in_units(cut: slice, unit: int) -> slice:
+    return slice(cut.start // unit, -(-cut.stop // unit))
+
 
 def tiles(count: int, size: int) -> Iterator[slice]:
     """Return slices of `size` that cover `count`."""
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
-
-
-# ---- indices of the parts of a matrix in parameters with fewer rows than the matrix
-
-
-def entry_parts(matrix: Matrix) -> list[Part]:
-    """Return the parts of a matrix, or of the first matrix of a stack; the others have theirs at the same rows."""
-    return list(takewhile(lambda part: part.entry == matrix.parts[0].entry, matrix.parts))
-
-
-def part_starts(matrix: Matrix, size: int) -> tuple[dict[int, int], int]:
-    """Return at which row of a parameter each part begins, and how many rows the parameter has.
-
-    The parameter has one row for every `size` rows of a part, such as a row of scales; the last of a part may stand for
-    fewer. The beginnings are keyed by `Part.first`, the part's first row in the matrix.
-    """
-    starts, total = {}, 0
-    for part in entry_parts(matrix):
-        starts[part.first] = total
-        total += -(-(part.rows.stop - part.rows.start) // size)
-    return starts, total
-
-
-def stack_dims(matrix: Matrix) -> tuple[int, ...]:
-    """Return the dims before rows and columns: () for a single matrix."""
-    return matrix.shape[:-2]
-
-
-def entry_index(part: Part, *index: int | slice) -> tuple[int | slice, ...]:
-    """Return `index`, after the index of the part's matrix where it belongs to a stack."""
-    return index if part.entry is None else (part.entry, *index)
-
-
-def unit_slice(cut: slice, size: int) -> slice:
-    """Return a slice of rows or columns in units of `size`; the last unit may be partial."""
-    return slice(cut.start // size, -(-cut.stop // size))
 
 
 def narrow_scales(scales: Tensor) -> Tensor:
