@@ -11,6 +11,7 @@ from torch import Tensor
 from whorl.engine import roofline, tensor_parallel
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
+from whorl.engine.settings import EngineSettings
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.tensor_parallel import FollowRunner
 from whorl.nn import Step
@@ -161,6 +162,6 @@ def test_hidden_states_have_the_models_dtype_and_not_the_caches(monkeypatch: pyt
     model: Any = LatentModel()
     came: list[torch.dtype] = []
     monkeypatch.setattr(tensor_parallel.distributed, "broadcast", lambda tensor, rank: came.append(tensor.dtype))
-    runner = FollowRunner(model, num_blocks=2, block_size=6, max_len=12, device="cpu")
+    runner = FollowRunner(model, EngineSettings(), num_blocks=2, block_size=6, max_len=12, device="cpu")
     runner._head(2, WIDTH)
     assert came == [torch.float32]

@@ -237,12 +237,11 @@ def test_a_load_option_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A field of the table is a setting and an option of every command, and gets to `load_model` on every rank."""
     values = {"device": "cpu", "dtype": "float16", "quantize": "w8a8", "unpack": True, "max_model_len": 77}
     settings = EngineSettings(**values, tp=2)  # type: ignore[arg-type]
-    assert settings.load_options() == values, "a value for each field"
     assert [field.name for field, _ in options(EngineSettings)][: len(values)] == list(values)
     seen: list[dict[str, Any]] = []
 
     def load_model(path: Path, options: LoadOptions, **more: Any) -> Any:
-        seen.append(options.load_options())
+        seen.append({name: getattr(options, name) for name in values})
         raise InterruptedError
 
     class Group:

@@ -19,7 +19,6 @@ from .batch import Batch
 from .blocks import BlockPool
 from .encoder import NO_WORK, Encoder
 from .generate import Prompt, generate_all
-from .launch import RankPlace
 from .load import load
 from .memory import block_size as cache_block_size
 from .memory import (
@@ -93,8 +92,6 @@ class LLM:
     ) -> None:
         self.settings = settings = (settings or EngineSettings()).changed(**changes)
         device = require(settings.device or default_device())
-        if model is not None or RankPlace.find(settings.tp).size == 1:
-            sequence_parallel.for_ranks(settings, 1, device=device)  # raises before anything is loaded
         if settings.memory_share is not None:
             need_accelerator(settings.memory_share, device)
         self._lead: Lead | None = None
@@ -173,19 +170,14 @@ class LLM:
             "block_size": self.pool.block_size,
             "max_len": self.max_model_len,
             "device": device,
-            "use_graphs": settings.use_graphs,
-            "prompt_graphs": settings.prompt_graphs,
-            "max_num_seqs": settings.max_num_seqs,
-            "max_tokens": settings.step_tokens,
             "vocab_size": self.vocab_size,
-            "kv_cache_dtype": settings.kv_cache_dtype,
             "num_snapshots": 0 if self.pool.states is None else self.pool.states.num_snapshots,
         }
         sp = sequence_parallel.for_ranks(settings, num_ranks, device=device, model=self.model)
-        self.runner = (Runner if self._lead is None else self._lead.runner)(self.model, **options, sp=sp)
+        self.runner = (Runner if self._lead is None else self._lead.runner)(self.model, settings, **options, sp=sp)
         if (draft_head := self._draft_head) is not None and self.proposer is not None:
             runner_class = Runner if self._lead is None else self._lead.draft_runner
-            runner = runner_class(draft_head, **options, share_tables_with=self.runner)
+            runner = runner_class(draft_head, settings, **options, share_tables_with=self.runner)
             self.proposer.attach(self.pool, runner, max_rows=settings.step_tokens)
 
     @property

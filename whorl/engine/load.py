@@ -1,13 +1,14 @@
 """Load a model and its tokenizer from a path, on one device or sharded over ranks."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from whorl.nn import Model
 from whorl.streams import leave_default_stream
 
 from .launch import RankPlace
 from .memory import named_errors
+from .sequence_parallel import for_ranks
 from .settings import EngineSettings
 from .tensor_parallel import Lead
 from .tensor_parallel import load as load_shared
@@ -40,14 +41,14 @@ def load(
     from .tokenizer import Tokenizer as FileTokenizer
     from .weights import load_model, resolve
 
-    folder = resolve(path)
     place = RankPlace.find(settings.tp)
-    reserve = settings.memory or 0
+    if place.size == 1:
+        for_ranks(settings, 1, device=device)  # raises before anything is loaded
+    folder = resolve(path)
     with named_errors(f"loading {folder}"):
         if place.size == 1:
-            model = load_model(folder, settings, device=device, reserve=reserve)
+            model = load_model(folder, settings, device=device, reserve=settings.memory or 0)
             return model, tokenizer or FileTokenizer.from_path(folder), None
         tokenizer = tokenizer or FileTokenizer.from_path(folder)
-        more: dict[str, Any] = {"kv_cache_dtype": settings.kv_cache_dtype, "proposer": proposer}
-        lead = load_shared(folder, place, settings, device=device, reserve=reserve, **more)
+        lead = load_shared(folder, place, settings, device=device, proposer=proposer)
         return lead.model, tokenizer, lead

@@ -35,6 +35,7 @@ from .memory import by_sequence, cache_specs
 from .sampling_params import FILTERS
 from .scheduler import Chunk
 from .sequence_parallel import PromptForward, SPSettings
+from .settings import EngineSettings
 from .states import Move
 
 _STRIDE = 7919  # between the token ids of dummy calls, so that they are different tokens
@@ -61,9 +62,8 @@ class Result:
 class Runner:
     """One model, its caches and the lanes of up to `max_num_seqs` sequences on one device.
 
-    max_tokens: the most tokens of one call. vocab_size: only ids below it are sampled; None: the model's.
-    prompt_graphs: calls with prompts of up to so many tokens are recorded as well. sp: the fields of
-    `sequence_parallel.SPSettings`, with several ranks; None: prompts run without sequence parallelism.
+    max_len: the most tokens of a sequence. vocab_size: only ids below it are sampled; None: the model's. sp: the fields
+    of `sequence_parallel.SPSettings`, with several ranks; None: prompts run without sequence parallelism.
     num_snapshots: room for so many snapshots of states, if the model's layers keep a state for each sequence.
     share_tables_with: a runner of the same sizes whose block tables this runner uses, because its caches lie in the
     same blocks.
@@ -72,24 +72,20 @@ class Runner:
     def __init__(
         self,
         model: Model,
+        settings: EngineSettings,
         *,
         num_blocks: int,
         block_size: int,
         max_len: int,
         device: str,
-        use_graphs: bool | None = None,
-        prompt_graphs: int = 0,
-        max_num_seqs: int = 64,
-        max_tokens: int = 2048,
         vocab_size: int | None = None,
-        kv_cache_dtype: str = "auto",
         num_snapshots: int = 0,
         sp: dict[str, Any] | None = None,
         share_tables_with: "Runner | None" = None,
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
         self.vocab_size = vocab_size or model.vocab_size
-        specs = cache_specs(model, kv_cache_dtype)
+        specs, max_num_seqs = cache_specs(model, settings.kv_cache_dtype), settings.max_num_seqs
         states = by_sequence(specs)
         self.states = States(states, max_num_seqs + 1, num_snapshots, device) if states else None
         lanes_of = iter(() if self.states is None else self.states.caches)
@@ -102,10 +98,11 @@ class Runner:
         spare = self.lanes.spare
         self._padding = {"lanes": spare, "entry_lanes": spare, "sample_lanes": spare, "slots": -1}
         self._padding |= {"table_at": spare * self.lanes.width, "top_p": 1}
-        max_tokens = max(max_tokens, DECODING[-1])
+        max_tokens = max(settings.step_tokens, DECODING[-1])
         self._inputs = Inputs(max_tokens, device, self._padding)
-        self._use_graphs = wants_graphs(device, use_graphs)
-        self._sizes = GraphSizes(max_len=max_len, max_tokens=max_tokens, max_prompt_tokens=prompt_graphs)
+        self._use_graphs = wants_graphs(device, settings.use_graphs)
+        sizes = {"max_tokens": max_tokens, "max_prompt_tokens": settings.prompt_graphs}
+        self._sizes = GraphSizes(max_len=max_len, **sizes)
         self._graphs: dict[tuple[int, int], _Graph | None] = {}  # decode calls, by tokens and keys
         # Calls with prompts, by tokens of prompts and of decoding sequences.
         self._prompt_graphs: dict[tuple[int, int], _Graph | None] = {}

@@ -5,7 +5,7 @@ A field is declared once, with its default, its bounds and its help text. Comman
 
 import difflib
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from whorl.engine.graph_sizes import PROMPTS
@@ -55,11 +55,6 @@ class LoadOptions:
         dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")  # a torch.dtype is accepted
         object.__setattr__(self, "dtype", DTYPES.get(dtype, dtype) if dtype else None)
         check(self)
-
-    def load_options(self) -> dict[str, Any]:
-        """Return the fields of this class, also of a subclass, as another rank's `LoadOptions` takes them."""
-        values = asdict(self)
-        return {field.name: values[field.name] for field in fields(LoadOptions)}
 
 
 @dataclass(frozen=True, kw_only=True)

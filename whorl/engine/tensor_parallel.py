@@ -10,6 +10,7 @@ hidden states is sharded like the model; with its calls rank 0 broadcasts these 
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,9 @@ from .features import as_tensor
 from .heap import keep_objects
 from .launch import Rank, RankGroup, RankPlace, start
 from .memory import blocks_that_fit, cache_room, cache_specs
-from .rank_messages import CALL, DRAFT, DROP, ENCODE, HEADER, LOGITS, PUT, STOP, receive_call, send, send_call
+from .rank_messages import receive, send, send_call, unpacked_call
 from .runner import Result, Runner
-from .settings import LoadOptions
+from .settings import EngineSettings
 
 if TYPE_CHECKING:
     from .speculate import Proposer
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 class Lead:
     """Rank 0's model and the group of ranks that runs it."""
 
-    def __init__(self, group: RankGroup, model: Model, kv_cache_dtype: str = "auto") -> None:
-        self.group, self._local_model, self._kv_cache_dtype = group, model, kv_cache_dtype
+    def __init__(self, group: RankGroup, model: Model, settings: EngineSettings) -> None:
+        self.group, self._local_model, self._settings = group, model, settings
         self.model: Any = SharedModel(group, model)
         self._end = weakref.finalize(self, _end, group)
 
@@ -46,71 +47,57 @@ class Lead:
         """Return how many blocks fit on every rank. memory: bytes for the cache on each; None: the default share of its
         own free memory. Ranks may differ in the bytes of a token, because they may have different numbers of heads.
         draft_head: has its caches in the same blocks. sizes: as for `blocks_that_fit`."""
-        local = _cache_room(self.model, self.group.device, self.group.size, self._kv_cache_dtype, draft_head)
+        local = _cache_room(self.model, self.group.device, self.group.size, self._settings.kv_cache_dtype, draft_head)
         return min(blocks_that_fit(room, memory, **sizes) for room in [local, *self.group.collect("room")])
 
-    def runner(self, model: Model, **settings: Any) -> "LeadRunner":
+    def runner(self, model: Model, settings: EngineSettings, **options: Any) -> "LeadRunner":
         """Create the runners of all ranks and connect the ranks; the arguments are those of `Runner`."""
         self.group.collect("room")  # a rank publishes this when it has loaded its weights
-        self.group.put("runner", settings)
+        self.group.put("runner", options)
         with self.group.together():
             self.group.join()
-            runner = LeadRunner(self._local_model, **settings)
-        runner.group = self.group
-        return runner
+            return LeadRunner(self._local_model, settings, group=self.group, **options)
 
-    def draft_runner(self, draft_head: Model, **settings: Any) -> "LeadRunner":
+    def draft_runner(self, draft_head: Model, settings: EngineSettings, **options: Any) -> "LeadRunner":
         """Create rank 0's runner of the draft head; the other ranks have created theirs with that of the model."""
-        runner = LeadRunner(draft_head, **settings)
-        runner.group = self.group
-        return runner
+        return LeadRunner(draft_head, settings, group=self.group, **options)
 
     def close(self) -> None:
         self._end()
 
 
 def load(
-    path: Path,
-    place: RankPlace,
-    options: LoadOptions,
-    *,
-    device: str,
-    reserve: int = 0,
-    kv_cache_dtype: str = "auto",
-    proposer: "Proposer | None" = None,
-    progress: bool = True,
+    path: Path, place: RankPlace, settings: EngineSettings, *, device: str, proposer: "Proposer | None" = None
 ) -> Lead:
     """Start the ranks and load every rank's shard, all at the same time. Returns on rank 0 only.
 
-    options, reserve: as for `load_model`.
     proposer: if it has a draft head, the other ranks load that, too; on rank 0 `Proposer.load` does.
     """
     from .weights import build, load_model, open_checkpoint, rounded
 
-    formats.check_scheme(options.quantize, torch.device(device).type)
+    formats.check_scheme(settings.quantize, torch.device(device).type)
     ranks = Ranks(rank=0, size=place.size)
     with open_checkpoint(path) as checkpoint:  # raises here, before any rank starts, if the model cannot be sharded
-        config = rounded(checkpoint, options.quantize).config
-        meta = build(config, device="meta", dtype=torch.float32, tp=ranks, max_length=options.max_model_len)
-        cache_specs(meta, kv_cache_dtype)
+        config = rounded(checkpoint, settings.quantize).config
+        meta = build(config, device="meta", dtype=torch.float32, tp=ranks, max_length=settings.max_model_len)
+        cache_specs(meta, settings.kv_cache_dtype)
     draft_path = None
     if proposer is not None and proposer.wants_hidden:
         proposer.check(meta, None)
         draft_path = str(proposer.shared_path(path))
-    settings: dict[str, Any] = {"path": str(path), "draft_path": draft_path, "kv_cache_dtype": kv_cache_dtype}
-    settings |= {"options": options.load_options(), "reserve": reserve}
-    group = start(place, device, f"{__name__}:follow", settings)
+    message = {"path": str(path), "draft_path": draft_path, "settings": asdict(settings)}
+    group = start(place, device, f"{__name__}:follow", message)
     try:
-        model = load_model(path, options, device=device, tp=ranks, reserve=reserve, progress=progress)
+        model = load_model(path, settings, device=device, tp=ranks, reserve=settings.memory or 0)
     except BaseException:
         group.close(is_broken=True)
         raise
-    return Lead(group, model, kv_cache_dtype)
+    return Lead(group, model, settings)
 
 
 def _end(group: RankGroup) -> None:
     """End the other ranks: ask them to stop, then kill those that have not."""
-    group.close(ask_to_end=lambda: send(group, STOP))
+    group.close(ask_to_end=lambda: send(group, "stop"))
 
 
 def _cache_room(
@@ -135,7 +122,7 @@ class SharedModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         with self._group.together():
-            send(self._group, LOGITS, *hidden.shape)
+            send(self._group, "logits", *hidden.shape)
             distributed.broadcast(hidden.contiguous(), 0)
             return self._model.logits(hidden)  # type: ignore[no-any-return]
 
@@ -143,11 +130,13 @@ class SharedModel:
 class LeadRunner(Runner):
     """Rank 0's runner: it sends every call to the other ranks before it runs it."""
 
-    group: RankGroup
+    def __init__(self, *arguments: Any, group: RankGroup, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.group = group
 
     def run_call(self, call: Call, states: Tensor | None = None) -> Result:
         with self.group.together():
-            send_call(self.group, CALL if self._states is None else DRAFT, call)
+            send_call(self.group, "call" if self._states is None else "draft", call)
             if self._states is not None:
                 if states is None:  # a call that only warms up or is timed
                     states = self._states.new_zeros(call.size[0], self._states.shape[1])
@@ -157,20 +146,17 @@ class LeadRunner(Runner):
     def put(self, lanes: Sequence[int], token_ids: Tensor) -> None:
         assert self._states is not None, "tokens are put into lanes of a draft head only"
         with self.group.together():
-            send(self.group, PUT, len(lanes))
-            distributed.broadcast(torch.tensor(lanes), 0, group=self.group.control)
+            send(self.group, "put", list(lanes))
             distributed.broadcast(token_ids, 0)
             super().put(lanes, token_ids)
 
     def encode(self, work: Work) -> None:
         """Encode images on all ranks: every rank has the whole vision tower and the features of every image."""
         with self.group.together():
-            if work.dropped:
-                send(self.group, DROP, len(work.dropped))
-                distributed.broadcast(torch.tensor(work.dropped), 0, group=self.group.control)
+            images = [None if job.item is None else (job.item.grid, job.item.patches.shape[1]) for job in work.jobs]
+            jobs = [(job.number, job.layers, image) for job, image in zip(work.jobs, images, strict=True)]
+            send(self.group, "encode", work.dropped, jobs)
             for job in work.jobs:
-                grid, width = ((0, 0, 0), 0) if job.item is None else (job.item.grid, job.item.patches.shape[1])
-                send(self.group, ENCODE, job.number, job.layers, *grid, width)
                 if job.item is not None:
                     distributed.broadcast(as_tensor(job.item.patches), 0, group=self.group.control)
             super().encode(work)
@@ -183,19 +169,19 @@ def follow(rank: Rank) -> None:
     """Run a rank other than 0 from start to end: load its shard, connect, then repeat rank 0's calls."""
     from .weights import load_model, load_prediction
 
-    load_settings = rank.get("settings")
-    options, place = LoadOptions(**load_settings["options"]), Ranks(rank=rank.rank, size=rank.size)
-    more = {"device": rank.device, "reserve": load_settings["reserve"], "progress": False}
-    model = load_model(Path(load_settings["path"]), options, tp=place, **more)
-    draft_path, draft_head = load_settings["draft_path"], None
-    if draft_path is not None:
-        draft_head = load_prediction(Path(draft_path), model, progress=False)
-    rank.publish("room", _cache_room(model, rank.device, rank.size, load_settings["kv_cache_dtype"], draft_head))
-    settings = rank.get("runner")
+    message = rank.get("settings")
+    settings, place = EngineSettings(**message["settings"]), Ranks(rank=rank.rank, size=rank.size)
+    options: dict[str, Any] = {"device": rank.device, "reserve": settings.memory or 0, "progress": False}
+    model = load_model(Path(message["path"]), settings, tp=place, **options)
+    draft_head = None
+    if message["draft_path"] is not None:
+        draft_head = load_prediction(Path(message["draft_path"]), model, progress=False)
+    rank.publish("room", _cache_room(model, rank.device, rank.size, settings.kv_cache_dtype, draft_head))
+    options = rank.get("runner")
     rank.join()
-    runner = FollowRunner(model, **settings)
+    runner = FollowRunner(model, settings, **options)
     if draft_head is not None:
-        runner.draft = Runner(draft_head, **settings | {"sp": None}, share_tables_with=runner)
+        runner.draft = Runner(draft_head, settings, **options | {"sp": None}, share_tables_with=runner)
     keep_objects()  # a rank that collects garbage lets all others wait
     runner.follow(rank)
 
@@ -208,31 +194,27 @@ class FollowRunner(Runner):
     @torch.inference_mode()
     def follow(self, rank: Rank) -> None:
         """Receive and run calls until rank 0 sends the end."""
-        header = torch.zeros(HEADER, dtype=torch.int64)
         while True:
-            distributed.broadcast(header, 0, group=rank.control)
-            kind, *numbers = header.tolist()
-            if kind == STOP:
+            name, arguments, packed = receive(rank)
+            if name == "stop":
                 return
-            if kind == CALL:
-                self.run_call(receive_call(rank, *numbers))
-            elif kind == DRAFT:
-                self._draft_call(receive_call(rank, *numbers))
-            elif kind == PUT:
-                self._put(rank, numbers[0])
-            elif kind == LOGITS:
-                self._head(*numbers[:2])
-            elif kind == DROP:
-                dropped = torch.zeros(numbers[0], dtype=torch.int64)
-                distributed.broadcast(dropped, 0, group=rank.control)
-                self.encode(Work(dropped.tolist(), [], 0))
+            if name == "call":
+                self.run_call(unpacked_call(arguments, packed))
+            elif name == "draft":
+                self._draft_call(unpacked_call(arguments, packed))
+            elif name == "put":
+                self._put(*arguments)
+            elif name == "logits":
+                self._head(*arguments)
             else:
-                self.encode(Work([], [self._job(rank, *numbers[:6])], 0))
+                dropped, jobs = arguments
+                self.encode(Work(dropped, [self._job(rank, *job) for job in jobs], 0))
 
-    def _job(self, rank: Rank, number: int, layers: int, frames: int, rows: int, columns: int, width: int) -> Job:
-        """Return the job of an ENCODE message; receive the patches, `width` numbers each, if the image is new."""
-        if not width:
+    def _job(self, rank: Rank, number: int, layers: int, image: tuple[list[int], int] | None) -> Job:
+        """Return the job of a message. image: if it is new, its grid and the numbers of a patch; the patches follow."""
+        if image is None:
             return Job(number=number, layers=layers)
+        (frames, rows, columns), width = image
         patches = torch.empty(frames * rows * columns, width)
         distributed.broadcast(patches, 0, group=rank.control)
         # The digest, which identifies the image, is needed on rank 0 only.
@@ -248,14 +230,12 @@ class FollowRunner(Runner):
         distributed.broadcast(states, 0)
         draft.run_call(call, states)
 
-    def _put(self, rank: Rank, count: int) -> None:
+    def _put(self, lanes: list[int]) -> None:
         """Receive the last tokens of the draft head's lanes."""
         assert self.draft is not None
-        lanes = torch.zeros(count, dtype=torch.int64)
-        distributed.broadcast(lanes, 0, group=rank.control)
-        token_ids = torch.zeros(count, dtype=torch.int64, device=self.device)
+        token_ids = torch.zeros(len(lanes), dtype=torch.int64, device=self.device)
         distributed.broadcast(token_ids, 0)
-        self.draft.put(lanes.tolist(), token_ids)
+        self.draft.put(lanes, token_ids)
 
     def _head(self, num_tokens: int, width: int) -> None:
         """Take part in `SharedModel.logits`: receive hidden states [num_tokens, width], compute this rank's share."""

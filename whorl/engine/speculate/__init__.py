@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from whorl.nn import Model
 
 _REPEATS = 3  # timed calls for each number of tokens
+_MEMORY = 50.0  # tokens that the estimate of `DraftLength` remembers
+_PROBE = 32  # steps after which a token is drafted again, while drafting does not pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,8 @@ class DraftLength:
     cost: seconds of a decode step by number of tokens (`LLM.measure_cost`); drafting: seconds to draft one token, by
     number of sequences. Each token of a draft is accepted with probability a if those before it were, so k drafted
     tokens give 1 + a + ... + a^k tokens; a is estimated from past drafts, recent ones counting most. acceptance: the
-    initial a; memory: how many tokens the estimate remembers; probe: while drafting does not pay, one token is drafted
-    every so many steps. Raises ValueError for an empty table or times that are not positive.
+    initial a. While drafting does not pay, one token is drafted every 32 steps. Raises ValueError for an empty table or
+    times that are not positive.
     """
 
     def __init__(
@@ -128,17 +130,13 @@ class DraftLength:
         *,
         drafting: Mapping[int, float] | None = None,
         acceptance: float = 0.7,
-        memory: float = 50.0,
-        probe: int = 32,
     ) -> None:
         for table in (cost, drafting or {1: 1.0}):
             if not table or any(count < 1 or seconds <= 0 for count, seconds in table.items()):
                 raise ValueError(f"DraftLength: {dict(table)!r}, expected positive seconds by number of tokens")
         self._cost, self._drafting = dict(sorted(cost.items())), dict(sorted((drafting or {}).items()))
-        self._keep = 1 - 1 / memory
-        self._probe = probe
         self._num_off = 0
-        self._tried = 0.1 * memory  # weight of the initial value
+        self._tried = 0.1 * _MEMORY  # weight of the initial value
         self._accepted = acceptance * self._tried
 
     @property
@@ -149,13 +147,13 @@ class DraftLength:
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Update the estimate; tokens after the first rejected one were never tried."""
         tried = min(num_accepted + 1, num_drafted)
-        keep = self._keep**tried
+        keep = (1 - 1 / _MEMORY) ** tried
         self._tried = keep * self._tried + tried
         self._accepted = keep * self._accepted + num_accepted
 
     def choose(self, k: int, num_sequences: int) -> int:
-        """Return the best draft length up to k. While drafting does not pay, one token every `probe` steps tests if it
-        does again."""
+        """Return the best draft length up to k. While drafting does not pay, one token every 32 steps tests if it does
+        again."""
         if num_sequences == 0:
             return 0
         lengths = np.arange(k + 1)
@@ -165,7 +163,7 @@ class DraftLength:
             seconds = seconds + lengths * _seconds(self._drafting, np.array([num_sequences]))
         best = int(np.argmax(gain / seconds))
         self._num_off = 0 if best else self._num_off + 1
-        if self._num_off > self._probe:
+        if self._num_off > _PROBE:
             self._num_off = 0
             return min(1, k)
         return best

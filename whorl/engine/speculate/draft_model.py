@@ -16,6 +16,7 @@ from whorl.engine.memory import block_size as cache_block_size
 from whorl.engine.memory import cache_memory, check_cache, token_bytes, without_states
 from whorl.engine.runner import Runner
 from whorl.engine.sequence import Sequence as Seq
+from whorl.engine.settings import EngineSettings
 from whorl.nn import Model
 
 from . import Draft, Proposer
@@ -24,6 +25,7 @@ from .one_by_one import OneByOne, mirrored
 if TYPE_CHECKING:
     from whorl.engine.llm import Tokenizer
 
+_MOST_SEQS = 256  # that draft at once
 _SHARE = 8  # the draft model's cache takes one part in so many of the default cache memory
 
 
@@ -56,7 +58,7 @@ class DraftModel(Proposer):
 
     path: as `LLM` takes it; or pass `model` and `tokenizer`. k: longest draft.
     num_blocks: blocks of its cache; or memory, its bytes; or neither: an eighth of the default cache memory. When the
-    cache is full, or more than `max_num_seqs` sequences draft, sequences that are not drafting lose their blocks first,
+    cache is full, or more than 256 sequences draft, sequences that are not drafting lose their blocks first,
     then some get no draft. Raises ValueError for sizes below 1. Example: `LLM(path, speculate=DraftModel(small, k=4))`
     """
 
@@ -68,22 +70,18 @@ class DraftModel(Proposer):
         tokenizer: "Tokenizer | None" = None,
         k: int = 4,
         device: str | None = None,
-        dtype: torch.dtype | None = None,
         block_size: int | None = None,
         num_blocks: int | None = None,
         memory: int | None = None,
-        max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
-        use_graphs: bool | None = None,
     ) -> None:
-        sizes = {"k": k, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        for name, value in sizes.items():
+        for name, value in {"k": k, "max_num_batched_tokens": max_num_batched_tokens}.items():
             if value < 1:
                 raise ValueError(f"DraftModel: {name} is {value}, expected at least 1")
         device = require(device or default_device())
         if model is None:
-            model, tokenizer = _load(path, device, dtype)
-        self.k, self.model, self.tokenizer, self.max_num_seqs = k, model, tokenizer, max_num_seqs
+            model, tokenizer = _load(path, device)
+        self.k, self.model, self.tokenizer = k, model, tokenizer
         specs = without_states(model, "DraftModel")
         block_size = cache_block_size(specs, device, block_size)
         if num_blocks is None:
@@ -93,19 +91,12 @@ class DraftModel(Proposer):
         self.pool = BlockPool(num_blocks, block_size)
         self.max_len = min(model.max_length, num_blocks * block_size)
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
-        runner = Runner(
-            model,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_len=self.max_len,
-            device=device,
-            use_graphs=use_graphs,
-            max_num_seqs=max_num_seqs,
-            max_tokens=max(max_num_batched_tokens, max_num_seqs),
-            vocab_size=self.vocab_size,
-        )
+        most = max(max_num_batched_tokens, _MOST_SEQS)
+        settings = EngineSettings(max_num_seqs=_MOST_SEQS, max_num_batched_tokens=most, prompt_graphs=0)
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_len": self.max_len}
+        runner = Runner(model, settings, **sizes, device=device, vocab_size=self.vocab_size)
         self._drafter = OneByOne(runner, max_tokens=max_num_batched_tokens)
-        self._lanes = list(range(max_num_seqs))[::-1]  # the free ones
+        self._lanes = list(range(_MOST_SEQS))[::-1]  # the free ones
         self._mirrors: dict[int, _Mirror] = {}  # by id of the target's sequence
 
     def check(self, model: Model, tokenizer: "Tokenizer | None") -> None:
@@ -117,7 +108,7 @@ class DraftModel(Proposer):
         return self._drafter.cost(seconds=seconds)
 
     def warm_up(self, max_num_seqs: int) -> Iterable[tuple[str, Callable[[], None]]]:
-        return self._drafter.warm_up(min(max_num_seqs, self.max_num_seqs), self.k, self.max_len)
+        return self._drafter.warm_up(min(max_num_seqs, _MOST_SEQS), self.k, self.max_len)
 
     @torch.inference_mode()
     def propose(self, sequences: Sequence[Seq], k: int) -> list[Draft]:
@@ -201,9 +192,9 @@ def _spelling(tokenizer: "Tokenizer", token_id: int) -> str | None:
         return None
 
 
-def _load(path: str | Path | None, device: str, dtype: torch.dtype | None) -> tuple[Model, Any]:
+def _load(path: str | Path | None, device: str) -> tuple[Model, Any]:
     from whorl.engine.tokenizer import Tokenizer
     from whorl.engine.weights import load_model, resolve
 
     folder = resolve(path)
-    return load_model(folder, device=device, dtype=dtype), Tokenizer.from_path(folder)
+    return load_model(folder, device=device), Tokenizer.from_path(folder)
