@@ -56,6 +56,14 @@ def field_offsets(size: Size) -> tuple[tuple[Field, ...], int]:
     return tuple(fields), num_bytes
 
 
+def field_views(buffer: np.ndarray, size: Size) -> dict[str, np.ndarray]:
+    """Return the arrays of a call of this size as views of a buffer of bytes."""
+    return {
+        name: buffer[start : start + int(kind[1]) * count].view(kind)
+        for name, kind, start, count in field_offsets(size)[0]
+    }
+
+
 @dataclass(slots=True, eq=False)
 class Sample:
     """A token to be sampled: the one that follows the first `num_drafted` tokens of the chunk's draft."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from whorl.device import HOST, accelerator, host_buffer, is_interpreting, overlaps_kernels, unavailable
 from whorl.streams import event
 
-from .call import Call, Size, field_offsets
+from .call import Call, Size, field_offsets, field_views
 from .graph_sizes import BESIDE
 
 _NUM_STAGES = 4  # host buffers: two calls a step, and the host is at most one step ahead
@@ -71,17 +71,13 @@ class _Stage:
     def write(self, call: Call, padded: Padded, padding: dict[str, int]) -> int:
         """Wait until the buffer is free, write the call into it and return the number of bytes."""
         self.sent()
-        fields, num_bytes = field_offsets(padded.size)
         views = self._views.get(padded.size)
         if views is None:
-            views = {
-                name: self._array[start : start + int(kind[1]) * count].view(kind)
-                for name, kind, start, count in fields
-            }
+            views = field_views(self._array, padded.size)
             if padded.is_recorded:
                 self._views[padded.size] = views
         call.write(views, padding, padded.decoding_from)
-        return num_bytes
+        return field_offsets(padded.size)[1]
 
 
 # ---- copies between pinned host memory and a GPU

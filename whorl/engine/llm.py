@@ -18,7 +18,6 @@ from . import sequence_parallel
 from .batch import Batch
 from .blocks import BlockPool
 from .encoder import NO_WORK, Encoder
-from .generate import Prompt, generate_all
 from .load import load
 from .memory import block_size as cache_block_size
 from .memory import (
@@ -34,7 +33,7 @@ from .memory import (
     token_bytes,
     without_states,
 )
-from .output import Delta, Output
+from .output import Delta, Output, Prompt, generate_all
 from .placing import Placement, place
 from .runner import Result, Runner
 from .sampler import Sampler, Token

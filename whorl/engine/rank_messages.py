@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from .batch_images import Insert
-from .call import Call, Size, field_offsets
+from .call import Call, field_offsets, field_views
 from .launch import Rank
 from .states import Move
 
@@ -39,7 +39,7 @@ def receive(rank: Rank) -> tuple[str, list[Any], np.ndarray]:
 def send_call(group: Rank, name: str, call: Call) -> None:
     """Send a call."""
     packed = np.zeros(field_offsets(call.size)[1], dtype=np.uint8)
-    call.write(_views(packed, call.size), {})
+    call.write(field_views(packed, call.size), {})
     if call.axes is not None:
         axes = np.ascontiguousarray(call.axes, dtype=np.int64)
         packed = np.concatenate([packed, axes.reshape(-1).view(np.uint8)])
@@ -51,17 +51,10 @@ def unpacked_call(arguments: list[Any], packed: np.ndarray) -> Call:
     """Return the call of a message that `send_call` has sent."""
     size, num_prompts, num_keys, is_eager, tables, inserts, moves = arguments
     size = tuple(size)
-    arrays: Any = _views(packed, size)
+    arrays: Any = field_views(packed, size)
     call = Call(num_prompts, arrays, num_keys, tables, is_eager=is_eager)
     if len(axes := packed[field_offsets(size)[1] :]):
         call.axes = axes.view(np.int64).reshape(-1, size[0])
     call.inserts = [Insert(*row) for row in inserts]
     call.moves = [Move(*row) for row in moves]
     return call
-
-
-def _views(packed: np.ndarray, size: Size) -> dict[str, np.ndarray]:
-    return {
-        name: packed[start : start + int(kind[1]) * count].view(kind)
-        for name, kind, start, count in field_offsets(size)[0]
-    }

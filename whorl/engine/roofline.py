@@ -89,8 +89,5 @@ def decode_limit(model: Any, *, batch: int = 1, context: int = 0, kv_cache_dtype
 def share(model: Any, tokens_per_second: float, *, context: int = 0, kv_cache_dtype: str = "auto") -> float | None:
     """Return the share of the memory-bound speed of one sequence that `tokens_per_second` is; None if the model does
     not say what it reads."""
-    if not isinstance(model, torch.nn.Module):
-        return None
-    device = next(model.parameters()).device.type
-    num_bytes = step_bytes(model, context=context, kv_cache_dtype=kv_cache_dtype)
-    return tokens_per_second * num_bytes / copy_bandwidth(device)
+    limit = decode_limit(model, context=context, kv_cache_dtype=kv_cache_dtype)
+    return None if limit is None else tokens_per_second / limit

@@ -276,13 +276,9 @@ class DeepSeek(llama.Llama):
         """Return a config.json small enough for tests; model_type "deepseek_v3" makes a model without an indexer."""
         name = {"deepseek_v3": "DeepseekV3ForCausalLM"}.get(changes.get("model_type", ""), "DeepseekV32ForCausalLM")
         sizes = {
-            "vocab_size": 97,
-            "hidden_size": 32,
-            "intermediate_size": 48,
             "moe_intermediate_size": 16,
             "num_hidden_layers": 3,
             "first_k_dense_replace": 1,
-            "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "n_shared_experts": 1,
             "n_routed_experts": 8,
@@ -298,6 +294,5 @@ class DeepSeek(llama.Llama):
             "index_head_dim": 16,
             "index_topk": 16,
             "routed_scaling_factor": 2.5,
-            "max_position_embeddings": 256,
         }
-        return {"architectures": [name], "model_type": "deepseek_v32", **sizes, **changes}
+        return super().tiny(**{"architectures": [name], "model_type": "deepseek_v32", **sizes, **changes})

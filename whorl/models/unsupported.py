@@ -11,65 +11,57 @@ class Known(NamedTuple):
     gguf: tuple[str, ...] = ()
 
 
-_MOE = "Qwen3MoeForCausalLM"
+_LLAMA, _MOE, _GEMMA = "LlamaForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"
 _SHARED = "a shared expert beside the routed ones"
 _PARALLEL = "attention and feed-forward side by side after one LayerNorm"
 _STATE = "layers with a recurrent state in place of keys and values"
 _DELTA = f"{_STATE} (gated delta rule), and a gate after attention"
 _HALF = "norms after each part and rotation of half a head"
-_VISION = "Qwen3VLForConditionalGeneration"
+_VISION, _VISION_MOE = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
 
 UNSUPPORTED: dict[str, Known] = {
-    "ApertusForCausalLM": Known("xIELU, a feed-forward part without a gate", "LlamaForCausalLM", ("apertus",)),
-    "ArceeForCausalLM": Known("a feed-forward part of squared ReLU without a gate", "LlamaForCausalLM", ("arcee",)),
-    "BambaForCausalLM": Known(_STATE, "LlamaForCausalLM"),
-    "BloomForCausalLM": Known("ALiBi in place of a rotation", "LlamaForCausalLM", ("bloom",)),
-    "CohereForCausalLM": Known(_PARALLEL, "LlamaForCausalLM", ("command-r",)),
+    "ApertusForCausalLM": Known("xIELU, a feed-forward part without a gate", _LLAMA, ("apertus",)),
+    "ArceeForCausalLM": Known("a feed-forward part of squared ReLU without a gate", _LLAMA, ("arcee",)),
+    "BambaForCausalLM": Known(_STATE, _LLAMA),
+    "BloomForCausalLM": Known("ALiBi in place of a rotation", _LLAMA, ("bloom",)),
+    "CohereForCausalLM": Known(_PARALLEL, _LLAMA, ("command-r",)),
     "Cohere2ForCausalLM": Known(_PARALLEL, "MistralForCausalLM", ("cohere2",)),
     "DeepseekV2ForCausalLM": Known("V2's routing: softmax scores in place of V3's sigmoid", "DeepseekV3ForCausalLM"),
     "DeepseekV4ForCausalLM": Known("several residual streams and compressed keys", "DeepseekV32ForCausalLM"),
     "Dots1ForCausalLM": Known(f"{_SHARED}, and V3's sigmoid routing", _MOE, ("dots1",)),
-    "Ernie4_5ForCausalLM": Known("rotation of pairs", "LlamaForCausalLM", ("ernie4_5",)),
+    "Ernie4_5ForCausalLM": Known("rotation of pairs", _LLAMA, ("ernie4_5",)),
     "Ernie4_5_MoeForCausalLM": Known(f"{_SHARED}, and rotation of pairs", _MOE, ("ernie4_5-moe",)),
-    "Ernie4_5_VLMoeForConditionalGeneration": Known(
-        "Ernie's vision tower and experts of vision", "Qwen3VLMoeForConditionalGeneration"
-    ),
-    "Exaone4ForCausalLM": Known("norms after each part and none before", "Gemma3ForCausalLM", ("exaone4",)),
-    "FalconForCausalLM": Known(_PARALLEL, "LlamaForCausalLM", ("falcon",)),
-    "GemmaForCausalLM": Known("Gemma's first form, without norms of heads", "Gemma3ForCausalLM", ("gemma",)),
-    "Gemma2ForCausalLM": Known("softcaps of attention's scores and of logits", "Gemma3ForCausalLM", ("gemma2",)),
+    "Ernie4_5_VLMoeForConditionalGeneration": Known("Ernie's vision tower and experts of vision", _VISION_MOE),
+    "Exaone4ForCausalLM": Known("norms after each part and none before", _GEMMA, ("exaone4",)),
+    "FalconForCausalLM": Known(_PARALLEL, _LLAMA, ("falcon",)),
+    "GemmaForCausalLM": Known("Gemma's first form, without norms of heads", _GEMMA, ("gemma",)),
+    "Gemma2ForCausalLM": Known("softcaps of attention's scores and of logits", _GEMMA, ("gemma2",)),
     "Gemma3ForConditionalGeneration": Known(
-        "SigLIP's vision tower; the text model alone runs from a GGUF file", "Gemma3ForCausalLM"
+        "SigLIP's vision tower; the text model alone runs from a GGUF file", _GEMMA
     ),
-    "Gemma3nForConditionalGeneration": Known(
-        "per-layer embeddings and several residual streams", "Gemma3ForCausalLM", ("gemma3n",)
-    ),
-    "Gemma4ForConditionalGeneration": Known(
-        "head sizes and rotation that differ between layers", "Gemma3ForCausalLM", ("gemma4",)
-    ),
-    "GlmForCausalLM": Known("rotation of half a head, in pairs", "LlamaForCausalLM"),
-    "Glm4ForCausalLM": Known(_HALF, "Gemma3ForCausalLM", ("glm4", "chatglm")),
+    "Gemma3nForConditionalGeneration": Known("per-layer embeddings and several residual streams", _GEMMA, ("gemma3n",)),
+    "Gemma4ForConditionalGeneration": Known("head sizes and rotation that differ between layers", _GEMMA, ("gemma4",)),
+    "GlmForCausalLM": Known("rotation of half a head, in pairs", _LLAMA),
+    "Glm4ForCausalLM": Known(_HALF, _GEMMA, ("glm4", "chatglm")),
     "Glm4MoeForCausalLM": Known(_SHARED, _MOE, ("glm4moe",)),
     "Glm4vForConditionalGeneration": Known(f"GLM-4V's vision tower, {_HALF}", _VISION),
     "Glm4vMoeForConditionalGeneration": Known(
-        f"GLM-4V's vision tower, {_SHARED}, and rotation of half a head", "Qwen3VLMoeForConditionalGeneration"
+        f"GLM-4V's vision tower, {_SHARED}, and rotation of half a head", _VISION_MOE
     ),
     "GlmOcrForConditionalGeneration": Known(f"GLM-OCR's vision tower and {_HALF}", _VISION),
     "GlmMoeDsaForCausalLM": Known("an indexer that rotates pairs", "DeepseekV32ForCausalLM"),
-    "GPTJForCausalLM": Known(_PARALLEL, "LlamaForCausalLM", ("gptj",)),
-    "GPTNeoXForCausalLM": Known(_PARALLEL, "LlamaForCausalLM", ("gptneox",)),
-    "FalconH1ForCausalLM": Known(_STATE, "LlamaForCausalLM", ("falcon-h1",)),
-    "GPT2LMHeadModel": Known("learned positions in place of a rotation", "LlamaForCausalLM", ("gpt2",)),
+    "GPTJForCausalLM": Known(_PARALLEL, _LLAMA, ("gptj",)),
+    "GPTNeoXForCausalLM": Known(_PARALLEL, _LLAMA, ("gptneox",)),
+    "FalconH1ForCausalLM": Known(_STATE, _LLAMA, ("falcon-h1",)),
+    "GPT2LMHeadModel": Known("learned positions in place of a rotation", _LLAMA, ("gpt2",)),
     "GptOssForCausalLM": Known(
         "attention sinks, experts with biases and a clamped SwiGLU, and weights in MXFP4", _MOE, ("gpt-oss", "gptoss")
     ),
-    "GraniteForCausalLM": Known(
-        "factors of embeddings, residuals, attention and logits", "LlamaForCausalLM", ("granite",)
-    ),
+    "GraniteForCausalLM": Known("factors of embeddings, residuals, attention and logits", _LLAMA, ("granite",)),
     "HunYuanDenseV1ForCausalLM": Known("norms of heads after the rotation", "Qwen3ForCausalLM", ("hunyuan-dense",)),
     "HunYuanMoEV1ForCausalLM": Known(f"{_SHARED}, and norms of heads after the rotation", _MOE, ("hunyuan-moe",)),
     "InternVLForConditionalGeneration": Known("InternVL's vision tower", _VISION),
-    "JambaForCausalLM": Known(_STATE, "LlamaForCausalLM", ("jamba",)),
+    "JambaForCausalLM": Known(_STATE, _LLAMA, ("jamba",)),
     "Lfm2ForCausalLM": Known("short convolutions in place of some attention", "Qwen3ForCausalLM", ("lfm2",)),
     "Lfm2MoeForCausalLM": Known("short convolutions in place of some attention", _MOE, ("lfm2moe",)),
     "LlavaForConditionalGeneration": Known("CLIP's vision tower", _VISION),
@@ -79,23 +71,19 @@ UNSUPPORTED: dict[str, Known] = {
     "Llama4ForConditionalGeneration": Known(
         f"chunked attention, layers without rotation, and {_SHARED}", _MOE, ("llama4",)
     ),
-    "MambaForCausalLM": Known(_STATE, "LlamaForCausalLM", ("mamba", "mamba2")),
+    "MambaForCausalLM": Known(_STATE, _LLAMA, ("mamba", "mamba2")),
     "MiniMaxForCausalLM": Known(_STATE, _MOE),
     "MiniMaxM2ForCausalLM": Known("norms over all heads at once", _MOE, ("minimax-m2",)),
     "Mistral3ForConditionalGeneration": Known("Pixtral's vision tower", "MistralForCausalLM", ("mistral3",)),
     "MixtralForCausalLM": Known("experts stored as w1, w2 and w3", _MOE),
-    "NemotronHForCausalLM": Known(_STATE, "LlamaForCausalLM", ("nemotron_h",)),
-    "NemotronForCausalLM": Known(
-        "LayerNorm, squared ReLU, and rotation of half a head", "LlamaForCausalLM", ("nemotron",)
-    ),
-    "Olmo2ForCausalLM": Known("norms after each part and none before", "Gemma3ForCausalLM", ("olmo2",)),
-    "Olmo3ForCausalLM": Known("norms after each part and none before", "Gemma3ForCausalLM"),
+    "NemotronHForCausalLM": Known(_STATE, _LLAMA, ("nemotron_h",)),
+    "NemotronForCausalLM": Known("LayerNorm, squared ReLU, and rotation of half a head", _LLAMA, ("nemotron",)),
+    "Olmo2ForCausalLM": Known("norms after each part and none before", _GEMMA, ("olmo2",)),
+    "Olmo3ForCausalLM": Known("norms after each part and none before", _GEMMA),
     "OlmoeForCausalLM": Known("norms over all heads at once", _MOE, ("olmoe",)),
-    "OPTForCausalLM": Known("learned positions in place of a rotation", "LlamaForCausalLM"),
-    "PhiForCausalLM": Known(_PARALLEL, "LlamaForCausalLM", ("phi2",)),
-    "Phi3ForCausalLM": Known(
-        "q, k and v, and gate and up, stored as one tensor each", "LlamaForCausalLM", ("phi3", "phi4")
-    ),
+    "OPTForCausalLM": Known("learned positions in place of a rotation", _LLAMA),
+    "PhiForCausalLM": Known(_PARALLEL, _LLAMA, ("phi2",)),
+    "Phi3ForCausalLM": Known("q, k and v, and gate and up, stored as one tensor each", _LLAMA, ("phi3", "phi4")),
     "PhimoeForCausalLM": Known("SparseMixer's routing and LayerNorm", _MOE, ("phimoe",)),
     "Qwen2MoeForCausalLM": Known(f"{_SHARED}, with its own gate", _MOE, ("qwen2moe",)),
     "Qwen2VLForConditionalGeneration": Known("Qwen2-VL's vision tower", _VISION, ("qwen2vl",)),
@@ -106,12 +94,10 @@ UNSUPPORTED: dict[str, Known] = {
     "Qwen3_5ForCausalLM": Known(_DELTA, "Qwen3ForCausalLM"),
     "Qwen3_5ForConditionalGeneration": Known(_DELTA, _VISION, ("qwen35",)),
     "Qwen3_5MoeForCausalLM": Known(f"{_DELTA}, and {_SHARED}", _MOE),
-    "Qwen3_5MoeForConditionalGeneration": Known(
-        f"{_DELTA}, and {_SHARED}", "Qwen3VLMoeForConditionalGeneration", ("qwen35moe",)
-    ),
-    "SmolLM3ForCausalLM": Known("layers without rotation", "LlamaForCausalLM", ("smollm3",)),
+    "Qwen3_5MoeForConditionalGeneration": Known(f"{_DELTA}, and {_SHARED}", _VISION_MOE, ("qwen35moe",)),
+    "SmolLM3ForCausalLM": Known("layers without rotation", _LLAMA, ("smollm3",)),
     "SmolVLMForConditionalGeneration": Known("SigLIP's vision tower", _VISION),
-    "StableLmForCausalLM": Known("LayerNorm, and rotation of a quarter of a head", "LlamaForCausalLM", ("stablelm",)),
+    "StableLmForCausalLM": Known("LayerNorm, and rotation of a quarter of a head", _LLAMA, ("stablelm",)),
     "Starcoder2ForCausalLM": Known(
         "LayerNorm, and a feed-forward part without a gate", "Qwen2ForCausalLM", ("starcoder2",)
     ),

@@ -106,11 +106,7 @@ def load_prediction(path_or_id: str | Path | None, target: Any, *, progress: boo
 
 def random_prediction(target: Any, *, seed: int = 0) -> Model:
     """Return the layer of multi-token prediction of `target` with random weights."""
-    model = _allocated(_prediction(target, {}), _device(target))
-    generator = torch.Generator(_device(target)).manual_seed(seed)
-    for _, layer in weighted(model):
-        layer.randomize(generator)
-    return model  # type: ignore[no-any-return]
+    return _randomized(_allocated(_prediction(target, {}), _device(target)), seed)
 
 
 def _prediction(target: Any, config: Mapping[str, Any]) -> Any:
@@ -173,8 +169,11 @@ def random_model(
     config: Mapping[str, Any], *, device: str | torch.device, dtype: torch.dtype, max_length: int | None = None
 ) -> Model:
     """Return a model of this config with random weights, to measure speed without a checkpoint."""
-    model = build(config, device=device, dtype=dtype, max_length=max_length)
-    generator = torch.Generator(device).manual_seed(0)
+    return _randomized(build(config, device=device, dtype=dtype, max_length=max_length), 0)
+
+
+def _randomized(model: Any, seed: int) -> Model:
+    generator = torch.Generator(_device(model)).manual_seed(seed)
     for _, layer in weighted(model):
         layer.randomize(generator)
     return model  # type: ignore[no-any-return]
@@ -197,8 +196,10 @@ def _with_stored(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     is_quantised = checkpoint.packed is not None or formats.find(checkpoint.config) is not formats.ALL_DENSE
     if is_quantised or dtype != torch.float32 or accelerator(device.type) is not None:
         return checkpoint
+    from whorl.nn.weights import stored
+
     tensors = {name: (len(source.shape), source.gives) for name, source in checkpoint.sources.items()}
-    if (settings := formats.settings_as_stored(tensors)) is None:
+    if (settings := stored.settings(tensors)) is None:
         return checkpoint
     as_stored = replace(checkpoint, config={**checkpoint.config, "quantization_config": settings})
     return replace(checkpoint, packed=lambda: as_stored)

@@ -1,7 +1,7 @@
 """Fill a model from a checkpoint: check that every tensor has a place, then copy them one at a time."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,11 @@ def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False, unpack: 
     copies = {name: destination for name, destination in _copies(expected).items() if name in sources}
     conversion = _conversion(sources, {**expected, **copies}, model.dtype)
     del expected  # views of parameters, which would keep them alive
-    owners = _owners(model, sources)
-    with torch.inference_mode(), progress_bar(f"Loading {conversion}", _total(sources.values()), progress) as advance:
+    owners, num_bytes = _owners(model, sources), sum(source.nbytes for source in sources.values())
+    with (
+        torch.inference_mode(),
+        progress_bar(f"Loading {conversion}", num_bytes, progress) as advance,
+    ):
         for name, source in sources.items():
             if name in owners:
                 owners[name].copy(name, source, unpack)
@@ -157,10 +160,6 @@ def _conversion(sources: Mapping[str, Source], by_name: Mapping[str, Destination
     converted = sorted({s.dtype for n, s in sources.items() if n not in by_name or by_name[n].dtype is None})
     as_stored = f", {', '.join(sorted(unchanged))} as stored" if unchanged else ""
     return f"{', '.join(converted)} to {str(dtype).removeprefix('torch.')}{as_stored}"
-
-
-def _total(sources: Iterable[Source]) -> int:
-    return sum(source.nbytes for source in sources)
 
 
 @contextmanager
