@@ -288,7 +288,7 @@ def test_experts_cut_from_a_dense_model_equal_it(answer: tuple[Tensor, list[int]
             norm_topk_prob=True,
             layers=tuple(range(count)),
         )
-        config = Qwen3Config(**values, windows=(None,) * count, experts=experts, qk_norm=False)
+        config = Qwen3Config(**values, experts=experts, qk_norm=False)
         with torch.device("meta"):
             model = Qwen3(config)
             nn.create_parameters(model, nn.weights.ALL_DENSE, torch.float32)

@@ -38,7 +38,6 @@ _UNSUPPORTED = {
 class Gemma3Config(LlamaConfig):
     """config.json of Gemma 3; `rope` is of the layers that attend to all keys, `local_rope` of those with a window."""
 
-    windows: tuple[int | None, ...]
     local_rope: RopeConfig
     query_pre_attn_scalar: float
 
@@ -65,9 +64,6 @@ class Gemma3Config(LlamaConfig):
     @property
     def qk_norm(self) -> bool:
         return True
-
-    def window(self, layer: int) -> int | None:
-        return self.windows[layer]
 
 
 class Ropes:

@@ -55,7 +55,7 @@ class Attention(Mixer):
         self.o_proj = Linear(sizes[0], width, bias=config.output_bias, shard="row", parts=(q,), ranks=ranks)
         self.layer, self.mixed_size = layer, self.o_proj.shape[1]
         self.num_heads, self.num_kv_heads, _ = (size // dim for size in self.qkv_proj.splits)
-        self.rope, self.window = config.rope, config.window(layer)
+        self.rope, self.window = config.rope, config.windows[layer]
         self.scale = dim**-0.5 * config.rope.softmax_scale_correction
         self.head_dim = dim
 

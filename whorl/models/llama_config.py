@@ -7,10 +7,16 @@ from typing import Any
 from whorl.models.fields import count, flag, number
 from whorl.rope_config import RopeConfig
 
+BIASES = ("attention_bias", "output_bias", "mlp_bias")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaConfig:
-    """config.json by its own names; `rope` is the rotation it describes."""
+    """config.json by its own names; `rope` is the rotation it describes.
+
+    windows: how many keys a query of each layer attends to; None: all. attention_bias: queries, keys and values have a
+    bias; output_bias: o_proj has one.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -21,8 +27,10 @@ class LlamaConfig:
     head_dim: int
     rms_norm_eps: float
     rope: RopeConfig
+    windows: tuple[int | None, ...]
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
 
     @classmethod
@@ -52,17 +60,10 @@ class LlamaConfig:
             "num_key_value_heads": kv_heads,
             "head_dim": count(values, "head_dim", counts["hidden_size"] // heads),
             "rms_norm_eps": number(values, "rms_norm_eps", 1e-6),
+            "windows": (None,) * counts["num_hidden_layers"],
+            "output_bias": flag(values, "attention_bias"),
             **{name: flag(values, name) for name in ("tie_word_embeddings", "attention_bias", "mlp_bias")},
         }
-
-    @property
-    def output_bias(self) -> bool:
-        """Whether o_proj has a bias; queries, keys and values have `attention_bias`."""
-        return self.attention_bias
-
-    def window(self, layer: int) -> int | None:
-        """Return how many keys a query of this layer attends to; None: all."""
-        return None
 
 
 # ---- sliding windows: how many keys a query of each layer attends to, None for all

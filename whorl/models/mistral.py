@@ -1,29 +1,23 @@
 """Mistral: Llama with one sliding window in every layer, or none."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from whorl.models import llama
 from whorl.models.fields import count
-from whorl.models.llama_config import LlamaConfig
+from whorl.models.llama_config import BIASES, LlamaConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MistralConfig(LlamaConfig):
     """config.json of Mistral."""
-
-    sliding_window: int | None
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
         # Defaults of Hugging Face's class; a null sliding_window means none, as in Mistral-7B from v0.2 on.
         values = {"sliding_window": 4096, "num_key_value_heads": 8, **values}
         size = None if values["sliding_window"] is None else count(values, "sliding_window")
-        return LlamaConfig.read(values) | {"sliding_window": size, "attention_bias": False, "mlp_bias": False}
-
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window
+        windows = (size,) * count(values, "num_hidden_layers")
+        return LlamaConfig.read(values) | {"windows": windows} | dict.fromkeys(BIASES, False)
 
 
 class Mistral(llama.Llama):

@@ -31,7 +31,6 @@ class Qwen3Config(LlamaConfig):
     Every Qwen3 has qk_norm; without it this is Llama, or Llama with experts.
     """
 
-    windows: tuple[int | None, ...]
     experts: ExpertsConfig | None = None
     qk_norm: bool = True
 
@@ -44,9 +43,6 @@ class Qwen3Config(LlamaConfig):
         # As in transformers, whose sparse class applies the window to all layers.
         windows = layer_windows(values, first=0, named=False) if is_sparse else layer_windows(values)
         return LlamaConfig.read(values) | {"windows": windows, "experts": experts}
-
-    def window(self, layer: int) -> int | None:
-        return self.windows[layer]
 
 
 def _experts(values: Mapping[str, Any]) -> ExpertsConfig:
