@@ -38,7 +38,8 @@ class SPSettings:
 
 def for_ranks(settings: EngineSettings, size: int, *, device: str, model: Any = None) -> dict[str, Any] | None:
     """Return the `SPSettings` fields for a runner of `size` ranks; None if sequence parallelism is off."""
-    sp = _sp_settings(settings, device, is_moe=_has_experts(model))
+    is_moe = getattr(getattr(model, "config", None), "experts", None) is not None
+    sp = _sp_settings(settings, device, is_moe=is_moe)
     if size == 1 and sp.mode == "on":
         raise ValueError("sequence parallelism: sp is on, and there is one rank; shard the model over 2 or more (tp)")
     return None if size == 1 or sp.mode == "off" else asdict(sp)
@@ -56,10 +57,6 @@ def _sp_settings(settings: EngineSettings, device: str, *, is_moe: bool) -> SPSe
         return SPSettings()
     assert isinstance(config.min_tokens, int)
     return SPSettings(mode="on", min_tokens=config.min_tokens, fuse=config.fuse)
-
-
-def _has_experts(model: Any) -> bool:
-    return getattr(getattr(model, "config", None), "experts", None) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

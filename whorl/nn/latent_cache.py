@@ -64,14 +64,14 @@ class LatentKV:
     def empty(self, num_blocks: int, block_size: int, device: torch.device | str) -> "LatentCache":
         dtype = torch.uint8 if self.is_coded else self.dtype
 
-        def pages(num_bytes: int) -> Tensor:
+        def blocks(num_bytes: int) -> Tensor:
             shape = (num_blocks, block_size, num_bytes // dtype.itemsize)
             return zeros(shape, dtype, device)
 
-        index = pages(self.index_bytes) if self.index_dim else None
+        index = blocks(self.index_bytes) if self.index_dim else None
         if self.is_coded or not has_two_latent_caches(torch.device(device).type):
-            return LatentCache(latent=pages(self.latent_bytes), index=index)
-        latent, rotary = (pages(width * dtype.itemsize) for width in (self.latent_dim, self.rotary_dim))
+            return LatentCache(latent=blocks(self.latent_bytes), index=index)
+        latent, rotary = (blocks(width * dtype.itemsize) for width in (self.latent_dim, self.rotary_dim))
         return LatentCache(latent=latent, index=index, rotary=rotary)
 
     def step_bytes(self, num_keys: int) -> int:

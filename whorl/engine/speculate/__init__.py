@@ -82,14 +82,7 @@ class Proposer(Protocol):
         return
 
 
-class Timed(Protocol):
-    """What `measure_cost` needs of a runner."""
-
-    def cost(self, counts: abc.Sequence[int], *, repeats: int) -> dict[int, float]:
-        """Return the seconds of a decode call by number of tokens."""
-
-
-def measure_cost(runner: Timed, counts: Iterable[int], seconds: float) -> dict[int, float]:
+def measure_cost(runner: "Runner", counts: Iterable[int], seconds: float) -> dict[int, float]:
     """Return the seconds of a decode step by number of tokens: at least two of the rising `counts`, and more until
     `seconds` are spent."""
     cost: dict[int, float] = {}

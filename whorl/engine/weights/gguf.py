@@ -129,7 +129,7 @@ def _packed(path: Path, config: dict[str, Any], named: Mapping[str, Blocks]) -> 
     is_matrix = {name: len(blocks.shape) > 1 for name, blocks in named.items()}
     kinds = {name.removesuffix(".weight"): named[name].kind.name for name, packs in is_matrix.items() if packs}
     config = {**config, "quantization_config": {"quant_method": "gguf", "kinds": kinds}}
-    sources = {name: _packed_source(b) if is_matrix[name] else _source(b) for name, b in named.items()}
+    sources = {name: _source(blocks, is_packed=is_matrix[name]) for name, blocks in named.items()}
     return Checkpoint(path=path, config=config, sources=sources)
 
 
@@ -183,24 +183,11 @@ def _named(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterator[
             yield target.format(expert), blocks.part(expert)
 
 
-def _packed_source(blocks: Blocks) -> Source:
-    return Source(
-        shape=blocks.data.shape,
-        dtype=blocks.kind.name,
-        gives=torch.uint8,
-        nbytes=blocks.data.nbytes,
-        read=blocks.read_packed,
-    )
-
-
-def _source(blocks: Blocks) -> Source:
-    return Source(
-        shape=blocks.shape,
-        dtype=blocks.kind.name,
-        gives=torch.float32,
-        nbytes=blocks.data.nbytes,
-        read=blocks.read,
-    )
+def _source(blocks: Blocks, *, is_packed: bool = False) -> Source:
+    """Return the source of a tensor's values, or of its bytes."""
+    shape, gives = (blocks.data.shape, torch.uint8) if is_packed else (blocks.shape, torch.float32)
+    read = blocks.read_packed if is_packed else blocks.read
+    return Source(shape=shape, dtype=blocks.kind.name, gives=gives, nbytes=blocks.data.nbytes, read=read)
 
 
 def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks]) -> dict[str, Any]:
