@@ -6,6 +6,7 @@ A field is declared once, with its default, its bounds and its help text. Comman
 import difflib
 import json
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 from whorl.engine.graph_sizes import PROMPTS
@@ -13,6 +14,10 @@ from whorl.fields import check, option
 
 # The sections of --help.
 MODEL, RANKS, STEPS, CACHE, SWITCHES = "Model", "Ranks", "Steps", "Cache", "Switches of the engine"
+# A field of each.
+of_model, of_ranks, of_steps, of_cache, switch = (
+    partial(option, panel=panel) for panel in (MODEL, RANKS, STEPS, CACHE, SWITCHES)
+)
 STEP_TOKENS = 2048
 DTYPES = {"half": "float16", "float": "float32", "auto": None}  # vLLM's names for dtypes
 
@@ -25,29 +30,27 @@ class LoadOptions:
     Raises ValueError for a value that is out of range.
     """
 
-    device: Literal["cpu", "cuda", "npu"] | None = option(
-        None, "Device to run on. Default: the best one of this machine.", panel=MODEL
+    device: Literal["cpu", "cuda", "npu"] | None = of_model(
+        None, "Device to run on. Default: the best one of this machine."
     )
-    dtype: Literal["bfloat16", "float16", "float32", "half", "float", "auto"] | None = option(
-        None, "Dtype of the weights in memory. Default: the model's; float32 on a CPU.", vllm=("--dtype",), panel=MODEL
+    dtype: Literal["bfloat16", "float16", "float32", "half", "float", "auto"] | None = of_model(
+        None, "Dtype of the weights in memory. Default: the model's; float32 on a CPU.", vllm=("--dtype",)
     )
-    quantize: Literal["w4a16", "w8a8", "fp8", "cpu4"] | None = option(
+    quantize: Literal["w4a16", "w8a8", "fp8", "cpu4"] | None = of_model(
         None,
-        "Quantize the weights while they are loaded, as whorl quantize does; cpu4: 4 bits for Arm CPUs.",
-        panel=MODEL,
+        "Quantise the weights while they are loaded, as whorl quantize does; cpu4: 4 bits for Arm CPUs, which is "
+        "faster and smaller there.",
     )
-    unpack: bool | None = option(
+    unpack: bool | None = of_model(
         None,
-        "Unpack quantized weights to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
+        "Unpack weights of fewer bits to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
         "--unpack/--no-unpack",
-        panel=MODEL,
     )
-    max_model_len: int | None = option(
+    max_model_len: int | None = of_model(
         None,
         "Longest sequence, prompt and answer together, in tokens. Default: what fits.",
         "--max-seq",
         vllm=("--max-model-len",),
-        panel=MODEL,
         least=2,
     )
 
@@ -66,139 +69,123 @@ class EngineSettings(LoadOptions):
     `LLM(path, EngineSettings(tp=2, max_model_len=32768))`
     """
 
-    tp: int | None = option(
+    tp: int | None = of_ranks(
         None,
         "Tensor parallel degree: ranks that share the model, one device each. Default: 1, or the ranks of torchrun.",
         *("--tp", "--tp-size"),
         vllm=("--tensor-parallel-size", "-tp"),
-        panel=RANKS,
         least=1,
         env="TP_SIZE",
     )
-    sp: Literal["auto", "on", "off"] = option(
-        "off", "Sequence parallelism of prompts over the ranks of --tp; auto: if it pays.", panel=RANKS
+    sp: Literal["auto", "on", "off"] = of_ranks(
+        "off", "Sequence parallelism of prompts over the ranks of --tp; auto: if it pays."
     )
-    sp_quantize: Literal["int8"] | None = option(
-        None, "With --sp: ranks exchange activations in 8 bits, which rounds.", panel=RANKS
+    sp_quantize: Literal["int8"] | None = of_ranks(
+        None, "With --sp: ranks exchange activations in 8 bits, which rounds."
     )
-    sp_min_tokens: int | None = option(
-        None,
-        "With --sp on: only for steps with at least this many prompt tokens. Default: all steps.",
-        panel=RANKS,
-        least=1,
+    sp_min_tokens: int | None = of_ranks(
+        None, "With --sp on: only for steps of so many prompt tokens or more. Default: all steps.", least=1
     )
-    sp_fuse: bool = option(
-        False, "With --sp: a matmul and the collective next to it run as one operator, overlapped.", panel=RANKS
+    sp_fuse: bool = of_ranks(
+        False, "With --sp: a matrix product and the collective next to it run as one operator, overlapped."
     )
-    compilation_config: str | None = option(
+    compilation_config: str | None = of_ranks(
         None,
         'The config of vLLM, for sequence parallelism: {"pass_config": {"enable_sp": true, "sp_min_token_num": 1000}}.',
         vllm=("--compilation-config",),
-        panel=RANKS,
         metavar="JSON",
     )
-    max_num_seqs: int = option(64, "Most sequences that run at once.", vllm=("--max-num-seqs",), panel=STEPS, least=1)
-    max_num_batched_tokens: int | None = option(
+    max_num_seqs: int = of_steps(64, "Most sequences that run at once.", vllm=("--max-num-seqs",), least=1)
+    max_num_batched_tokens: int | None = of_steps(
         None,
         "Most tokens of one step. Default: 2048, or more if --max-num-seqs or --max-step-tokens need it.",
         vllm=("--max-num-batched-tokens",),
-        panel=STEPS,
         least=1,
     )
-    max_prompt_tokens: int | None = option(
+    max_prompt_tokens: int | None = of_steps(
         None,
-        "Most prompt tokens of one step; decoding waits for its end. Default: 2048; on a CPU, half a second's worth.",
+        "Most prompt tokens of one step; decoding waits for its end. Default: 2048; on a CPU what takes half a second.",
         "--max-step-tokens",
-        panel=STEPS,
         least=1,
     )
-    kv_cache_dtype: Literal["auto", "fp8", "int8"] = option(
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = of_cache(
         "auto",
-        "Dtype of the KV cache: the model's (auto), or 8 bits with a scale for each token and head, which round.",
+        "Dtype of the KV cache: fp8 (e4m3) or int8, with a scale for each token and head, which rounds; auto: the "
+        "model's dtype.",
         vllm=("--kv-cache-dtype",),
-        panel=CACHE,
     )
-    block_size: int | None = option(
+    block_size: int | None = of_cache(
         None,
         "Tokens of a block of the KV cache. Default: what attention on the device needs.",
         vllm=("--block-size",),
-        panel=CACHE,
         least=1,
     )
-    num_blocks: int | None = option(
+    num_blocks: int | None = of_cache(
         None,
-        "Blocks of the KV cache, whatever memory they need. Default: what fits into its memory.",
+        "Blocks of the KV cache, whatever memory they take. Default: as many as fit into its memory.",
         vllm=("--num-gpu-blocks-override",),
-        panel=CACHE,
         least=1,
     )
-    memory: int | None = option(
+    memory: int | None = of_cache(
         None,
-        "Bytes of the KV cache on each device. Default: most of an accelerator's free memory; on a CPU at most 1 GiB.",
+        "Bytes of the KV cache on each device. Default: most of an accelerator's free memory; on a CPU 1 GiB, or half "
+        "of what is free if that is less.",
         "--cache-memory",
         vllm=("--kv-cache-memory-bytes",),
-        panel=CACHE,
         least=1,
     )
-    gpu_memory_utilization: float | None = option(
+    gpu_memory_utilization: float | None = of_cache(
         None,
         "Share of an accelerator's memory that may be in use. The KV cache gets what is left, unless its size is set.",
         vllm=("--gpu-memory-utilization",),
-        panel=CACHE,
         above=0,
         most=1,
     )
-    num_snapshots: int | None = option(
+    num_snapshots: int | None = of_cache(
         None,
-        "Snapshots of per-sequence states to keep for prefix hits. Default: --max-num-seqs; 0 without --prefix-cache.",
-        panel=CACHE,
+        "Snapshots of states to keep for prefix hits, for models whose layers keep a state for each sequence. Default: "
+        "as many as --max-num-seqs; none without --prefix-cache.",
         least=0,
     )
-    snapshot_tokens: int = option(
-        4096, "Prompt tokens after which the state of a long prompt gets another snapshot.", panel=CACHE, least=1
+    snapshot_tokens: int = of_cache(
+        4096, "Prompt tokens after which the state of a long prompt gets another snapshot.", least=1
     )
-    encoder_cache: int = option(
+    encoder_cache: int = of_cache(
         16384,
         "Tokens of images and videos whose features are kept; a single one with more is refused.",
-        panel=CACHE,
         least=1,
     )
-    use_prefix_cache: bool = option(
+    use_prefix_cache: bool = switch(
         True,
         "Reuse the cached blocks of earlier prompts with the same prefix.",
         "--prefix-cache/--no-prefix-cache",
         vllm=("--enable-prefix-caching/--no-enable-prefix-caching",),
-        panel=SWITCHES,
     )
-    use_graphs: bool | None = option(
+    use_graphs: bool | None = switch(
         None,
         "Record decode steps as graphs and replay them. Default: if the device can.",
         "--graphs/--no-graphs",
         vllm=("--no-enforce-eager/--enforce-eager",),
-        panel=SWITCHES,
     )
-    prompt_graphs: int = option(
+    prompt_graphs: int = switch(
         PROMPTS[-1],
-        "Also record steps with up to this many prompt tokens as graphs, if decode steps are recorded. 0: none.",
-        panel=SWITCHES,
+        "Record steps with prompts of up to so many tokens as well, if decode steps are recorded: else a short prompt "
+        "waits for the host. 0: none.",
         least=0,
         most=PROMPTS[-1],
     )
-    run_ahead: bool | None = option(
+    run_ahead: bool | None = switch(
         None,
         "Launch a step before the tokens of the last one are read. Default: on accelerators.",
         "--run-ahead/--no-run-ahead",
         vllm=("--async-scheduling/--no-async-scheduling",),
-        panel=SWITCHES,
     )
-    warmup: Literal["full", "short", "off"] | None = option(
+    warmup: Literal["full", "short", "off"] | None = switch(
         None,
-        "Warm up all sizes, common ones or none. Default: full for whorl serve on an accelerator, else off.",
-        panel=SWITCHES,
+        "Sizes to compile and record before the first request: all, the common ones, none. Default: full for whorl "
+        "serve on an accelerator, else off.",
     )
-    seed: int | None = option(
-        None, "Seed of requests without one. Default: a new one each time.", vllm=("--seed",), panel=STEPS
-    )
+    seed: int | None = of_steps(None, "Seed of requests without one. Default: a new one each time.", vllm=("--seed",))
 
     def __post_init__(self) -> None:
         LoadOptions.__post_init__(self)
