@@ -154,9 +154,9 @@ class LLM:
             if self._lead is None:
                 num_blocks = blocks_that_fit(cache_room(specs, device), memory, **sizes)
             else:
-                num_blocks = self._lead.num_blocks(memory, draft_head, **sizes)
+                num_blocks = self._lead.num_blocks(specs, memory, **sizes)
                 if share is not None:  # other ranks' devices may have less free memory
-                    num_blocks = min(num_blocks, self._lead.num_blocks(None, draft_head, **sizes))
+                    num_blocks = min(num_blocks, self._lead.num_blocks(specs, None, **sizes))
         check_cache(num_blocks, block_bytes, device, memory=memory)
         self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=settings.use_prefix_cache, states=states)
         limit = min(max_len, num_blocks * block_size)

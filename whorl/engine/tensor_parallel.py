@@ -26,7 +26,7 @@ from .encoder import Job, Work
 from .features import as_tensor
 from .heap import keep_objects
 from .launch import Rank, RankGroup, RankPlace, start
-from .memory import blocks_that_fit, cache_room, cache_specs
+from .memory import Specs, blocks_that_fit, cache_room, cache_specs
 from .rank_messages import receive, send, send_call, unpacked_call
 from .runner import Result, Runner
 from .settings import EngineSettings
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 class Lead:
     """Rank 0's model and the group of ranks that runs it."""
 
-    def __init__(self, group: RankGroup, model: Model, settings: EngineSettings) -> None:
-        self.group, self._local_model, self._settings = group, model, settings
+    def __init__(self, group: RankGroup, model: Model) -> None:
+        self.group, self._local_model = group, model
         self.model: Any = SharedModel(group, model)
         self._end = weakref.finalize(self, _end, group)
 
-    def num_blocks(self, memory: int | None, draft_head: Model | None = None, **sizes: int) -> int:
-        """Return how many blocks fit on every rank. memory: bytes for the cache on each; None: the default share of its
-        own free memory. Ranks may differ in the bytes of a token, because they may have different numbers of heads.
-        draft_head: has its caches in the same blocks. sizes: as for `blocks_that_fit`."""
-        local = _cache_room(self.model, self.group.device, self.group.size, self._settings.kv_cache_dtype, draft_head)
+    def num_blocks(self, specs: Specs, memory: int | None, **sizes: int) -> int:
+        """Return how many blocks fit on every rank. specs: of all caches on this rank; others may differ in the bytes
+        of a token, because they may have different numbers of heads. memory: bytes for the cache on each; None: the
+        default share of its own free memory. sizes: as for `blocks_that_fit`."""
+        local = cache_room(specs, self.group.device, self.group.size)
         return min(blocks_that_fit(room, memory, **sizes) for room in [local, *self.group.collect("room")])
 
     def runner(self, model: Model, settings: EngineSettings, **options: Any) -> "LeadRunner":
@@ -92,7 +92,7 @@ def load(
     except BaseException:
         group.close(is_broken=True)
         raise
-    return Lead(group, model, settings)
+    return Lead(group, model)
 
 
 def _end(group: RankGroup) -> None:

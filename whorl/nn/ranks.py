@@ -83,9 +83,8 @@ class Ranks:
             kv = self.share("key heads", num_kv_heads)
             return slice(kv.start * group, kv.stop * group), kv
         head = self.rank * num_kv_heads // self.size
-        first, end = (
-            -(-kv_head * self.size // num_kv_heads) for kv_head in (head, head + 1)
-        )  # ranks that have this head
+        # The ranks that have this head.
+        first, end = (-(-kv_head * self.size // num_kv_heads) for kv_head in (head, head + 1))
         share = Ranks(rank=self.rank - first, size=end - first).share(f"query heads of key head {head}", group)
         return slice(head * group + share.start, head * group + share.stop), slice(head, head + 1)
 

@@ -102,9 +102,8 @@ class Fp8(Quantised):
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
         if packing_of(matrix) is not None:
             return values_of(matrix, pick)
-        codes = (
-            matrix.weight.view(torch.uint8)[pick].view(CODES).float()
-        )  # as bytes, because not every device can index fp8
+        # As bytes, because not every device can index fp8.
+        codes = matrix.weight.view(torch.uint8)[pick].view(CODES).float()
         if self.kind != "block":
             return (codes * matrix.scales[pick].unsqueeze(-1)).to(matrix.dtype)
         rows = getattr(matrix, "scale_rows", None)
