@@ -43,10 +43,7 @@ def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False, unpack: 
     conversion = _conversion(sources, {**expected, **copies}, model.dtype)
     del expected  # views of parameters, which would keep them alive
     owners, num_bytes = _owners(model, sources), sum(source.nbytes for source in sources.values())
-    with (
-        torch.inference_mode(),
-        progress_bar(f"Loading {conversion}", num_bytes, progress) as advance,
-    ):
+    with torch.inference_mode(), progress_bar(f"Loading {conversion}", num_bytes, progress) as advance:
         for name, source in sources.items():
             if name in owners:
                 owners[name].copy(name, source, unpack)

@@ -65,7 +65,8 @@ def find(config: Mapping[str, Any]) -> Formats:
 
 
 SCHEME_NAMES = ("w4a16", "w8a8", "fp8")  # schemes that checkpoints are written in
-LOADED = (*SCHEME_NAMES, "cpu4")  # schemes that weights are rounded to while they are read
+# Schemes that weights are rounded to while they are read, and the class that does it.
+LOADED = {**dict.fromkeys(SCHEME_NAMES, "rounding:Rounding"), "cpu4": "cpu4:CpuRounding"}
 
 
 def check_scheme(scheme: str | None, device: str) -> None:
@@ -78,8 +79,7 @@ def check_scheme(scheme: str | None, device: str) -> None:
 
 def rounder(scheme: str) -> "type[Rounder]":
     """Return the class that rounds weights to `scheme`."""
-    name = "rounding:Rounding" if scheme in SCHEME_NAMES else "cpu4:CpuRounding"
-    return _imported(f"whorl.nn.weights.{name}")  # type: ignore[no-any-return]
+    return _imported(f"{__name__}.{LOADED[scheme]}")  # type: ignore[no-any-return]
 
 
 def rounding_to(

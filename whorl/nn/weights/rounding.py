@@ -49,7 +49,7 @@ class Rounder(ABC):
     def apply(self, weight: Tensor) -> tuple[Ends, float, float]:
         """Round a weight; returns the tensors to store and the sums of squares of errors and of weights."""
         pieces = weight.split(self.rows_at_once(weight.shape[1]))
-        if not all(bool(piece.isfinite().all()) for piece in pieces):
+        if not all(bool(piece.float().isfinite().all()) for piece in pieces):
             raise ValueError("has an infinity or NaN, which no scale can represent")
         parts = [self.round(piece) for piece in pieces]
         ends = {end: torch.cat([part[0][end] for part in parts]) for end in parts[0][0]}
