@@ -266,17 +266,17 @@ def placed(seed: int, start: int, num_tokens: int) -> PlacedMedia:
 def test_the_encoder_counts_its_work() -> None:
     encoder = Encoder(depth=10, most=100)
     seq = sequence(placed(0, 4, 20))
-    assert encoder.reach(seq, 3) == (3, 0)  # not there yet
+    assert encoder.plan(seq, 3) == (3, 0)  # not there yet
     assert encoder.take().jobs == []
-    assert encoder.reach(seq, 14) == (4, 10)  # ten tokens are half of its layers
+    assert encoder.plan(seq, 14) == (4, 10)  # ten tokens are half of its layers
     work = encoder.take()
     assert [(job.layers, job.item is not None) for job in work.jobs] == [(5, True)]
     assert work.num_tokens == 10
     seq.num_computed = 4
-    assert encoder.reach(seq, 16) == (6, 10)  # the other half, and some of its features
+    assert encoder.plan(seq, 16) == (6, 10)  # the other half, and some of its features
     assert [(job.layers, job.item) for job in encoder.take().jobs] == [(5, None)]
     seq.num_computed = 10
-    assert encoder.reach(seq, 16) == (16, 0)
+    assert encoder.plan(seq, 16) == (16, 0)
     encoder.passed(seq)
     assert encoder._entries[next(iter(encoder._entries))].holders == {seq.id}
     seq.num_computed = 24
@@ -289,21 +289,21 @@ def test_images_in_one_piece_of_the_grid_are_held_together() -> None:
     for grid, reached in ((1, 22), (32, 99 - 20 - 15)):
         encoder = Encoder(depth=2, most=30, grid=grid)
         seq, other = sequence(placed(0, 1, 20), placed(1, 22, 15)), sequence(placed(2, 3, 25))
-        assert encoder.reach(seq, 99)[0] == reached
-        assert encoder.reach(other, 99)[0] == 3, "it holds nothing, so it waits"
+        assert encoder.plan(seq, 99)[0] == reached
+        assert encoder.plan(other, 99)[0] == 3, "it holds nothing, so it waits"
 
 
 def test_the_encoder_drops_what_nobody_needs() -> None:
     encoder = Encoder(depth=2, most=50)
     first, second, third = (sequence(placed(i, 0, 20)) for i in range(3))
     for seq in (first, second):
-        encoder.reach(seq, 99)
-    assert encoder.reach(third, 99) == (0, 0)  # two are held: there is no room
+        encoder.plan(seq, 99)
+    assert encoder.plan(third, 99) == (0, 0)  # two are held: there is no room
     assert encoder.take().dropped == []
     encoder.release(second)
     encoder.release(first)
-    assert encoder.reach(sequence(placed(0, 0, 20)), 99) == (99, 0)  # still there, and now the last one used
-    assert encoder.reach(third, 99) == (79, 20)
+    assert encoder.plan(sequence(placed(0, 0, 20)), 99) == (99, 0)  # still there, and now the last one used
+    assert encoder.plan(third, 99) == (79, 20)
     assert encoder.take().dropped == [1]
     assert (encoder.num_encoded, encoder.num_hit, encoder.num_held) == (3, 1, 40)
 
@@ -311,14 +311,14 @@ def test_the_encoder_drops_what_nobody_needs() -> None:
 def test_a_picture_that_is_shown_twice_is_held_until_the_second_is_through() -> None:
     encoder = Encoder(depth=2, most=20)
     seq = sequence(placed(0, 0, 10), placed(0, 15, 10))
-    assert encoder.reach(seq, 50) == (40, 10)
+    assert encoder.plan(seq, 50) == (40, 10)
     seq.num_computed = 12
     encoder.passed(seq)
     other = sequence(placed(1, 0, 20))
-    assert encoder.reach(other, 50) == (0, 0)
+    assert encoder.plan(other, 50) == (0, 0)
     seq.num_computed = 30
     encoder.passed(seq)
-    assert encoder.reach(other, 50) == (30, 20)
+    assert encoder.plan(other, 50) == (30, 20)
 
 
 # ---- what is refused

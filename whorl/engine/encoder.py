@@ -72,7 +72,7 @@ class Encoder:
         """Number of tokens whose features are kept."""
         return sum(entry.num_tokens for entry in self._entries.values())
 
-    def reach(self, seq: Sequence, budget: int) -> tuple[int, int]:
+    def plan(self, seq: Sequence, budget: int) -> tuple[int, int]:
         """Plan the tower's work for the next tokens of `seq`; return how many of them the step may compute, and how
         much of the budget the tower takes. Tokens of an image can be computed once all layers have run for it."""
         cost = 0

@@ -265,7 +265,7 @@ class Scheduler:
         they and the encoding of their images take."""
         if budget <= 0:
             return 0
-        room, cost = (budget, 0) if self.encoder is None else self.encoder.reach(seq, budget)
+        room, cost = (budget, 0) if self.encoder is None else self.encoder.plan(seq, budget)
         length = min(seq.num_pending, room)
         if self.pool.states is not None:
             length = self.pool.states.chunk_length(seq, length)

@@ -46,9 +46,9 @@ class Experts(Weighted):
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, [T, C]; x: [T, C]; weights, ids: [T, K], of `ops.route`."""
-        return self.ranks.sum(self.product(x, weights, ids))
+        return self.ranks.sum(self.matmuls(x, weights, ids))
 
-    def product(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def matmuls(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Return this rank's summand of the output.
 
         This is the one place where experts multiply. Where an adapter adds to one of the two matmuls, they run one

@@ -57,14 +57,14 @@ class Linear(Matrix):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_partial:
-            return self.product(x)[0]
+            return self.matmul(x)[0]
         if (shared := SHARED.get()) is not None and self.adapter is None:
-            y = shared.scatter_matmul(lambda rows: self.product(rows)[0], x, self.shape[0])
+            y = shared.scatter_matmul(lambda rows: self.matmul(rows)[0], x, self.shape[0])
         else:
-            y = self.ranks.sum(self.product(x)[0])
+            y = self.ranks.sum(self.matmul(x)[0])
         return y if self.bias is None else y + self.bias
 
-    def product(
+    def matmul(
         self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (y, normed, total): total = x + residual, normed = norm(total), and y = normed W^T + b.
@@ -90,7 +90,7 @@ class Linear(Matrix):
         because their input is a shard. residual None: total is x.
         """
         assert not self.is_partial, "the input of a row-sharded layer is a shard, which cannot be normalised"
-        return self.product(x, norm, residual)
+        return self.matmul(x, norm, residual)
 
     def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         yield from super().destinations(name)

@@ -36,9 +36,9 @@ class Vocabulary(Matrix):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, size] of hidden states [N, width]."""
-        return self.ranks.gather(self.product(hidden))[:, : self.size]
+        return self.ranks.gather(self.matmul(hidden))[:, : self.size]
 
-    def product(self, hidden: Tensor) -> Tensor:
+    def matmul(self, hidden: Tensor) -> Tensor:
         """Return the logits of this rank's rows: the one place where the matrix multiplies and an adapter adds."""
         y = self.format.linear(self, hidden, None)
         return y if self.adapter is None else self.adapter(y, hidden)
