@@ -104,9 +104,9 @@ def load_prediction(path_or_id: str | Path | None, target: Any, *, progress: boo
     return model  # type: ignore[no-any-return]
 
 
-def random_prediction(target: Any, *, seed: int = 0) -> Model:
+def random_prediction(target: Any) -> Model:
     """Return the layer of multi-token prediction of `target` with random weights."""
-    return _randomized(_allocated(_prediction(target, {}), _device(target)), seed)
+    return _randomized(_allocated(_prediction(target, {}), _device(target)))
 
 
 def _prediction(target: Any, config: Mapping[str, Any]) -> Any:
@@ -169,11 +169,11 @@ def random_model(
     config: Mapping[str, Any], *, device: str | torch.device, dtype: torch.dtype, max_length: int | None = None
 ) -> Model:
     """Return a model of this config with random weights, to measure speed without a checkpoint."""
-    return _randomized(build(config, device=device, dtype=dtype, max_length=max_length), 0)
+    return _randomized(build(config, device=device, dtype=dtype, max_length=max_length))
 
 
-def _randomized(model: Any, seed: int) -> Model:
-    generator = torch.Generator(_device(model)).manual_seed(seed)
+def _randomized(model: Any) -> Model:
+    generator = torch.Generator(_device(model)).manual_seed(0)
     for _, layer in weighted(model):
         layer.randomize(generator)
     return model  # type: ignore[no-any-return]
