@@ -284,8 +284,9 @@ class StepBudget:
     """How many prompt tokens a step may compute; on a slow device they are chosen to keep steps short.
 
     Decoding sequences wait for a step to end, and so does Ctrl-C. How a prompt is cut into chunks changes no bit of the
-    output. most: upper limit; fixed: always this number; None: `most`, or on a CPU as many as
-    the measured time of steps allows. Raises ValueError if `fixed` is above `most`."""
+    output. most: upper limit; fixed: always this number; None: `most`, or on a CPU as many as the measured time of
+    steps allows. Raises ValueError if `fixed` is above `most`.
+    """
 
     def __init__(self, most: int, *, device: str, fixed: int | None = None) -> None:
         if fixed is not None and not 1 <= fixed <= most:

@@ -93,7 +93,7 @@ class DraftModel(Proposer):
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
         most = max(max_num_batched_tokens, _MOST_SEQS)
         settings = EngineSettings(max_num_seqs=_MOST_SEQS, max_num_batched_tokens=most, prompt_graphs=0)
-        sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_len": self.max_len}
+        sizes: dict[str, Any] = {"num_blocks": num_blocks, "block_size": block_size, "max_len": self.max_len}
         runner = Runner(model, settings, **sizes, device=device, vocab_size=self.vocab_size)
         self._drafter = OneByOne(runner, max_tokens=max_num_batched_tokens)
         self._lanes = list(range(_MOST_SEQS))[::-1]  # the free ones

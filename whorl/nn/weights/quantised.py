@@ -101,9 +101,10 @@ class Quantised(Format):
 
     def destination(self, parameter: Tensor, part: Part, *dims: Dim, **options: Any) -> Destination:
         """Return the destination of a part's tensor in a parameter [.., *dims]. options: of `Destination`."""
-        shape, index, place = zip(*dims, strict=True)
+        place: tuple[int | slice, ...] = tuple(dim.place for dim in dims)
         into = parameter[place if part.entry is None else (part.entry, *place)]
-        return Destination(into=into, shape=shape, index=index, **options)
+        shape = tuple(dim.size for dim in dims)
+        return Destination(into=into, shape=shape, index=tuple(dim.cut for dim in dims), **options)
 
     def scales_by_row(self, matrix: Matrix, scales: Tensor) -> Tensor:
         """Return a scale for each row, [.., N], from one for each projection, [.., parts]."""
