@@ -187,6 +187,8 @@ class CompressedPacked(Packed):
                 raise ValueError(
                     f"{part.source(matrix.name)}.weight_shape is {shape}, expected {list(part.shape)} by config.json"
                 )
-        zeros = self.unpacked_zeros(matrix, matrix.packed_zeros.mT).mT.contiguous() if self.has_zeros else None
+        zeros = None
+        if self.has_zeros:
+            zeros = self.unpacked_zeros(matrix, matrix.packed_zeros.mT).mT.clone(memory_format=torch.contiguous_format)
         scales, order = narrow_scales(matrix.scales.data), matrix.g_idx.data if self.has_act_order else None
         self.lay_out(matrix, matrix.words.data, scales, zeros, order)
