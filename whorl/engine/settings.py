@@ -38,12 +38,11 @@ class LoadOptions:
     )
     quantize: Literal["w4a16", "w8a8", "fp8", "cpu4"] | None = of_model(
         None,
-        "Quantise the weights while they are loaded, as whorl quantize does; cpu4: 4 bits for Arm CPUs, which is "
-        "faster and smaller there.",
+        "Quantize the weights while they are loaded, as whorl quantize does; cpu4: 4 bits for Arm CPUs.",
     )
     unpack: bool | None = of_model(
         None,
-        "Unpack weights of fewer bits to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
+        "Unpack quantized weights to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
         "--unpack/--no-unpack",
     )
     max_model_len: int | None = of_model(
@@ -84,10 +83,10 @@ class EngineSettings(LoadOptions):
         None, "With --sp: ranks exchange activations in 8 bits, which rounds."
     )
     sp_min_tokens: int | None = of_ranks(
-        None, "With --sp on: only for steps of so many prompt tokens or more. Default: all steps.", least=1
+        None, "With --sp on: only for steps with at least this many prompt tokens. Default: all steps.", least=1
     )
     sp_fuse: bool = of_ranks(
-        False, "With --sp: a matrix product and the collective next to it run as one operator, overlapped."
+        False, "With --sp: a matmul and the collective next to it run as one operator, overlapped."
     )
     compilation_config: str | None = of_ranks(
         None,
@@ -104,14 +103,13 @@ class EngineSettings(LoadOptions):
     )
     max_prompt_tokens: int | None = of_steps(
         None,
-        "Most prompt tokens of one step; decoding waits for its end. Default: 2048; on a CPU what takes half a second.",
+        "Most prompt tokens of one step; decoding waits for its end. Default: 2048; on a CPU, half a second's worth.",
         "--max-step-tokens",
         least=1,
     )
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = of_cache(
         "auto",
-        "Dtype of the KV cache: fp8 (e4m3) or int8, with a scale for each token and head, which rounds; auto: the "
-        "model's dtype.",
+        "Dtype of the KV cache: the model's (auto), or 8 bits with a scale for each token and head, which round.",
         vllm=("--kv-cache-dtype",),
     )
     block_size: int | None = of_cache(
@@ -122,14 +120,13 @@ class EngineSettings(LoadOptions):
     )
     num_blocks: int | None = of_cache(
         None,
-        "Blocks of the KV cache, whatever memory they take. Default: as many as fit into its memory.",
+        "Blocks of the KV cache, whatever memory they need. Default: what fits into its memory.",
         vllm=("--num-gpu-blocks-override",),
         least=1,
     )
     memory: int | None = of_cache(
         None,
-        "Bytes of the KV cache on each device. Default: most of an accelerator's free memory; on a CPU 1 GiB, or half "
-        "of what is free if that is less.",
+        "Bytes of the KV cache on each device. Default: most of an accelerator's free memory; on a CPU at most 1 GiB.",
         "--cache-memory",
         vllm=("--kv-cache-memory-bytes",),
         least=1,
@@ -143,8 +140,7 @@ class EngineSettings(LoadOptions):
     )
     num_snapshots: int | None = of_cache(
         None,
-        "Snapshots of states to keep for prefix hits, for models whose layers keep a state for each sequence. Default: "
-        "as many as --max-num-seqs; none without --prefix-cache.",
+        "Snapshots of per-sequence states to keep for prefix hits. Default: --max-num-seqs; 0 without --prefix-cache.",
         least=0,
     )
     snapshot_tokens: int = of_cache(
@@ -169,8 +165,7 @@ class EngineSettings(LoadOptions):
     )
     prompt_graphs: int = switch(
         PROMPTS[-1],
-        "Record steps with prompts of up to so many tokens as well, if decode steps are recorded: else a short prompt "
-        "waits for the host. 0: none.",
+        "Also record steps with up to this many prompt tokens as graphs, if decode steps are recorded. 0: none.",
         least=0,
         most=PROMPTS[-1],
     )
@@ -182,8 +177,7 @@ class EngineSettings(LoadOptions):
     )
     warmup: Literal["full", "short", "off"] | None = switch(
         None,
-        "Sizes to compile and record before the first request: all, the common ones, none. Default: full for whorl "
-        "serve on an accelerator, else off.",
+        "Warm up all sizes, common ones or none. Default: full for whorl serve on an accelerator, else off.",
     )
     seed: int | None = of_steps(None, "Seed of requests without one. Default: a new one each time.", vllm=("--seed",))
 
