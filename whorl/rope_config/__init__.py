@@ -14,7 +14,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .axes import spread_axes
 from .checks import LAYOUTS, STYLES, UNCOMPUTABLE, WHERE, YARN_TYPES, check, check_positive, check_types, require
 from .families import DEFAULT_BASE
 from .frequencies import FREQUENCIES, yarn_mscale
@@ -209,8 +208,23 @@ class RopeConfig:
 
     @property
     def spread(self) -> tuple[int, ...] | None:
-        """Return the axis of each rotary pair in layout "spread", which no operator merges; None for other layouts."""
-        return spread_axes(self.sections) if self.layout == "spread" and self.sections else None
+        """Return the axis of each rotary pair in layout "spread", which no operator merges; None for other layouts.
+
+        The axes are spread evenly: pair by pair the axis is taken of which the smallest share has been used, the first
+        of equals, and never the same one twice in a row while another is left. With three sections the last pair
+        follows axis 0 and counts as one of it.
+        """
+        if self.layout != "spread" or not self.sections:
+            return None
+        counts, last = list(self.sections), (0,) if len(self.sections) == 3 else ()
+        counts[0] -= len(last)
+        used, axes = [0] * len(counts), list[int]()
+        for _ in range(sum(counts)):
+            left = [axis for axis, count in enumerate(counts) if used[axis] < count]
+            others = [axis for axis in left if axes[-1:] != [axis]]
+            axes.append(min(others or left, key=lambda a: (used[a] / counts[a], a)))
+            used[axes[-1]] += 1
+        return (*axes, *last)
 
     def patch_places(self, positions: Array) -> tuple[Array, Array]:
         """Return column and row, from 1, of the patches of a Llama 4 vision tower (mllama4), for their indices.

@@ -1,7 +1,7 @@
 """The values that the fields of a RopeConfig may have, and checks that the fields agree."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ STYLES = ("half", "pairs")
 # where: whether the first or the last R of the D channels of a head rotate.
 WHERE = ("leading", "trailing")
 # layout: which axis the R/2 rotary pairs follow. chunked: contiguous bands t, h, w; interleaved: h and w have every
-# third pair, t the others; hwt: h and w alternate, then t; spread: as axes.py spreads them.
+# third pair, t the others; hwt: h and w alternate, then t; spread: see `RopeConfig.spread`.
 LAYOUTS = ("chunked", "interleaved", "hwt", "spread")
 YARN_TYPES = ("yarn", "deepseek_yarn", "deepseek_llama_scaling", "telechat3-yarn")
 # Types that vLLM's get_rope knows and that no configuration suffices for, with what is missing.
@@ -56,14 +56,6 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"RopeConfig: {name} {value!r} is unknown; known are {list(choices)}")
 
 
-def check_computable(rope_type: str) -> None:
-    """Raise ValueError for a type whose frequencies a configuration does not determine."""
-    if rope_type in UNCOMPUTABLE:
-        raise ValueError(
-            f"RopeConfig: {rope_type!r} cannot be computed from a configuration: {UNCOMPUTABLE[rope_type]}"
-        )
-
-
 def check(config: "RopeConfig") -> None:
     """Raise ValueError where the fields of a configuration are out of range or contradict each other."""
     for name in ("head_dim", "rotary_dim", "max_position"):
@@ -72,88 +64,76 @@ def check(config: "RopeConfig") -> None:
     check_choice("style", config.style, STYLES)
     check_choice("pairs_out", config.pairs_out, STYLES[::-1])
     check_choice("where", config.where, WHERE)
+    problems = (_size_problems, _section_problems, _scaling_problems, _dual_chunk_problems)
+    if problem := next((problem for of in problems for problem in of(config)), None):
+        raise ValueError(f"RopeConfig: {problem}")
+
+
+def _size_problems(config: "RopeConfig") -> Iterator[str]:
     if config.direction not in (1, -1):
-        raise ValueError(f"RopeConfig: direction must be 1 or -1, found {config.direction!r}")
+        yield f"direction must be 1 or -1, found {config.direction!r}"
     if config.rotary_dim % 2 or config.rotary_dim > config.head_dim:
-        raise ValueError(
-            f"RopeConfig: rotary_dim must be even and at most head_dim {config.head_dim}, found {config.rotary_dim}"
-        )
+        yield f"rotary_dim must be even and at most head_dim {config.head_dim}, found {config.rotary_dim}"
     if config.base <= 1 or config.factor <= 0:
-        raise ValueError(
-            f"RopeConfig: base must be above 1 and factor above 0, found base {config.base}, factor {config.factor}"
-        )
-    _check_sections(config)
-    _check_scaling(config)
-    _check_dual_chunk(config)
+        yield f"base must be above 1 and factor above 0, found base {config.base}, factor {config.factor}"
 
 
-def _check_sections(config: "RopeConfig") -> None:
-    sections, pairs = config.sections, config.rotary_dim // 2
+def _section_problems(config: "RopeConfig") -> Iterator[str]:
+    sections, layout, pairs = config.sections, config.layout, config.rotary_dim // 2
     if sections is None:
-        if config.layout is not None:
-            raise ValueError(f"RopeConfig: layout {config.layout!r} without sections; expected sections or no layout")
+        if layout is not None:
+            yield f"layout {layout!r} without sections; expected sections or no layout"
         return
-    check_choice("layout", config.layout, LAYOUTS)
-    subject = f"sections {list(sections)}, layout {config.layout!r}"
-    if len(sections) not in ((2, 3) if config.layout == "spread" else (3, 4)) or min(sections) < 0:
-        expected = "2 or 3" if config.layout == "spread" else "3 or 4"
-        raise ValueError(f"RopeConfig: {subject}: expected {expected} counts of channels")
+    check_choice("layout", layout, LAYOUTS)
+    subject, counts = f"sections {list(sections)}, layout {layout!r}", (2, 3) if layout == "spread" else (3, 4)
+    if len(sections) not in counts or min(sections) < 0:
+        yield f"{subject}: expected {counts[0]} or {counts[1]} counts of channels"
     if sum(sections) != pairs:
-        raise ValueError(f"RopeConfig: {subject}: sum is {sum(sections)}, rotary pairs (rotary_dim / 2) are {pairs}")
-    if config.layout == "spread" and sections[0] == 0:
-        raise ValueError(f"RopeConfig: {subject}: the last pair follows the first axis, whose count must be above 0")
-    if config.layout in ("interleaved", "hwt") and len(sections) != 3:
-        raise ValueError(f"RopeConfig: {subject}: this layout has exactly 3 axes, found {len(sections)}")
-    if config.layout == "interleaved" and max(3 * sections[1] - 2, 3 * sections[2] - 1) >= pairs:
-        raise ValueError(f"RopeConfig: {subject}: stride 3 runs past the {pairs} rotary pairs and loses channels")
-    if config.layout == "hwt" and sections[0] != sections[1]:
-        raise ValueError(f"RopeConfig: {subject}: h and w alternate, so their sections must be equal")
+        yield f"{subject}: sum is {sum(sections)}, rotary pairs (rotary_dim / 2) are {pairs}"
+    if layout == "spread" and sections[0] == 0:
+        yield f"{subject}: the last pair follows the first axis, whose count must be above 0"
+    if layout in ("interleaved", "hwt") and len(sections) != 3:
+        yield f"{subject}: this layout has exactly 3 axes, found {len(sections)}"
+    if layout == "interleaved" and max(3 * sections[1] - 2, 3 * sections[2] - 1) >= pairs:
+        yield f"{subject}: stride 3 runs past the {pairs} rotary pairs and loses channels"
+    if layout == "hwt" and sections[0] != sections[1]:
+        yield f"{subject}: h and w alternate, so their sections must be equal"
 
 
-def _check_scaling(config: "RopeConfig") -> None:
-    kind, pairs = config.rope_type, config.rotary_dim // 2
+def _scaling_problems(config: "RopeConfig") -> Iterator[str]:
+    kind, size, sections = config.rope_type, config.rotary_dim, config.sections
     if kind in (*YARN_TYPES, "longrope", "llama3") and config.original_max_position is None:
-        raise ValueError(f"RopeConfig: rope_type {kind!r} needs original_max_position, found None")
-    if kind == "xdrope" and (config.alpha is None or config.sections is None):
-        raise ValueError(
-            f"RopeConfig: rope_type 'xdrope' needs alpha and sections, found {config.alpha} and {config.sections}"
-        )
+        yield f"rope_type {kind!r} needs original_max_position, found None"
+    if kind == "xdrope" and (config.alpha is None or sections is None):
+        yield f"rope_type 'xdrope' needs alpha and sections, found {config.alpha} and {sections}"
     if kind == "openpangu" and config.layout != "spread":
-        raise ValueError(f"RopeConfig: rope_type 'openpangu' has layout 'spread', found {config.layout!r}")
-    if kind == "mllama4":
-        _check_patches(config)
-    if kind in ("dynamic", "xdrope") and config.rotary_dim <= 2:
-        raise ValueError(f"RopeConfig: rope_type {kind!r} needs rotary_dim above 2, found {config.rotary_dim}")
-    if kind == "llama3" and config.low_freq_factor >= config.high_freq_factor:
-        raise ValueError(
-            f"RopeConfig: llama3 needs low_freq_factor below high_freq_factor, "
-            f"found {config.low_freq_factor} and {config.high_freq_factor}"
+        yield f"rope_type 'openpangu' has layout 'spread', found {config.layout!r}"
+    is_square = math.isqrt(config.max_position) ** 2 == config.max_position
+    if kind == "mllama4" and (not is_square or size % 4 or config.style != "pairs" or sections):
+        yield (
+            "rope_type 'mllama4' needs a square number of patches (max_position), rotary_dim a multiple of 4, style "
+            f"'pairs' and no sections; found {config.max_position}, {size}, {config.style!r} and {sections}"
         )
+    if kind in ("dynamic", "xdrope") and size <= 2:
+        yield f"rope_type {kind!r} needs rotary_dim above 2, found {size}"
+    low, high = config.low_freq_factor, config.high_freq_factor
+    if kind == "llama3" and low >= high:
+        yield f"llama3 needs low_freq_factor below high_freq_factor, found {low} and {high}"
     for name in ("short_factor", "long_factor") if kind == "longrope" else ():
-        factors = getattr(config, name)
-        if factors is None or len(factors) != pairs:
-            length = "None" if factors is None else len(factors)
-            raise ValueError(f"RopeConfig: {name} needs one number per rotary pair: {pairs}, found {length}")
+        length = None if getattr(config, name) is None else len(getattr(config, name))
+        if length != size // 2:
+            yield f"{name} needs one number per rotary pair: {size // 2}, found {length}"
 
 
-def _check_patches(config: "RopeConfig") -> None:
-    patches, size = config.max_position, config.rotary_dim
-    if math.isqrt(patches) ** 2 != patches or size % 4 or config.style != "pairs" or config.sections:
-        raise ValueError(
-            f"RopeConfig: rope_type 'mllama4' needs a square number of patches (max_position), rotary_dim a multiple "
-            f"of 4, style 'pairs' and no sections; found {patches}, {size}, {config.style!r} and {config.sections}"
-        )
-
-
-def _check_dual_chunk(config: "RopeConfig") -> None:
+def _dual_chunk_problems(config: "RopeConfig") -> Iterator[str]:
     if config.chunk_size is None and config.local_size is None:
         return
     chunk, local = config.chunk_size or 0, config.local_size or 0
     if not 0 < local < chunk:
-        raise ValueError(f"RopeConfig: dual chunk needs 0 < local_size < chunk_size, found {local} and {chunk}")
+        yield f"dual chunk needs 0 < local_size < chunk_size, found {local} and {chunk}"
     if config.sections is not None or config.rope_type != "default":
-        raise ValueError(
-            f"RopeConfig: dual chunk needs plain positions and rope_type 'default', "
+        yield (
+            "dual chunk needs plain positions and rope_type 'default', "
             f"found rope_type {config.rope_type!r}, sections {config.sections}"
         )
 

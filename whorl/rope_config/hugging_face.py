@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .families import DEFAULT_BASE, LLAMA, MODELS, Model
+from .scaling import first
 
 # The keys of a rope dict (`rope_parameters`, before transformers 5.0 `rope_scaling`) that RopeConfig reads.
 SCALING_KEYS = {
@@ -122,7 +123,7 @@ def _rope_dict(values: Mapping[str, Any], model: Model, layer_type: str | None) 
         base = model.local_base if layer_type == "sliding_attention" and model.local_base else model.base
     else:
         rope = _merge(new, old)
-        local = _first(values.get("rope_local_base_freq"), model.local_base)
+        local = first(values.get("rope_local_base_freq"), model.local_base)
         if local is not None and layer_type not in ("sliding_attention", "full_attention"):
             raise ValueError(
                 f"RopeConfig: {values.get('model_type')!r} has sliding_attention and full_attention layers{_NESTED}"
@@ -131,10 +132,10 @@ def _rope_dict(values: Mapping[str, Any], model: Model, layer_type: str | None) 
         if local is not None and layer_type == "sliding_attention":
             return {"rope_theta": local}
         base = model.base
-    theta = _first(rope.get("rope_theta"), values.get("rope_theta"), values.get("rotary_emb_base"), base)
+    theta = first(rope.get("rope_theta"), values.get("rope_theta"), values.get("rotary_emb_base"), base)
     # ChatGLM stretches the base instead of scaling positions.
     rope["rope_theta"] = _real("rope_theta", theta) * _real("rope_ratio", values.get("rope_ratio") or 1)
-    partial = _first(rope.get("partial_rotary_factor"), values.get("partial_rotary_factor"), values.get("rotary_pct"))
+    partial = first(rope.get("partial_rotary_factor"), values.get("partial_rotary_factor"), values.get("rotary_pct"))
     rope["partial_rotary_factor"] = partial
     # Phi-3 has the original length outside the rope dict, where it takes precedence.
     original = values.get("original_max_position_embeddings")
@@ -164,7 +165,7 @@ def _merge(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _type_name(rope: Mapping[str, Any]) -> str:
-    return str(_first(rope.get("rope_type"), rope.get("type"), "default"))
+    return str(first(rope.get("rope_type"), rope.get("type"), "default"))
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,32 +178,22 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 def _channels(values: Mapping[str, Any], rope: Mapping[str, Any], model: Model, indexer: bool) -> dict[str, Any]:
     """Return head_dim, rotary_dim, and which channels are a pair, of the attention or of the indexer."""
+    rotary, nope = values.get("qk_rope_head_dim"), values.get("qk_nope_head_dim")
     # rope_interleave=False makes the families that rotate as DeepSeek-V3 does rotate halves instead of pairs.
-    interleave = values.get("rope_interleave")
-    style = "half" if interleave is False and model.pairs_out == "half" else model.style
+    is_half = values.get("rope_interleave") is False and model.pairs_out == "half"
+    style = model.indexer_style if indexer else "half" if is_half else model.style
     order: dict[str, Any] = {"style": style, "pairs_out": model.pairs_out if style == "pairs" else "pairs"}
-    order |= {"where": model.where, "direction": model.direction}
-    rotary = values.get("qk_rope_head_dim")
+    order |= {"where": "leading"} if indexer else {"where": model.where, "direction": model.direction}
+    # MLA states its rotary size; a partial_rotary_factor beside it is ignored.
+    size = {"rotary_dim": rotary, "partial_rotary_factor": None}
     if indexer:
-        style = model.indexer_style
-        order = {"style": style, "pairs_out": model.pairs_out if style == "pairs" else "pairs", "where": "leading"}
-        return {"head_dim": _number(values, "index_head_dim"), **_rotary_size(rotary), **order}
+        return {"head_dim": _number(values, "index_head_dim"), **size, **order}
     if rotary is not None:
-        nope = values.get("qk_nope_head_dim")
         head_dim = nope + rotary if nope is not None else _number(values, "head_dim", "qk_rope_head_dim")
-        return {"head_dim": head_dim, **_rotary_size(rotary), **order}
-    partial = _first(rope.get("partial_rotary_factor"), None if values.get("rotary_dim") else model.partial)
-    return {
-        "head_dim": _head_dim(values),
-        "rotary_dim": values.get("rotary_dim"),
-        "partial_rotary_factor": partial,
-        **order,
-    }
-
-
-def _rotary_size(rotary: int | None) -> dict[str, Any]:
-    """Return the rotary size that MLA states, and no partial_rotary_factor, which is ignored beside it."""
-    return {"rotary_dim": rotary, "partial_rotary_factor": None}
+        return {"head_dim": head_dim, **size, **order}
+    partial = first(rope.get("partial_rotary_factor"), None if values.get("rotary_dim") else model.partial)
+    size = {"rotary_dim": values.get("rotary_dim"), "partial_rotary_factor": partial}
+    return {"head_dim": _head_dim(values), **size, **order}
 
 
 def _head_dim(values: Mapping[str, Any]) -> int:
@@ -219,7 +210,7 @@ def _layout(rope: Mapping[str, Any], model: Model) -> str | None:
     """Return the layout of the sections: the rope dict's mrope_interleaved decides, otherwise the family."""
     if rope.get("mrope_section") is None and rope.get("xdrope_section") is None:
         return None
-    interleaved = _first(rope.get("mrope_interleaved"), rope.get("interleaved"))
+    interleaved = first(rope.get("mrope_interleaved"), rope.get("interleaved"))
     if interleaved:
         return "spread" if _type_name(rope) == "openpangu" else "interleaved"
     return "chunked" if interleaved is False and model.layout == "interleaved" else model.layout
@@ -260,7 +251,3 @@ def _first_names(names: Iterable[str]) -> list[str]:
     """Return the first twelve names, sorted, for an error message."""
     ordered = sorted(names)
     return [*ordered[:12], "..."] if len(ordered) > 12 else ordered
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)

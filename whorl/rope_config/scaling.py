@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .checks import REQUIRED, YARN_TYPES, check_choice, check_computable
+from .checks import REQUIRED, UNCOMPUTABLE, YARN_TYPES, check_choice
 from .frequencies import yarn_mscale
 
 # "mrope" says only that there are sections, so the frequencies are the default ones; "su" is longrope's first name.
@@ -23,9 +23,11 @@ def rope_type_of(scaling: Mapping[str, Any]) -> str:
     kinds = [_ALIASES.get(name, name) for name in names] or ["default"]
     if kinds[0] != kinds[-1]:
         raise ValueError(f"RopeConfig: rope_type {names[0]!r} and type {names[1]!r} disagree; remove one")
-    check_computable("fope" if scaling.get("use_fope") else kinds[0])
-    check_choice("rope_type", kinds[0], tuple(REQUIRED))
-    return kinds[0]
+    kind = "fope" if scaling.get("use_fope") else kinds[0]
+    if kind in UNCOMPUTABLE:
+        raise ValueError(f"RopeConfig: {kind!r} cannot be computed from a configuration: {UNCOMPUTABLE[kind]}")
+    check_choice("rope_type", kind, tuple(REQUIRED))
+    return kind
 
 
 def sections_of(scaling: Mapping[str, Any]) -> tuple[int, ...] | None:
