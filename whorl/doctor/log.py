@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from whorl.doctor.launch import Launch
-from whorl.doctor.report import Finding, as_steps
+from whorl.doctor.report import Finding
 from whorl.doctor.symptom import Place, Symptom
 from whorl.doctor.symptoms import SYMPTOMS
 from whorl.doctor.tracebacks import Failure, Line, read_failures
@@ -23,64 +23,37 @@ def explain(text: str, where: str, launch: Launch | None = None) -> list[Finding
         for line, message, place in _matches(symptom, failures, lines):
             if (symptom.code, line) not in explained:
                 explained.add((symptom.code, line))
-                symptom_here = symptom.at(replace(place, log=text, launch=launch))
-                findings.append(_finding(symptom_here, f"{where}:{line}", message))
+                here = symptom.at(replace(place, log=text, launch=launch))
+                finding = Finding(found=message, expected=here.expected, why=here.cause, fix=here.fix)
+                findings.append(replace(finding, code=here.code, severity=here.severity, where=f"{where}:{line}"))
                 break
-    return findings or [_unknown(failures, lines, where)]
+    if findings:
+        return findings
+    last = next((line.text.strip() for line in reversed(lines) if line.text.strip()), "an empty log")
+    unknown = Finding(
+        code="log-not-recognised",
+        severity="note",
+        where=where,
+        found=(failures[-1].text.split("\n")[0] if failures else last)[:300],
+        expected="one of the failures listed in docs/doctor.md",
+        why="No known failure of rotation or of memory is in this text; the cause may lie elsewhere.",
+        fix="run `whorl doctor` on the configuration itself",
+    )
+    return [unknown]
 
 
 def _matches(symptom: Symptom, failures: list[Failure], lines: list[Line]) -> Iterator[tuple[int, str, Place]]:
     """Yield the line number and the text of every place where the symptom appears."""
     for failure in failures:
-        match = re.search(symptom.text, failure.text)
-        if match is None or not _is_raised_in(symptom, failure):
+        match, frame = re.search(symptom.text, failure.text), failure.origin
+        raised_in = symptom.raised_in
+        if match is None or (raised_in is not None and (frame is None or not re.search(raised_in, str(frame)))):
             continue
         offset = failure.text.count("\n", 0, match.start())
-        message = _describe_match(failure.text.split("\n")[offset], symptom, failure)
+        message = failure.text.split("\n")[offset].strip()[:300]
+        if raised_in is not None and frame is not None:
+            message += f" (in {frame.function}, {frame.file}:{frame.line})"
         yield failure.lines[offset], message, Place(text=failure.text[match.start() :], failure=failure)
     for line in lines if symptom.is_printed else ():
-        if _is_printed(symptom, line):
+        if not line.is_code and re.search(symptom.text, line.text):
             yield line.number, line.text.strip()[:300], Place(text=line.text)
-
-
-def _is_raised_in(symptom: Symptom, failure: Failure) -> bool:
-    if symptom.raised_in is None:
-        return True
-    return failure.origin is not None and re.search(symptom.raised_in, str(failure.origin)) is not None
-
-
-def _is_printed(symptom: Symptom, line: Line) -> bool:
-    return not line.is_code and re.search(symptom.text, line.text) is not None
-
-
-def _describe_match(text: str, symptom: Symptom, failure: Failure) -> str:
-    frame = failure.origin
-    if symptom.raised_in is None or frame is None:
-        return text.strip()[:300]
-    return f"{text.strip()[:300]} (in {frame.function}, {frame.file}:{frame.line})"
-
-
-def _finding(symptom: Symptom, where: str, message: str) -> Finding:
-    return Finding(
-        code=symptom.code,
-        severity=symptom.severity,
-        where=where,
-        found=message,
-        expected=symptom.expected,
-        why=symptom.cause,
-        fix=as_steps(symptom.fix),
-    )
-
-
-def _unknown(failures: list[Failure], lines: list[Line], where: str) -> Finding:
-    last = next((line.text.strip() for line in reversed(lines) if line.text.strip()), "")
-    message = failures[-1].text.split("\n")[0] if failures else last
-    return Finding(
-        code="log-not-recognised",
-        severity="note",
-        where=where,
-        found=message[:300] or "an empty log",
-        expected="one of the failures listed in docs/doctor.md",
-        why="No known failure of rotation or of memory is in this text; the cause may lie elsewhere.",
-        fix=("run `whorl doctor` on the configuration itself",),
-    )

@@ -6,6 +6,8 @@ from typing import Any, Final, Literal
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")
 Steps = str | tuple[str, ...]  # one step of a fix, or several
+# What a framework decides of a `RotaryPath`: branch, operator, because, then pairs of passed_over.
+Prediction = tuple[str, str, str, *tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,16 +15,21 @@ class Finding:
     """One problem of a launch, or a fact worth knowing (severity "note").
 
     code: the name in docs/doctor.md; where: file:line or the path; found and expected: the actual and the right value;
-    why: what goes wrong; fix: the steps that correct it, or alternatives, which begin with "or".
+    why: what goes wrong; fix: the steps that correct it, or alternatives, which begin with "or": the text of `expected`
+    unless others are named. A check leaves out what its rule adds: code, where, and the severity.
     """
 
-    code: str
-    severity: Severity
-    where: str
+    code: str = ""
+    severity: Severity = "error"
+    where: str = ""
     found: str
     expected: str
     why: str
-    fix: tuple[str, ...]
+    fix: Steps = ()
+
+    def __post_init__(self) -> None:
+        steps = self.fix or self.expected
+        object.__setattr__(self, "fix", (steps,) if isinstance(steps, str) else steps)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__} | {"fix": list(self.fix)}
@@ -96,11 +103,6 @@ class Report:
             "ran": self.ran,
             "exit_code": self.exit_code,
         }
-
-
-def as_steps(fix: Steps) -> tuple[str, ...]:
-    """Return the steps of a fix as a tuple, also where there is only one."""
-    return (fix,) if isinstance(fix, str) else fix
 
 
 def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -1,5 +1,6 @@
 """A `Symptom` is the message of a failure, with its cause and its fix."""
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
@@ -48,5 +49,10 @@ class Symptom:
         match = re.search(self.text, place.text)
         return self if match is None or self.with_numbers is None else self.with_numbers(self, match, place)
 
-    def saying(self, *, cause: str, expected: str, fix: Steps) -> "Symptom":
-        return replace(self, cause=f"{self.cause} {cause}".strip(), expected=expected, fix=fix)
+    def saying(self, *causes: str | None, expected: str = "", fix: Steps) -> "Symptom":
+        """Return this symptom with more sentences of its cause, and with another expected value and fix."""
+        cause = " ".join(sentence for sentence in (self.cause, *causes) if sentence)
+        return replace(self, cause=cause, expected=expected or self.expected, fix=fix)
+
+
+printed = functools.partial(Symptom, is_printed=True)

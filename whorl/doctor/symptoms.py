@@ -1,11 +1,11 @@
 """The messages that frameworks print when a rotary path fails, or memory ends, each with its cause and its fix."""
 
+import functools
 from typing import Final
 
 from whorl.doctor.checks.branch import BRIDGE_SECTIONS, mrope_settings
 from whorl.doctor.memory_symptoms import MEMORY_SYMPTOMS
-from whorl.doctor.report import Severity, Steps
-from whorl.doctor.symptom import Symptom
+from whorl.doctor.symptom import Symptom, printed
 
 # Frames in which q and k are multiplied by cos and sin.
 _ROTATION = (
@@ -18,21 +18,10 @@ _LOOKUP = (
 )
 
 
-def printed_symptom(
-    code: str, text: str, *, cause: str, expected: str, fix: Steps, severity: Severity = "error"
-) -> Symptom:
-    """Return the Symptom of a text that is logged on a separate line, without an exception."""
-    return Symptom(code, text, cause=cause, expected=expected, fix=fix, severity=severity, is_printed=True)
-
-
-def table_lookup_symptom(text: str, *, cause: str, fix: Steps, severity: Severity = "error") -> Symptom:
-    """Return the Symptom of an exception raised where rows of the cos/sin table are looked up."""
-    expected = "every position below the number of table rows"
-    return Symptom(
-        "table-too-short", text, cause=cause, expected=expected, fix=fix, severity=severity, raised_in=_LOOKUP
-    )
-
-
+# An exception raised where rows of the cos/sin table are looked up.
+table_lookup = functools.partial(
+    Symptom, "table-too-short", expected="every position below the number of table rows", raised_in=_LOOKUP
+)
 _MROPE_FIX = mrope_settings(list(BRIDGE_SECTIONS), mindspeed=True)
 SYMPTOMS: Final = (
     *MEMORY_SYMPTOMS,
@@ -79,7 +68,7 @@ SYMPTOMS: Final = (
         expected="apply_rope_fusion=False",
         fix="apply_rope_fusion=False (--no-rope-fusion)",
     ),
-    printed_symptom(
+    printed(
         "mrope-batch-unfused",
         r"apply_rope_fusion does not support mRoPE in bshd format when bs > 1",
         cause="TransformerEngine's kernel supports MRoPE only with a batch of 1 or in THD; Megatron runs the unfused "
@@ -103,7 +92,7 @@ SYMPTOMS: Final = (
         expected="sections that sum to rotary_dim / 2",
         fix=("take mrope_section from the model's config.json", "check head_dim and partial_rotary_factor"),
     ),
-    printed_symptom(
+    printed(
         "partial-rotary",
         r"Wrong rotaryCoeff",
         cause="ATB's _npu_rotary_embedding got heads of which only a part rotates (vllm-project/vllm-ascend#7252).",
@@ -155,21 +144,21 @@ SYMPTOMS: Final = (
         expected="npu_rotary_mul, plain torch or whorl.ops",
         fix="rotate with npu_rotary_mul or whorl.ops.rope in training",
     ),
-    printed_symptom(
+    printed(
         "no-gradient",
         r"npu::npu_mrope: an autograd kernel was not registered",
         cause="npu_mrope dropped the gradient of q and k: attention weights upstream of it do not learn.",
         expected="an operator with a backward",
         fix="use whorl.ops.merge_mrope and rope, or merged cos and sin with npu_rotary_mul",
     ),
-    table_lookup_symptom(
+    table_lookup(
         r"^IndexError: index (?:out of range in self|-?\d+ is out of bounds for dimension \d+ with size \d+)"
         r"|^(?:IndexError|RuntimeError): (?:index_select\(\): |gather\(\): )?index .*out of (?:range|bounds)",
         cause="A position lies past the cos/sin table. For MRoPE the temporal axis can run ahead of the token count "
         "(vllm-project/vllm#47407).",
         fix=("lower the sequence length or the video length", "or build a longer table, or use rope scaling"),
     ),
-    table_lookup_symptom(
+    table_lookup(
         r"device-side assert triggered|illegal memory access",
         cause="The device failed where rows of the cos/sin table are looked up, probably by a position past its end. "
         "CUDA reports errors late, so an earlier kernel may be the cause.",
@@ -227,7 +216,7 @@ SYMPTOMS: Final = (
         expected="TransformerEngine installed, or apply_rope_fusion=False",
         fix=("apply_rope_fusion=False (--no-rope-fusion)", "or install transformer-engine"),
     ),
-    printed_symptom(
+    printed(
         "yarn-factor-ignored",
         r"mscale=\S+ is not supported by TE's fused RoPE",
         cause="TransformerEngine's kernel cannot multiply by mscale; Megatron runs the unfused code, which does.",
@@ -242,7 +231,7 @@ SYMPTOMS: Final = (
         expected="a float32 cos/sin table",
         fix="keep the table in float32: do not call .to(bfloat16) on the whole model",
     ),
-    printed_symptom(
+    printed(
         "operator-limit",
         r"please do not use RotaryPositionEmbedding fusion operator",
         cause="npu_rotary_mul was called in BNSD with a large B*N, or with a head size that is not 32-byte aligned "
@@ -250,7 +239,7 @@ SYMPTOMS: Final = (
         expected="BSND or SBND, or plain torch",
         fix=("transpose q and k to BSND before the call", "or use plain torch for this shape"),
     ),
-    printed_symptom(
+    printed(
         "cos-sin-shape",
         r"op\[ApplyRotaryPosEmb\], all input dim\d must equal",
         cause="cos and sin passed to npu_apply_rotary_pos_emb have another number of tokens than q and k "

@@ -33,7 +33,8 @@ EVIDENCE: Final = {
     r"triton_\w*(neg|cat)\w*(cos|sin|mul)\w*": "inductor",
     r"aten::view_as_complex": "torch_complex",
 }
-UNFUSED: Final = "aten::neg, aten::cat, aten::mul in a row"
+ROTATE_HALF: Final = ("aten::neg", "aten::cat", "aten::mul")
+UNFUSED: Final = f"{', '.join(ROTATE_HALF)} in a row"
 # Names of events of the backward pass, which no comparison uses: the predicted path is that of the forward.
 BACKWARD: Final = re.compile(r"(?i)backward|grad")
 
@@ -67,43 +68,38 @@ def compare(ran: dict[str, int], paths: Iterable[RotaryPath], where: str) -> lis
     ran: the counts that `read_trace` returns; where: the name of the trace, for the findings.
     """
     forward = {name for name in ran if not BACKWARD.search(name)}
-    paths = list(paths)
     if not forward:
-        return [_nothing_ran(where)]
+        nothing = Finding(
+            code="trace-without-rotary",
+            severity="warning",
+            where=where,
+            found="no rotary operator among the events",
+            expected="a rotary operator, or aten::neg, aten::cat and aten::mul in a row",
+            why="The trace may cover no forward step, it may hold no host events (record with activities CPU and "
+            "device), or the rotation is fused into another kernel.",
+            fix="profile one whole forward step with CPU and device activities",
+        )
+        return [nothing]
     operators = {operator for name in forward for operator in operators_of(name)}
     if "inductor" in operators:
         operators.add("torch")  # Inductor compiles the plain torch code
+    paths = list(paths)
     missing = [path for path in paths if path.operator not in operators]
     # A trace of verl shows the actor or the rollout, so one path that agrees is enough.
-    if not paths or len(missing) < len(paths):
-        return []
-    return [_disagrees(path, ran, where) for path in missing]
-
-
-def _nothing_ran(where: str) -> Finding:
-    return Finding(
-        code="trace-without-rotary",
-        severity="warning",
-        where=where,
-        found="no rotary operator among the events",
-        expected="a rotary operator, or aten::neg, aten::cat and aten::mul in a row",
-        why="The trace may cover no forward step, it may hold no host events (record with activities CPU and device), "
-        "or the rotation is fused into another kernel.",
-        fix=("profile one whole forward step with CPU and device activities",),
-    )
-
-
-def _disagrees(path: RotaryPath, ran: dict[str, int], where: str) -> Finding:
-    return Finding(
-        code="trace-disagrees",
-        severity="warning",
-        where=where,
-        found=", ".join(f"{name} x{count}" for name, count in ran.items()),
-        expected=f"{path.operator} ({path.runs_in}, {path.branch})",
-        why=f"By its settings this launch runs {path.operator}: {path.because}. The trace shows another path, so a "
-        "setting does not reach the model, or another library replaced the call.",
-        fix=("print the settings where the model is built", "call whorl.doctor.guard(model) after it"),
-    )
+    return [
+        Finding(
+            code="trace-disagrees",
+            severity="warning",
+            where=where,
+            found=", ".join(f"{name} x{count}" for name, count in ran.items()),
+            expected=f"{path.operator} ({path.runs_in}, {path.branch})",
+            why=f"By its settings this launch runs {path.operator}: {path.because}. The trace shows another path, so a "
+            "setting does not reach the model, or another library replaced the call.",
+            fix=("print the settings where the model is built", "call whorl.doctor.guard(model) after it"),
+        )
+        for path in missing
+        if len(missing) == len(paths)
+    ]
 
 
 def _events(file: Path) -> list[dict[str, Any]]:
@@ -127,16 +123,8 @@ def _unfused_rotations(events: list[dict[str, Any]]) -> int:
     """Count how often a thread calls neg, cat and mul in a row: rotate_half and its product with sin."""
     threads: dict[Any, list[tuple[float, str]]] = {}
     for event in events:
-        if event.get("ph") == "X" and str(event.get("name", "")).startswith("aten::"):
-            threads.setdefault((event.get("pid"), event.get("tid")), []).append(
-                (float(event.get("ts", 0)), event["name"])
-            )
-    return sum(_count_rotations(sorted(calls)) for calls in threads.values())
-
-
-def _count_rotations(calls: list[tuple[float, str]]) -> int:
-    names = [name for _, name in calls if name in ("aten::neg", "aten::cat", "aten::mul")]
-    return sum(
-        first == "aten::neg" and second == "aten::cat" and third == "aten::mul"
-        for first, second, third in zip(names, names[1:], names[2:], strict=False)
-    )
+        if event.get("ph") == "X" and event.get("name") in ROTATE_HALF:
+            calls = threads.setdefault((event.get("pid"), event.get("tid")), [])
+            calls.append((float(event.get("ts", 0)), event["name"]))
+    rows = [[name for _, name in sorted(calls)] for calls in threads.values()]
+    return sum(tuple(names[at : at + 3]) == ROTATE_HALF for names in rows for at in range(len(names)))

@@ -5,7 +5,6 @@ a printed config or list of arguments beside it is no evidence of its cause.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -86,22 +85,24 @@ class Line:
 class _Stream:
     """The traceback that one rank or process is printing, as far as it has been read.
 
-    last_seen: the line number of the last header or frame; wants_code: the next line may be the last frame's source;
-    message: number and text of each line of the exception's message; decorated: whether the message's first line has a
-    logger's prefix; a line that differs in this does not belong to the message.
+    failures: where its exceptions are added; last_seen: the line number of the last header or frame; wants_code: the
+    next line may be the last frame's source; message: number and text of each line of the exception's message;
+    decorated: whether the message's first line has a logger's prefix; a line that differs in this does not belong to
+    the message.
     """
 
+    failures: list[Failure]
     frames: list[Frame] = field(default_factory=list)
     last_seen: int = 0
     wants_code: bool = False
     message: list[tuple[int, str]] = field(default_factory=list)
     decorated: bool = False
 
-    def finish(self) -> Iterator[Failure]:
-        """Yield the exception whose message has been read, if there is one, and start anew."""
+    def finish(self) -> None:
+        """Add the exception whose message has been read, if there is one, and start anew."""
         if self.message:
             lines, texts = zip(*self.message, strict=True)
-            yield Failure(text="\n".join(texts), lines=lines, frames=tuple(self.frames))
+            self.failures.append(Failure(text="\n".join(texts), lines=lines, frames=tuple(self.frames)))
             self.frames, self.message, self.wants_code = [], [], False
 
 
@@ -112,12 +113,10 @@ def read_failures(text: str) -> tuple[list[Failure], list[Line]]:
     lines: list[Line] = []
     for number, raw in enumerate(text.splitlines(), 1):
         owner, decorated, body = _strip_prefixes(raw)
-        stream = streams.setdefault(owner, _Stream())
-        ended, is_code = _read_line(stream, number, body, decorated)
-        failures += ended
+        is_code = _read_line(streams.setdefault(owner, _Stream(failures)), number, body, decorated)
         lines.append(Line(number=number, text=body, is_code=is_code))
     for stream in streams.values():
-        failures += stream.finish()
+        stream.finish()
     return sorted(failures, key=lambda failure: failure.lines), lines
 
 
@@ -138,35 +137,35 @@ def _strip_prefixes(raw: str) -> tuple[str, bool, str]:
     return owner, decorated, body.removeprefix(" ") if start else body
 
 
-def _read_line(stream: _Stream, number: int, body: str, decorated: bool) -> tuple[list[Failure], bool]:
-    """Add one line to a stream; return the exceptions that it ends, and whether it is quoted source code."""
+def _read_line(stream: _Stream, number: int, body: str, decorated: bool) -> bool:
+    """Add one line to a stream; return whether it is quoted source code."""
     bare = body.strip()
     frame = FRAME.match(bare) or OTHER_FRAME.match(bare)
     if HEADER.search(bare) or CHAIN.search(bare) or frame:
-        ended = list(stream.finish())
+        stream.finish()
         if not frame or number - stream.last_seen > LONGEST_GAP:
             stream.frames = []
         if frame:
-            stream.frames.append(_frame(frame))
+            function = (frame["function"] or "").strip()
+            stream.frames.append(Frame(file=frame["file"], line=int(frame["line"] or 0), function=function))
         stream.last_seen, stream.wants_code = number, frame is not None
-        return ended, False
-    if MARKS.match(bare):
-        return [], True
-    if stream.frames and not stream.message and (marked := MARKED_CODE.match(bare)):
+    elif MARKS.match(bare):
+        return True
+    elif stream.frames and not stream.message and (marked := MARKED_CODE.match(bare)):
         _set_source_line(stream, marked["code"], int(marked["line"]))
-        return [], True
-    if exception := EXCEPTION.match(bare):
-        return _start_exception(stream, number, bare, decorated, is_bare=exception["message"] is None), False
-    if stream.message:
-        return _continue_message(stream, number, bare, decorated), False
-    if stream.wants_code and bare:
+        return True
+    elif exception := EXCEPTION.match(bare):
+        _start_exception(stream, number, bare, decorated, is_bare=exception["message"] is None)
+    elif stream.message:
+        # An empty line, a line with another kind of prefix, and too many lines end a message.
+        if not bare or decorated != stream.decorated or len(stream.message) == LONGEST_MESSAGE:
+            stream.finish()
+        else:
+            stream.message.append((number, bare))
+    elif stream.wants_code and bare:
         _set_source_line(stream, bare, None)
-        return [], True
-    return [], False
-
-
-def _frame(match: re.Match[str]) -> Frame:
-    return Frame(file=match["file"], line=int(match["line"] or 0), function=(match["function"] or "").strip())
+        return True
+    return False
 
 
 def _set_source_line(stream: _Stream, code: str, line: int | None) -> None:
@@ -176,28 +175,16 @@ def _set_source_line(stream: _Stream, code: str, line: int | None) -> None:
     stream.wants_code = False
 
 
-def _start_exception(stream: _Stream, number: int, bare: str, decorated: bool, *, is_bare: bool) -> list[Failure]:
-    """Read the first line of an exception; return the exceptions that it ends.
+def _start_exception(stream: _Stream, number: int, bare: str, decorated: bool, *, is_bare: bool) -> None:
+    """Read the first line of an exception.
 
     is_bare: the line is an exception's name without a message, which counts only at the end of a traceback.
     """
     if stream.message and stream.frames and decorated == stream.decorated:
         stream.message.append((number, bare))  # the message goes on and quotes another process's error
-        return []
-    ended = list(stream.finish())
+        return
+    stream.finish()
     if number - stream.last_seen > LONGEST_GAP:
         stream.frames = []
     if stream.frames or not is_bare:
         stream.message, stream.decorated = [(number, bare)], decorated
-    return ended
-
-
-def _continue_message(stream: _Stream, number: int, bare: str, decorated: bool) -> list[Failure]:
-    """Add a line to an exception's message, or end the message and return its exception.
-
-    An empty line, a line with another kind of prefix and the limit LONGEST_MESSAGE end it.
-    """
-    if not bare or decorated != stream.decorated or len(stream.message) == LONGEST_MESSAGE:
-        return list(stream.finish())
-    stream.message.append((number, bare))
-    return []

@@ -2,5 +2,5 @@
 
 A layout is one choice of the degrees PP, TP, CP, DP and EP, with the optimizer on the device or swapped to the host.
 The plan is arithmetic and runs on any machine: nothing here imports torch or TorchTitan. Start reading at `command.py`,
-which is `whorl train --plan`. `serving.py` counts the bytes of serving a model, for the doctor.
+which is `whorl train --plan`.
 """
