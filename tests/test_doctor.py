@@ -18,7 +18,8 @@ import yaml
 
 from whorl.doctor import check
 from whorl.doctor.command import run
-from whorl.doctor.rules import RULES, Problem, rule
+from whorl.doctor.report import Finding
+from whorl.doctor.rules import RULES, rule
 from whorl.doctor.symptoms import SYMPTOMS
 
 HERE = Path(__file__).parent / "doctor"
@@ -92,9 +93,9 @@ def test_every_rule_fires_in_some_case(tmp_path: Path, monkeypatch: pytest.Monke
 
     def watch(function: Any) -> Any:
         def watched(launch: Any, path: Any) -> Any:
-            for problem in function(launch, path):
+            for finding in function(launch, path):
                 fired.add(function.__name__)
-                yield problem
+                yield finding
 
         return watched
 
@@ -121,7 +122,7 @@ def test_required_codes_exist_and_every_code_is_documented() -> None:
 def test_adding_a_check_is_one_function() -> None:
     @rule("only-here", "note")
     def added(launch: Any, path: Any) -> Any:
-        yield Problem(where="w", found=path.operator, expected="e", why="y", fix=("f",))
+        yield Finding(where="w", found=path.operator, expected="e", why="y", fix=("f",))
 
     try:
         report = check(EXAMPLES / "qwen3_vl_fixed")

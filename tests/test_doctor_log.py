@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from whorl.doctor import BadInput, check
 from whorl.doctor.command import run
 from whorl.doctor.log import explain
-from whorl.doctor.rotary_operators import OPERATORS
+from whorl.doctor.paths import OPERATORS
 from whorl.doctor.symptoms import SYMPTOMS
 from whorl.doctor.trace import EVIDENCE, UNFUSED, operators_of, read_trace
 from whorl.doctor.tracebacks import read_failures

@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "serve": {"engine", "extras", "fields", "media", "sandbox", "startup", "streams"},
     "cluster": {"engine", "extras", "fields", "serve"},
     "chat": {"engine", "extras", "fields", "media", "serve", "startup"},
-    "doctor": {"contracts", "models", "plan", "rope_config"},
+    "doctor": {"contracts", "models", "plan", "positions", "rope_config"},
     "plan": {"fields", "models"},
     "titan": {"checkpoint_index", "device", "digests", "extras", "files", "judge", "models", "ops", "plan", "streams"},
     "adapters": {"ops", "positions", "rope_config", "rope_table", "doctor"},

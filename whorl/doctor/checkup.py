@@ -6,7 +6,7 @@ from typing import Any
 
 import whorl.doctor.checks  # noqa: F401  (fills RULES)
 from whorl.doctor.build_launch import build_launch
-from whorl.doctor.inputs import Inputs, read_inputs, read_text
+from whorl.doctor.inputs import read_inputs, read_text
 from whorl.doctor.launch import Launch
 from whorl.doctor.log import explain
 from whorl.doctor.paths import predict, predict_tower
@@ -41,7 +41,9 @@ def check(
     inputs = read_inputs(path, settings)
     launch = build_launch(inputs, framework=framework, train=train, device=device)
     paths, findings = _check_parts(launch) if inputs.model or inputs.settings else ((), [])
-    for where, text in _logs(inputs, log):
+    if log is not None:
+        inputs.logs.append((Path(log).name, read_text(log)))
+    for where, text in inputs.logs:
         findings += explain(text, where, launch)
     ran = read_trace(trace) if trace is not None else {}
     if trace is not None:
@@ -69,10 +71,6 @@ def _check_parts(launch: Launch) -> tuple[tuple[RotaryPath, ...], list[Finding]]
     if (tower := predict_tower(launch)) is not None:
         paths.append(tower)
     return tuple(paths), findings
-
-
-def _logs(inputs: Inputs, log: str | Path | None) -> list[tuple[str, str]]:
-    return inputs.logs + ([(Path(log).name, read_text(log))] if log is not None else [])
 
 
 def describe_model(launch: Launch) -> str:

@@ -66,17 +66,11 @@ def render(report: Report, title: str) -> list[Line]:
 
 
 def _render_path(path: RotaryPath) -> list[Line]:
-    layout = "" if path.layout is None else f", {path.layout} sections"
-    lines: list[Line] = [EMPTY, _heading(f"Rotary path ({path.role}, {path.runs_in})")]
-    lines += [
-        _row("branch", path.branch),
-        _row("operator", path.operator),
-        _row("call", path.call),
-        _row("style", f"{path.style}{layout}"),
-        _row("backend", f"{path.backend} on {path.device}"),
-        _row("because", path.because),
-    ]
-    return lines + [_row("not", f"{name}: {reason}") for name, reason in path.passed_over]
+    rows = [(name, getattr(path, name)) for name in ("branch", "operator", "call")]
+    rows.append(("style", path.style + ("" if path.layout is None else f", {path.layout} sections")))
+    rows += [("backend", f"{path.backend} on {path.device}"), ("because", path.because)]
+    rows += [("not", f"{name}: {reason}") for name, reason in path.passed_over]
+    return [EMPTY, _heading(f"Rotary path ({path.role}, {path.runs_in})"), *(_row(*row) for row in rows)]
 
 
 def _render_finding(finding: Finding) -> list[Line]:

@@ -89,7 +89,7 @@ def _readable_files(path: Path) -> list[Path]:
             f"{path}: no such file or folder. Give a model folder, a config.json or a file of launch flags; "
             "a Hugging Face model id is not downloaded"
         )
-    if files := _files_of(path):
+    if files := [file for file in sorted(path.iterdir()) if _is_readable(file)]:
         return files
     if folders := list(islice(_folders_below(path), MOST_FOLDERS)):
         raise BadInput(
@@ -108,10 +108,6 @@ def _folders_below(path: Path) -> Iterator[str]:
             yield folder
 
 
-def _files_of(folder: Path) -> list[Path]:
-    return [file for file in sorted(folder.iterdir()) if _is_readable(file)]
-
-
 def _is_readable(file: Path) -> bool:
     if file.suffix not in READ_SUFFIXES or NOT_SETTINGS.fullmatch(file.name) or not file.is_file():
         return False
@@ -122,12 +118,9 @@ def _is_readable(file: Path) -> bool:
 def _read_file(file: Path, inputs: Inputs) -> None:
     text = _read_file_text(file)
     inputs.read.append(file.name)
-    if file.suffix == ".json" or (not file.suffix and text.lstrip().startswith("{")):
-        _add_mapping(_parse(json.loads, text, file), file, inputs)
-    elif file.suffix in (".yaml", ".yml"):
-        _add_mapping(_parse(_load_yaml, text, file), file, inputs)
-    elif file.suffix == ".toml":
-        _add_mapping(_parse(tomllib.loads, text, file), file, inputs)
+    suffix = ".json" if not file.suffix and text.lstrip().startswith("{") else file.suffix
+    if suffix in PARSERS:
+        _add_mapping(_parse(PARSERS[suffix], text, file), file, inputs)
     elif TRACEBACK in text or file.suffix == ".log":
         inputs.logs.append((file.name, text))
     elif _is_requirements(file):
@@ -168,6 +161,9 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(f"{error.problem}{place}") from error
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
+
+
+PARSERS: Final = {".json": json.loads, ".yaml": _load_yaml, ".yml": _load_yaml, ".toml": tomllib.loads}
 
 
 def _add_mapping(data: Any, file: Path, inputs: Inputs) -> None:

@@ -13,6 +13,7 @@ FRAMEWORKS: Final = ("megatron", "bridge", "mindspeed", "mindspeed-mm", "verl", 
 MEGATRON_FAMILY: Final = ("megatron", "bridge", "mindspeed")
 TRAINING: Final = (*MEGATRON_FAMILY, "mindspeed-mm", "torchtitan")
 DEVICES: Final = ("cuda", "npu")
+EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts")  # keys of config.json, of one meaning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +167,26 @@ class Launch:
         return self.on("multi_latent_attention") or bool(self.text and self.text.get("kv_lora_rank"))
 
     @property
+    def branch_and_reason(self) -> tuple[str, str]:
+        """Megatron's position_embedding_type, and why it has that value."""
+        setting = self.find("position_embedding_type")
+        if setting is not None:
+            return str(setting.value), f"position_embedding_type={setting.value} in {setting.where}"
+        if self.on("use_rotary_position_embeddings"):
+            return "rope", f"use_rotary_position_embeddings in {self.where('use_rotary_position_embeddings')}"
+        branch = "mrope" if self.is_mrope else "rope"
+        return branch, f"position_embedding_type is not set; assumed to be {branch}, which the model needs"
+
+    @property
+    def branch(self) -> str:
+        return self.branch_and_reason[0]
+
+    @property
+    def on_ascend(self) -> bool:
+        """Whether vllm-ascend runs."""
+        return self.framework == "vllm" and self.device == "npu"
+
+    @property
     def uses_megatron(self) -> bool:
         return self.framework in MEGATRON_FAMILY
 
@@ -222,6 +243,10 @@ def rope_entries(text: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the config's rope dictionary: rope_parameters, or rope_scaling in older configs."""
     entries = (text or {}).get("rope_parameters") or (text or {}).get("rope_scaling")
     return entries if isinstance(entries, Mapping) else {}
+
+
+def dotted(version: tuple[int, ...] | None) -> str:
+    return ".".join(map(str, version or ()))
 
 
 def as_sections(value: Any) -> tuple[int, ...] | None:

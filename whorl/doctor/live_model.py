@@ -5,13 +5,13 @@ Every fact is read by attribute name, so `guard` works on any nn.Module and impo
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from whorl.contracts import mrope_limit
 from whorl.doctor.checks.branch import BRIDGE_SECTIONS, mrope_settings
-from whorl.doctor.report import Finding, Report, Severity, by_severity
+from whorl.doctor.report import Finding, Report, by_severity
 
 LOW_PRECISION: Final = ("torch.bfloat16", "torch.float16")
 
@@ -74,9 +74,8 @@ def guard(model: Any, *, args: Any = None, action: Literal["raise", "warn"] = "r
     if action not in ("raise", "warn"):
         raise ValueError(f"guard: action must be 'raise' or 'warn', got {action!r}")
     owners = list(rotary_owners(model, args))
-    findings = [finding for owner in owners for check in BUILD_CHECKS for finding in check(owner)]
-    findings += list(_check_precision(model))
-    report = _report(model, findings)
+    findings = [finding for owner in owners for check in BUILD_CHECKS for finding in _located(check(owner), owner)]
+    report = _report(model, [*findings, *_check_precision(model)])
     _raise_or_warn(report, action)
     for owner in owners:
         _watch_first_forward(owner, action)
@@ -86,27 +85,17 @@ def guard(model: Any, *, args: Any = None, action: Literal["raise", "warn"] = "r
 def rotary_owners(model: Any, args: Any) -> Iterator[RotaryOwner]:
     """Yield every module that has a rotary object under one of the attribute names that frameworks use."""
     for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        config = getattr(config, "language_transformer_config", config)
         for attribute in ("rotary_pos_emb", "rotary_emb"):
             rotary = getattr(module, attribute, None)
             if rotary is not None and callable(rotary):
-                yield RotaryOwner(
-                    name=name or type(module).__name__,
-                    module=module,
-                    rotary=rotary,
-                    config=_language_config(module),
-                    args=args,
-                )
+                name = name or type(module).__name__
+                yield RotaryOwner(name=name, module=module, rotary=rotary, config=config, args=args)
 
 
-def _language_config(module: Any) -> Any:
-    config = getattr(module, "config", None)
-    return getattr(config, "language_transformer_config", config)
-
-
-def _finding(
-    code: str, severity: Severity, owner: RotaryOwner, actual: str, expected: str, why: str, *fix: str
-) -> Finding:
-    return Finding(code=code, severity=severity, where=owner.name, found=actual, expected=expected, why=why, fix=fix)
+def _located(findings: Iterable[Finding], owner: RotaryOwner) -> list[Finding]:
+    return [replace(finding, where=owner.name) for finding in findings]
 
 
 def _mrope_fix(owner: RotaryOwner) -> tuple[str, ...]:
@@ -120,68 +109,56 @@ def check_branch_and_class(owner: RotaryOwner) -> Iterator[Finding]:
     if owner.branch is None or owner.is_mrope_class == (owner.branch == "mrope"):
         return
     if owner.is_mrope_class:
-        why = (
-            "The rope branch calls get_rotary_seq_len and passes a sequence length; this class takes position_ids and "
-            "mrope_section."
-        )
-        yield _finding(
-            "rope-branch-mismatch",
-            "error",
-            owner,
-            f"position_embedding_type={owner.branch!r} with {kind}",
-            "'mrope'",
-            why,
-            *_mrope_fix(owner),
+        yield Finding(
+            code="rope-branch-mismatch",
+            found=f"position_embedding_type={owner.branch!r} with {kind}",
+            expected="'mrope'",
+            why="The rope branch calls get_rotary_seq_len and passes a sequence length; this class takes position_ids "
+            "and mrope_section.",
+            fix=_mrope_fix(owner),
         )
     elif "Rotary" in kind:
-        why = "The mrope branch passes position_ids of three axes; this class takes a sequence length."
-        yield _finding(
-            "rope-branch-mismatch",
-            "error",
-            owner,
-            f"position_embedding_type='mrope' with {kind}",
-            "a multimodal rotary class",
-            why,
-            "position_embedding_type=rope, or a model class that builds MRoPE",
+        yield Finding(
+            code="rope-branch-mismatch",
+            found=f"position_embedding_type='mrope' with {kind}",
+            expected="a multimodal rotary class",
+            why="The mrope branch passes position_ids of three axes; this class takes a sequence length.",
+            fix="position_embedding_type=rope, or a model class that builds MRoPE",
         )
 
 
 def check_config_and_module(owner: RotaryOwner) -> Iterator[Finding]:
     """Report a module whose position_embedding_type is not that of its config."""
     config_branch = getattr(owner.config, "position_embedding_type", None)
-    if config_branch is None or owner.branch is None or config_branch == owner.branch:
-        return
-    why = "One of the two was changed after construction; code that reads the other one takes a different branch."
-    yield _finding(
-        "config-overrides-argument",
-        "warning",
-        owner,
-        f"the config has {config_branch!r}, the module has {owner.branch!r}",
-        "the same value in both",
-        why,
-        "set position_embedding_type before the model is built",
-    )
+    if config_branch is not None and owner.branch not in (None, config_branch):
+        yield Finding(
+            code="config-overrides-argument",
+            severity="warning",
+            found=f"the config has {config_branch!r}, the module has {owner.branch!r}",
+            expected="the same value in both",
+            why="One of the two was changed after construction; code that reads the other one takes a different "
+            "branch.",
+            fix="set position_embedding_type before the model is built",
+        )
 
 
 def _check_fused_switches(owner: RotaryOwner) -> Iterator[Finding]:
-    if owner.branch is None or owner.branch == "rope":
-        return
-    if owner.switch("use_fused_rotary_pos_emb"):
-        why = "MindSpeed's fused operator supports only the rope branch."
-        yield _finding(
-            "fused-rope-needs-rope",
-            "error",
-            owner,
-            f"use_fused_rotary_pos_emb with {owner.branch!r}",
-            "the switch off",
-            why,
-            "remove --use-fused-rotary-pos-emb",
+    if owner.branch not in (None, "rope") and owner.switch("use_fused_rotary_pos_emb"):
+        yield Finding(
+            code="fused-rope-needs-rope",
+            found=f"use_fused_rotary_pos_emb with {owner.branch!r}",
+            expected="the switch off",
+            why="MindSpeed's fused operator supports only the rope branch.",
+            fix="remove --use-fused-rotary-pos-emb",
         )
     is_bridge = type(owner.rotary).__name__.startswith("Qwen3VL")
     if owner.branch == "mrope" and is_bridge and owner.switch("apply_rope_fusion"):
-        why = "Bridge's apply_rotary_pos_emb_absolute asserts that apply_rope_fusion is off."
-        yield _finding(
-            "rope-fusion-with-mrope", "error", owner, "apply_rope_fusion=True", "False", why, "apply_rope_fusion=False"
+        yield Finding(
+            code="rope-fusion-with-mrope",
+            found="apply_rope_fusion=True",
+            expected="False",
+            why="Bridge's apply_rotary_pos_emb_absolute asserts that apply_rope_fusion is off.",
+            fix="apply_rope_fusion=False",
         )
 
 
@@ -189,17 +166,13 @@ def _check_section_sum(owner: RotaryOwner) -> Iterator[Finding]:
     frequencies = getattr(owner.rotary, "inv_freq", None)
     if owner.branch != "mrope" or owner.sections is None or frequencies is None:
         return
-    pairs = int(frequencies.shape[-1])
-    if sum(owner.sections) != pairs:
-        why = "Every rotary pair belongs to exactly one axis."
-        yield _finding(
-            "mrope-section-sum",
-            "error",
-            owner,
-            f"mrope_section {owner.sections} sums to {sum(owner.sections)}",
-            f"{pairs}",
-            why,
-            "take mrope_section from the model's config.json",
+    if sum(owner.sections) != int(frequencies.shape[-1]):
+        yield Finding(
+            code="mrope-section-sum",
+            found=f"mrope_section {owner.sections} sums to {sum(owner.sections)}",
+            expected=f"{frequencies.shape[-1]}",
+            why="Every rotary pair belongs to exactly one axis.",
+            fix="take mrope_section from the model's config.json",
         )
 
 
@@ -216,21 +189,15 @@ def _check_precision(model: Any) -> Iterator[Finding]:
     for name, module in model.named_modules():
         dtype = str(getattr(getattr(module, "inv_freq", None), "dtype", ""))
         if dtype in LOW_PRECISION:
-            owner = RotaryOwner(
-                name=name or type(module).__name__, module=module, rotary=module, config=None, args=None
-            )
-            why = (
-                "At 128k positions the cos of an angle computed from it is off by up to 2.0; model.to(bfloat16) casts "
-                "inv_freq silently."
-            )
-            yield _finding(
-                "low-precision-angles",
-                "warning",
-                owner,
-                f"inv_freq is {dtype}",
-                "torch.float32",
-                why,
-                "recompute inv_freq in float32 after casting the model",
+            yield Finding(
+                code="low-precision-angles",
+                severity="warning",
+                where=name or type(module).__name__,
+                found=f"inv_freq is {dtype}",
+                expected="torch.float32",
+                why="At 128k positions the cos of an angle computed from it is off by up to 2.0; model.to(bfloat16) "
+                "casts inv_freq silently.",
+                fix="recompute inv_freq in float32 after casting the model",
             )
 
 
@@ -243,7 +210,7 @@ def _watch_first_forward(owner: RotaryOwner, action: Literal["raise", "warn"]) -
     def examine(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         handle.remove()
         arguments = arguments_by_name(own_forward(module), positional, keywords)
-        _raise_or_warn(_report(module, list(_check_first_call(owner, arguments))), action)
+        _raise_or_warn(_report(module, _located(_check_first_call(owner, arguments), owner)), action)
 
     handle = owner.rotary.register_forward_pre_hook(examine, with_kwargs=True)
 
@@ -267,79 +234,71 @@ def arguments_by_name(
 
 
 def _check_first_call(owner: RotaryOwner, arguments: dict[str, Any]) -> Iterator[Finding]:
-    positions = arguments.get("position_ids", arguments.get("positions"))
+    positions, packed = arguments.get("position_ids", arguments.get("positions")), arguments.get("packed_seq_params")
     shape = getattr(positions, "shape", None)
     if positions is None:
         return
     if shape is None:
-        why = (
-            "The rope branch made this call. Megatron Bridge 0.5 and newer get this far because their class has a "
-            "get_rotary_seq_len."
-        )
-        yield _finding(
-            "rope-branch-mismatch",
-            "error",
-            owner,
-            f"called with a sequence length ({positions})",
-            "position_ids",
-            why,
-            *_mrope_fix(owner),
+        yield Finding(
+            code="rope-branch-mismatch",
+            found=f"called with a sequence length ({positions})",
+            expected="position_ids",
+            why="The rope branch made this call. Megatron Bridge 0.5 and newer get this far because their class has a "
+            "get_rotary_seq_len.",
+            fix=_mrope_fix(owner),
         )
         return
     # Megatron's classes take position_ids first; vLLM's and transformers' accept plain positions as well.
     if next(iter(arguments)) == "position_ids":
         yield from check_position_shape(owner, tuple(shape))
     yield from check_position_values(owner, positions)
-    yield from check_sliced_once(owner, arguments.get("packed_seq_params"))
-    yield from _check_fused_batch(owner, tuple(shape), arguments.get("packed_seq_params"))
+    yield from check_sliced_once(owner, packed)
+    if packed is None and len(shape) == 3 and shape[1] != 1 and owner.switch("apply_rope_fusion"):
+        yield Finding(
+            code="mrope-batch-unfused",
+            severity="warning",
+            found=f"apply_rope_fusion=True with a batch of {shape[1]}",
+            expected="False, or THD",
+            why="TransformerEngine's kernel supports MRoPE only with a batch of 1; Megatron Core warns and runs "
+            "unfused at every call.",
+            fix="apply_rope_fusion=False",
+        )
 
 
 def check_position_shape(owner: RotaryOwner, shape: tuple[int, ...]) -> Iterator[Finding]:
     """Report position_ids of an MRoPE class that are not [axes, B, S]."""
     axes = len(owner.sections or (0, 0, 0))
-    if len(shape) == 3 and shape[0] == axes:
-        return
-    why = (
-        "MRoPE rotates by temporal, height and width positions; in THD the axes stay the first dimension and the "
-        "packed tokens the last."
-    )
-    yield _finding(
-        "position-ids-shape",
-        "error",
-        owner,
-        f"position_ids of shape {list(shape)}",
-        f"[{axes}, B, S], or [{axes}, 1, T] when packed",
-        why,
-        "build position_ids with get_rope_index (whorl.positions)",
-    )
+    if len(shape) != 3 or shape[0] != axes:
+        yield Finding(
+            code="position-ids-shape",
+            found=f"position_ids of shape {list(shape)}",
+            expected=f"[{axes}, B, S], or [{axes}, 1, T] when packed",
+            why="MRoPE rotates by temporal, height and width positions; in THD the axes stay the first dimension and "
+            "the packed tokens the last.",
+            fix="build position_ids with get_rope_index (whorl.positions)",
+        )
 
 
 def check_position_values(owner: RotaryOwner, positions: Any) -> Iterator[Finding]:
     """Report positions that are a strided view on an NPU, or that lie past the end of the cos/sin table."""
-    on_npu = str(getattr(positions, "device", "")).startswith("npu")
-    if on_npu and not positions.is_contiguous():
-        why = "Every known caller of npu_mrope makes positions contiguous first; a slice of a larger buffer is strided."
-        yield _finding(
-            "positions-not-contiguous",
-            "warning",
-            owner,
-            "position_ids are a strided view",
-            "position_ids.contiguous()",
-            why,
-            "call .contiguous() before npu_mrope",
+    if str(getattr(positions, "device", "")).startswith("npu") and not positions.is_contiguous():
+        yield Finding(
+            code="positions-not-contiguous",
+            severity="warning",
+            found="position_ids are a strided view",
+            expected="position_ids.contiguous()",
+            why="Every known caller of npu_mrope makes positions contiguous first; a slice of a larger buffer is "
+            "strided.",
+            fix="call .contiguous() before npu_mrope",
         )
     table = getattr(owner.rotary, "cos_sin_cache", None)
     if table is not None and positions.numel() and int(positions.max()) >= table.shape[0]:
-        actual = f"position {int(positions.max())} with a table of {table.shape[0]} rows"
-        why = "The table is read out of bounds, or the engine crashes (vllm-project/vllm#47407)."
-        yield _finding(
-            "table-too-short",
-            "error",
-            owner,
-            actual,
-            f"at most {table.shape[0] - 1}",
-            why,
-            "build a longer table, or send shorter inputs",
+        yield Finding(
+            code="table-too-short",
+            found=f"position {int(positions.max())} with a table of {table.shape[0]} rows",
+            expected=f"at most {table.shape[0] - 1}",
+            why="The table is read out of bounds, or the engine crashes (vllm-project/vllm#47407).",
+            fix="build a longer table, or send shorter inputs",
         )
 
 
@@ -350,32 +309,16 @@ def check_sliced_once(owner: RotaryOwner, packed: Any) -> Iterator[Finding]:
     """
     group = getattr(owner.rotary, "cp_group", None)
     ranks = group.size() if group is not None else 1
-    if packed is None or ranks == 1 or getattr(owner.rotary, "is_thd_format", None) is not False:
-        return
-    why = (
-        "Bridge slices positions for context parallelism when it packs sequences, and sets is_thd_format so that the "
-        "rotary class does not slice them a second time."
-    )
-    yield _finding(
-        "packed-positions",
-        "warning",
-        owner,
-        f"packed sequences over {ranks} ranks with is_thd_format=False",
-        "is_thd_format=True",
-        why,
-        "set rotary_pos_emb.is_thd_format = True where position_ids are packed",
-    )
-
-
-def _check_fused_batch(owner: RotaryOwner, shape: tuple[int, ...], packed: Any) -> Iterator[Finding]:
-    if packed is not None or len(shape) != 3 or shape[1] == 1 or not owner.switch("apply_rope_fusion"):
-        return
-    why = (
-        "TransformerEngine's kernel supports MRoPE only with a batch of 1; Megatron Core warns and runs unfused at "
-        "every call."
-    )
-    actual = f"apply_rope_fusion=True with a batch of {shape[1]}"
-    yield _finding("mrope-batch-unfused", "warning", owner, actual, "False, or THD", why, "apply_rope_fusion=False")
+    if packed is not None and ranks != 1 and getattr(owner.rotary, "is_thd_format", None) is False:
+        yield Finding(
+            code="packed-positions",
+            severity="warning",
+            found=f"packed sequences over {ranks} ranks with is_thd_format=False",
+            expected="is_thd_format=True",
+            why="Bridge slices positions for context parallelism when it packs sequences, and sets is_thd_format so "
+            "that the rotary class does not slice them a second time.",
+            fix="set rotary_pos_emb.is_thd_format = True where position_ids are packed",
+        )
 
 
 def check_npu_mrope(

@@ -1,4 +1,4 @@
-"""Record and recompute the rotations of a live model, for the checklist.
+"""The live model that a checklist examines: its rotations are recorded and computed again.
 
 The module calls the model's rotary object, records the calls of its rotating functions, and has the plain torch code
 that they are compared with. torch is imported inside functions, because the other parts of the doctor run without it.
@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -52,41 +52,71 @@ class Call:
         return self.function(**(self.arguments | changes))
 
 
-@dataclass(slots=True)
-class ForwardRecord:
-    """What one forward did.
+@dataclass(kw_only=True, slots=True)
+class Subject:
+    """The model under test, its inputs, and what one forward did; see `record_forward`.
 
-    output, or failure (the exception's name and message); rotary: the arguments, by name, of each call of the rotary
-    object; calls: the calls of rotating functions.
+    owner: the module that owns the language model's rotary object; switch: the user's object that turns a fused path on
+    and off by its attribute `enabled`, or None. failure: the name and message of the forward's exception; rotary: the
+    arguments, by name, of each call of the rotary object; calls: those of rotating functions whose signature is known.
     """
 
-    output: "Tensor | None" = None
+    model: Any
+    batch: Any
+    owner: RotaryOwner
+    switch: Any
     failure: str | None = None
     rotary: list[dict[str, Any]] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
 
+    @property
+    def is_mrope(self) -> bool:
+        return self.sections is not None or self.owner.branch == "mrope"
 
-FunctionPlace = tuple[Any, str]  # a Python module and the name of a function in it
+    @property
+    def sections(self) -> list[int] | None:
+        if self.owner.sections:
+            return self.owner.sections
+        return list(self.rope.sections) if self.rope is not None and self.rope.sections else None
 
+    @property
+    def rope(self) -> RopeConfig | None:
+        """The RopeConfig of a transformers model; None for other configs, and for those RopeConfig cannot read."""
+        if not hasattr(self.owner.config, "to_dict"):
+            return None
+        try:
+            return RopeConfig.from_hf(self.owner.config.to_dict())
+        except ValueError:
+            return None
 
-def rotating_functions(model: Any) -> list[FunctionPlace]:
-    """Return the Python modules and names through which the model's modules reach their rotating functions."""
-    names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
-    scopes = [sys.modules[name] for name in sorted(names) if not name.startswith("torch") and name in sys.modules]
-    places = ((scope, name) for scope in scopes for name in vars(scope) if ROTATES.fullmatch(name))
-    return [
-        (scope, name)
-        for scope, name in places
-        if callable(getattr(scope, name)) and not NOT_TEXT.search(name) and not inspect.isclass(getattr(scope, name))
-    ]
+    @property
+    def style(self) -> str:
+        """Which channels form a rotary pair according to the config: "pairs" (neighbours) or "half"."""
+        if hasattr(self.owner.config, "rotary_interleaved"):
+            return "pairs" if self.owner.config.rotary_interleaved else "half"
+        return self.rope.style if self.rope is not None else "half"
+
+    @property
+    def positions(self) -> Any:
+        """The position ids, positions or sequence length that the rotary object's first call got; None without one."""
+        arguments = self.rotary[0] if self.rotary else {}
+        return arguments.get("position_ids", arguments.get("positions", arguments.get("max_seq_len")))
 
 
 @contextlib.contextmanager
-def replace_functions(
-    places: Sequence[FunctionPlace], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Replace the function at every place by wrap(function) while the block runs."""
-    originals = [(scope, name, getattr(scope, name)) for scope, name in places]
+def replace_rotations(model: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace every rotating function that the model's modules reach by wrap(function) while the block runs."""
+    names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    scopes = [sys.modules[name] for name in sorted(names) if not name.startswith("torch") and name in sys.modules]
+    originals = [
+        (scope, name, function)
+        for scope in scopes
+        for name, function in list(vars(scope).items())
+        if ROTATES.fullmatch(name)
+        and not NOT_TEXT.search(name)
+        and callable(function)
+        and not inspect.isclass(function)
+    ]
     try:
         for scope, name, function in originals:
             setattr(scope, name, wrap(function))
@@ -96,33 +126,32 @@ def replace_functions(
             setattr(scope, name, function)
 
 
-def record_forward(model: Any, owner: RotaryOwner, batch: Any) -> ForwardRecord:
-    """Run one forward of `batch` and record the calls of the rotary object and of the rotating functions."""
-    record = ForwardRecord()
+def record_forward(subject: Subject) -> None:
+    """Run one forward and record the calls of the rotary object and of the rotating functions."""
 
     def record_rotary(module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        record.rotary.append(arguments_by_name(own_forward(module), positional, keywords))
+        subject.rotary.append(arguments_by_name(own_forward(module), positional, keywords))
 
     def recording(function: Callable[..., Any]) -> Callable[..., Any]:
         def call_and_record(*positional: Any, **keywords: Any) -> Any:
-            record.calls.append(Call(function=function, arguments=arguments_by_name(function, positional, keywords)))
+            call = Call(function=function, arguments=arguments_by_name(function, positional, keywords))
+            subject.calls += [call] if call.takes_angles or call.takes_cos_sin else []
             return function(*positional, **keywords)
 
         return call_and_record
 
-    handle = owner.rotary.register_forward_pre_hook(record_rotary, with_kwargs=True)
+    handle = subject.owner.rotary.register_forward_pre_hook(record_rotary, with_kwargs=True)
     try:
-        with replace_functions(rotating_functions(model), recording):
-            record.output = run(model, batch)
+        with replace_rotations(subject.model, recording):
+            run(subject.model, subject.batch)
     except Exception as error:  # the checklist reports any exception that a model raises
-        record.failure = f"{type(error).__name__}: {error}"
+        subject.failure = f"{type(error).__name__}: {error}"
     finally:
         handle.remove()
-    return record
 
 
 def run(model: Any, batch: Any) -> "Tensor":
-    """Return the model's first output tensor in evaluation mode and without autograd; its modes are restored."""
+    """Return the model's output, or its first tensor, in evaluation mode without autograd; its modes are restored."""
     import torch
 
     modes = {module: module.training for module in model.modules()}
@@ -133,7 +162,10 @@ def run(model: Any, batch: Any) -> "Tensor":
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return first_tensor(output)
+    if isinstance(output, torch.Tensor):
+        return output
+    values = output.values() if isinstance(output, Mapping) else output
+    return next(value for value in values if isinstance(value, torch.Tensor))
 
 
 def rotated_tensors(model: Any, batch: Any) -> "list[Tensor]":
@@ -168,34 +200,6 @@ def in_dtype(model: Any, dtype: Any) -> Iterator[None]:
     finally:
         for tensor, data in originals:
             tensor.data = data
-
-
-def first_tensor(output: Any) -> "Tensor":
-    """Return the output itself if it is a tensor, else the first tensor of the mapping or sequence."""
-    import torch
-
-    if isinstance(output, torch.Tensor):
-        return output
-    values = output.values() if isinstance(output, Mapping) else output
-    return next(value for value in values if isinstance(value, torch.Tensor))
-
-
-def rotary_style(owner: RotaryOwner) -> str:
-    """Return which channels form a rotary pair according to the config: "pairs" (neighbours) or "half"."""
-    if hasattr(owner.config, "rotary_interleaved"):
-        return "pairs" if owner.config.rotary_interleaved else "half"
-    rope = rope_config(owner)
-    return rope.style if rope is not None else "half"
-
-
-def rope_config(owner: RotaryOwner) -> RopeConfig | None:
-    """Return the RopeConfig of a transformers model; None for other configs, and for those RopeConfig cannot read."""
-    if not hasattr(owner.config, "to_dict"):
-        return None
-    try:
-        return RopeConfig.from_hf(owner.config.to_dict())
-    except ValueError:
-        return None
 
 
 def rotate(x: "Tensor", cos: "Tensor", sin: "Tensor", style: str) -> "Tensor":
@@ -248,7 +252,7 @@ def in_plain_torch(function: Callable[..., Any], style: str) -> Callable[..., An
     return plain
 
 
-def compute_angles(owner: RotaryOwner, positions: "Tensor", **options: Any) -> "Tensor":
+def compute_angles(owner: RotaryOwner, positions: "Tensor") -> "Tensor":
     """Call the rotary object with positions [3, B, S] or [B, S]; return [B, S, C] angles, or cos and sin concatenated.
 
     Raises AnglesUnavailable when the rotary object returns integer positions instead of angles.
@@ -261,7 +265,7 @@ def compute_angles(owner: RotaryOwner, positions: "Tensor", **options: Any) -> "
     with torch.no_grad():
         if names[0] == "position_ids":  # Megatron's and Bridge's MRoPE classes return angles [S, B, 1, C]
             sections = {"mrope_section": list(owner.sections or ())} if "mrope_section" in names else {}
-            out = owner.rotary(positions, **sections, **{key: value for key, value in options.items() if key in names})
+            out = owner.rotary(positions, **sections)
             if not out.is_floating_point():
                 raise AnglesUnavailable(
                     "the rotary object passes positions on; the operator looks up cos and sin itself"

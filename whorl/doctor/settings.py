@@ -5,30 +5,15 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 # Different spellings of one setting share a key; the user's spelling stays in Setting.path.
-KEY_ALIASES: Final = {
-    "rope_fusion": "apply_rope_fusion",
-    "tensor_model_parallel_size": "tensor_parallel",
-    "tensor_parallel_size": "tensor_parallel",
-    "tensor_parallel_degree": "tensor_parallel",
-    "tp_size": "tensor_parallel",
-    "tp": "tensor_parallel",
-    "context_parallel_size": "context_parallel",
-    "context_parallel_degree": "context_parallel",
-    "cp_size": "context_parallel",
-    "seq_length": "sequence_length",
-    "seq_len": "sequence_length",
-    "max_seq_len": "sequence_length",
-    "max_seq_length": "sequence_length",
-    "max_model_len": "sequence_length",
-    "local_batch_size": "micro_batch_size",
-    "ppo_micro_batch_size_per_gpu": "micro_batch_size",
-    "per_device_train_batch_size": "micro_batch_size",
-    "indexer_rope_interleaved": "indexer_rope_interleave",
-    "dsa_indexer_rope_interleaved": "indexer_rope_interleave",
-    "index_rope_interleave": "indexer_rope_interleave",
+SPELLINGS: Final = {
+    "apply_rope_fusion": "rope_fusion",
+    "tensor_parallel": "tensor_model_parallel_size tensor_parallel_size tensor_parallel_degree tp_size tp",
+    "context_parallel": "context_parallel_size context_parallel_degree cp_size",
+    "sequence_length": "seq_length seq_len max_seq_len max_seq_length max_model_len",
+    "micro_batch_size": "local_batch_size ppo_micro_batch_size_per_gpu per_device_train_batch_size",
+    "indexer_rope_interleave": "indexer_rope_interleaved dsa_indexer_rope_interleaved index_rope_interleave",
 }
-
-
+KEYS: Final = {spelling: key for key, spellings in SPELLINGS.items() for spelling in spellings.split()}
 FlagWords = tuple[str, list[str], str]  # name, words after it, file:line
 # Where a setting comes from: a configuration file or Hydra override, a flag, an environment variable, a requirements
 # file, or --set.
@@ -74,4 +59,4 @@ def make_setting(path: str, value: Any, kind: Kind, where: str) -> Setting:
     key = last if kind == "environment" else last.replace("-", "_")
     if kind == "argument" and value is False and key.startswith("no_"):
         key = key[3:]
-    return Setting(key=KEY_ALIASES.get(key, key), path=path, value=value, kind=kind, where=where)
+    return Setting(key=KEYS.get(key, key), path=path, value=value, kind=kind, where=where)

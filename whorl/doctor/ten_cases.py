@@ -1,46 +1,49 @@
 """`checklist` tries ten cases on a live model; each case passes, fails, or says why it does not apply."""
 
+import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from whorl.contracts import interleaved_formulas_differ, mrope_limit
+from whorl.contracts import interleaved_axes, interleaved_formulas_differ, mrope_limit
 from whorl.doctor.live_model import (
     check_branch_and_class,
     check_config_and_module,
     check_position_shape,
     check_position_values,
+    check_sliced_once,
     rotary_owners,
 )
-from whorl.doctor.packed import packed_and_context_parallel, rotate_by_sequence
 from whorl.doctor.report import Finding
 from whorl.doctor.rotation import (
     NOT_TEXT,
     AnglesUnavailable,
     Call,
+    Subject,
     compute_angles,
     half_width,
     in_dtype,
     in_plain_torch,
     record_forward,
     reference,
-    replace_functions,
-    rope_config,
-    rotary_style,
+    replace_rotations,
+    rotate,
     rotated_tensors,
-    rotating_functions,
     run,
 )
-from whorl.doctor.subject import Answer, Outcome, Subject
 from whorl.doctor.trace import BACKWARD, UNFUSED, read_trace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Outcome = Literal["pass", "fail", "does not apply"]
+Answer = tuple[Outcome, str]  # the outcome of a case, and what was seen
 SWITCHES: Final = ("apply_rope_fusion", "use_fused_rotary_pos_emb")
 DTYPES: Final = ("bfloat16", "float16")
+BOUNDS: Final = (0, 4, 12)  # where the sequences of a pack begin and end; the last one is the longest
 # The allowed error is ROUNDINGS * eps * the largest value: cos, a product and the sum are rounded, each by at most
 # eps / 2.
 ROUNDINGS: Final = 3
@@ -93,8 +96,8 @@ def checklist(model: Any, batch: Any, *, args: Any = None, switch: Any = None) -
     owners = [owner for owner in rotary_owners(model, args) if not NOT_TEXT.search(type(owner.rotary).__name__)]
     if not owners:
         raise ValueError("checklist: no module with a rotary_pos_emb or rotary_emb; pass the model with the decoder")
-    owner = owners[0]
-    subject = Subject(model=model, batch=batch, owner=owner, switch=switch, record=record_forward(model, owner, batch))
+    subject = Subject(model=model, batch=batch, owner=owners[0], switch=switch)
+    record_forward(subject)
     answers = Checklist(cases=tuple(_try_case(name, examine, subject) for name, examine in CASES.items()))
     print(answers)
     return answers
@@ -120,10 +123,8 @@ def _answer(findings: list[Finding], passed: str) -> Answer:
 def _branch(subject: Subject) -> Answer:
     owner = subject.owner
     if owner.branch is None:
-        return (
-            "does not apply",
-            f"{type(owner.module).__name__} has no position_embedding_type: it has one path",
-        )
+        kind = type(owner.module).__name__
+        return "does not apply", f"{kind} has no position_embedding_type: it has one path"
     findings = [*check_branch_and_class(owner), *check_config_and_module(owner)]
     return _answer(findings, f"position_embedding_type={owner.branch!r}")
 
@@ -148,7 +149,7 @@ def measure_pair_axes(subject: Subject) -> list[int]:
         positions = torch.zeros(3, 1, 1, dtype=torch.long)
         positions[axis] = 1
         moved = (compute_angles(subject.owner, positions) != at_origin).view(-1, 2 * pairs).any(0)  # in cos or in sin
-        for pair in half_width(moved, rotary_style(subject.owner)).nonzero().flatten().tolist():
+        for pair in half_width(moved, subject.style).nonzero().flatten().tolist():
             axes[pair] = axis
     return axes
 
@@ -168,11 +169,11 @@ def _position_ids(subject: Subject) -> Answer:
 
 def _no_positions(subject: Subject) -> str:
     """Say why no positions are known."""
-    if subject.record.failure is not None:
-        return f"the forward raised {subject.record.failure}"
-    if not subject.record.rotary:
+    if subject.failure is not None:
+        return f"the forward raised {subject.failure}"
+    if not subject.rotary:
         return "the rotary object was not called"
-    names = ", ".join(subject.record.rotary[0]) or "no arguments"
+    names = ", ".join(subject.rotary[0]) or "no arguments"
     return f"the rotary object was called with {names}, expected position_ids, positions or max_seq_len"
 
 
@@ -212,7 +213,7 @@ def _npu_mrope(subject: Subject) -> Answer:
         dtype=dtype,
         table_dtype=dtype,
         sections=sections,
-        rotary_mode="interleave" if rotary_style(subject.owner) == "pairs" else "half",
+        rotary_mode="interleave" if subject.style == "pairs" else "half",
         cache_mode="interleave" if layout == "interleaved" else "default",
     )
     call = f"positions {list(flat)}, query {[tokens, heads * size]}, key {[tokens, groups * size]}, head_size {size}"
@@ -221,7 +222,7 @@ def _npu_mrope(subject: Subject) -> Answer:
 
 def declared_layout(subject: Subject) -> str | None:
     """Return the section layout that the config declares, or that the rotary class is known to use; None if unknown."""
-    rope, kind = rope_config(subject.owner), type(subject.owner.rotary).__name__
+    rope, kind = subject.rope, type(subject.owner.rotary).__name__
     if rope is not None and rope.layout is not None:
         return rope.layout
     if kind.startswith("Qwen3VL"):
@@ -234,12 +235,11 @@ def _axes(subject: Subject) -> Answer:
     if not subject.is_mrope or sections is None:
         return "does not apply", "the model has no mrope_section, so it has one axis"
     if len(sections) != 3 or layout not in (None, "interleaved", "chunked"):
-        return (
-            "does not apply",
-            f"{layout} sections {sections}: npu_mrope supports only interleaved and chunked ones",
-        )
+        other = f"{layout} sections {sections}"
+        return "does not apply", f"{other}: npu_mrope supports only interleaved and chunked ones"
     pair_axes = measure_pair_axes(subject)
-    known = {name: _expected_axes(sections, name) for name in ("interleaved", "chunked")}
+    chunked = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    known = {"interleaved": list(interleaved_axes(sections)), "chunked": chunked}
     actual = next((name for name, axes in known.items() if axes == pair_axes), None)
     if actual is None or (layout is not None and actual != layout):
         wrong = [pair for pair, axis in enumerate(pair_axes) if axis != known[layout or "interleaved"][pair]]
@@ -250,24 +250,14 @@ def _axes(subject: Subject) -> Answer:
     return "pass", f"{actual} sections {sections}: cache_mode={mode!r}"
 
 
-def _expected_axes(sections: list[int], layout: str) -> list[int]:
-    """Return the axis (0 t, 1 h, 2 w) of each rotary pair in a chunked or interleaved layout."""
-    if layout == "chunked":
-        return [axis for axis, count in enumerate(sections) for _ in range(count)]
-    axes = [0] * sum(sections)
-    for axis in (1, 2):
-        axes[axis : 3 * sections[axis] : 3] = [axis] * len(axes[axis : 3 * sections[axis] : 3])
-    return axes
-
-
 def _numbers(subject: Subject) -> Answer:
-    if subject.record.failure is not None:
-        return "fail", f"the forward raised {subject.record.failure}"
+    if subject.failure is not None:
+        return "fail", f"the forward raised {subject.failure}"
     if subject.switch is not None:
         return _compare_whole_model(subject)
     if not subject.calls:
         return "does not apply", "no known rotating function was called; pass `switch` to compare whole forwards"
-    errors = [(dtype, *_largest_error(subject.calls[:2], dtype, rotary_style(subject.owner))) for dtype in DTYPES]
+    errors = [(dtype, *_largest_error(subject.calls[:2], dtype, subject.style)) for dtype in DTYPES]
     text = ", ".join(f"{dtype} off by {error:.2g} (allowed {allowed:.2g})" for dtype, error, allowed in errors)
     return ("pass" if all(error <= allowed for _, error, allowed in errors) else "fail"), text
 
@@ -298,7 +288,7 @@ def _cast_reference(call: Call, cast: dict[str, Any], style: str) -> "tuple[Tens
     packed = call.arguments.get("cu_seqlens")
     if packed is None:
         return reference(Call(function=call.function, arguments=call.arguments | cast), style)
-    return (rotate_by_sequence(cast["t"].float(), call.arguments["freqs"], packed.tolist(), style),)
+    return (_rotate_by_sequence(cast["t"].float(), call.arguments["freqs"], packed.tolist(), style),)
 
 
 def _compare_whole_model(subject: Subject) -> Answer:
@@ -313,10 +303,6 @@ def _compare_whole_model(subject: Subject) -> Answer:
         differences.append((dtype, difference, ROUNDINGS * torch.finfo(kind).eps))
     text = ", ".join(f"{dtype} off by {difference:.2g} of the largest value" for dtype, difference, _ in differences)
     return ("pass" if all(difference <= allowed for _, difference, allowed in differences) else "fail"), text
-
-
-def _device(subject: Subject) -> str:
-    return str(next(subject.model.parameters()).device.type)
 
 
 def _unfused_tensors(subject: Subject) -> "list[Tensor]":
@@ -337,18 +323,102 @@ def _relative_difference(fused: "list[Tensor]", plain: "list[Tensor]") -> float:
     return max(shares)
 
 
+def _packed(subject: Subject) -> Answer:
+    """Compare packed sequences (THD), and the slices of two context-parallel ranks, with sequences one by one.
+
+    A token must rotate in a pack, and on a context-parallel rank, as it does in its sequence alone.
+    """
+    import torch
+
+    from whorl.positions import packed_positions
+
+    packed = subject.rotary[0].get("packed_seq_params") if subject.rotary else None
+    if findings := list(check_sliced_once(subject.owner, packed)):
+        return _answer(findings, "")
+    positions = packed_positions(torch.tensor(BOUNDS))[None]
+    if subject.is_mrope:
+        positions = torch.stack((positions, positions // 2, positions // 3))
+    pack_angles = compute_angles(subject.owner, positions)
+    if difference := _describe_different_angles(subject, positions, pack_angles):
+        return "fail", difference
+    rotating = next((call for call in subject.calls if call.takes_angles), None)
+    if rotating is None:
+        return "pass", "tokens get the same angles in a pack and in context-parallel slices as alone"
+    return _check_packed_rotation(subject, rotating, pack_angles)
+
+
+def _describe_different_angles(subject: Subject, positions: "Tensor", pack_angles: "Tensor") -> str | None:
+    """Say which tokens get other angles in a pack, or on a context-parallel rank, than alone; None if none do."""
+    import torch
+
+    from whorl.positions import context_indices
+
+    for start, end in itertools.pairwise(BOUNDS):
+        alone = compute_angles(subject.owner, positions[..., start:end])
+        if not torch.allclose(alone, pack_angles[:, start:end], atol=1e-5):
+            return f"a sequence of {end - start} tokens gets other angles in a pack than alone"
+    for rank in range(2):
+        tokens = BOUNDS[-2] + context_indices(torch.tensor([0, BOUNDS[-1] - BOUNDS[-2]]), rank, 2)
+        if not torch.allclose(compute_angles(subject.owner, positions[..., tokens]), pack_angles[:, tokens], atol=1e-5):
+            return f"context-parallel rank {rank} of 2 gets other angles than the whole sequence"
+    return None
+
+
+def _check_packed_rotation(subject: Subject, call: Call, pack_angles: "Tensor") -> Answer:
+    """Compare the rotation of a pack (THD), whole and on each of two context-parallel ranks, with plain torch."""
+    import torch
+
+    from whorl.positions import context_indices
+
+    style, heads = subject.style, call.arguments["t"].shape[-2:]
+    t = torch.randn(BOUNDS[-1], *heads, generator=torch.Generator().manual_seed(0)).to(pack_angles.device)
+    # MRoPE angles have a row per packed token. Plain RoPE has one table of positions 0, 1, ... for all sequences: the
+    # rows of the last sequence, which is the longest.
+    freqs = pack_angles[0][:, None, None] if subject.is_mrope else pack_angles[0][BOUNDS[-2] :][:, None, None]
+    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32, device=pack_angles.device)
+    expected = _rotate_by_sequence(t, freqs, BOUNDS, style, call.arguments.get("mscale", 1.0))
+    accepts_group = "cp_group" in call.arguments
+    for rank, size in ((0, 1), (0, 2), (1, 2)) if accepts_group else ((0, 1),):
+        tokens = context_indices(cu_seqlens, rank, size)
+        group = SimpleNamespace(size=lambda size=size: size, rank=lambda rank=rank: rank)
+        options = {"cp_group": group} if accepts_group else {}
+        out = call.repeat(t=t[tokens], freqs=freqs, cu_seqlens=cu_seqlens, **options)
+        if out.shape != expected[tokens].shape or not torch.allclose(out, expected[tokens], atol=1e-4):
+            where = f"context-parallel rank {rank} of {size}" if size > 1 else "the pack"
+            return "fail", f"THD: {where} is not rotated as its sequences are one by one"
+    lengths = [end - start for start, end in itertools.pairwise(BOUNDS)]
+    return "pass", f"THD of lengths {lengths}" + ", whole and on 2 context-parallel ranks" * accepts_group
+
+
+def _rotate_by_sequence(
+    t: "Tensor", freqs: "Tensor", bounds: Sequence[int], style: str, scale: float = 1.0
+) -> "Tensor":
+    """Rotate each sequence of a pack by itself in plain torch.
+
+    A sequence uses its own rows of freqs where freqs has a row per packed token, else the first rows.
+    """
+    import torch
+
+    parts = []
+    for start, end in itertools.pairwise(bounds):
+        rows = freqs[start:end] if freqs.shape[0] == bounds[-1] else freqs[: end - start]
+        angles = half_width(rows.float(), style).squeeze(1)
+        parts.append(rotate(t[start:end], angles.cos() * scale, angles.sin() * scale, style))
+    return torch.cat(parts)
+
+
 def _profiler(subject: Subject) -> Answer:
     import torch
 
-    if subject.record.failure is not None:
-        return "fail", f"the forward raised {subject.record.failure}"
+    if subject.failure is not None:
+        return "fail", f"the forward raised {subject.failure}"
     with torch.profiler.profile() as profile:
         run(subject.model, subject.batch)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(file))
         ran = {name: count for name, count in read_trace(file).items() if not BACKWARD.search(name)}
-    if not ran and _is_on(subject.switch) and _device(subject) == "cpu":
+    if not ran and _is_on(subject.switch) and next(subject.model.parameters()).device.type == "cpu":
         return "does not apply", "on the CPU the fused path is plain torch, so no event has its name"
     if not ran:
         return "fail", "no rotary operator among the profiler events of one forward"
@@ -366,14 +436,13 @@ def _is_on(switch: Any) -> bool:
 def _fallback(subject: Subject) -> Answer:
     import torch
 
-    if subject.record.failure is not None:
-        return "fail", f"the forward raised {subject.record.failure}"
+    if subject.failure is not None:
+        return "fail", f"the forward raised {subject.failure}"
     fused = rotated_tensors(subject.model, subject.batch)
     if subject.switch is not None:
         plain, how = _unfused_tensors(subject), "with the switch off"
     elif subject.calls:
-        style = rotary_style(subject.owner)
-        with replace_functions(rotating_functions(subject.model), lambda function: in_plain_torch(function, style)):
+        with replace_rotations(subject.model, lambda function: in_plain_torch(function, subject.style)):
             plain = rotated_tensors(subject.model, subject.batch)
         how = "with every rotation in plain torch"
     else:
@@ -394,7 +463,7 @@ CASES: Final[dict[str, Callable[[Subject], Answer]]] = {
     "npu_mrope arguments": _npu_mrope,
     "axes of the channels": _axes,
     "numbers in bf16 and fp16": _numbers,
-    "packed and context parallel": packed_and_context_parallel,
+    "packed and context parallel": _packed,
     "profiler": _profiler,
     "fallback": _fallback,
 }

@@ -2,9 +2,8 @@
 
 from typing import Final
 
-from whorl.doctor.launch import Launch
-from whorl.doctor.report import RotaryPath
-from whorl.doctor.rotary_operators import make_path
+from whorl.doctor.launch import Launch, dotted
+from whorl.doctor.report import Prediction
 
 VLLM_CLASSES: Final = {
     "default": "RotaryEmbedding",
@@ -30,18 +29,16 @@ TORCHAIR_QWEN: Final = ("qwen2", "qwen3_moe")  # have model files of their own f
 _ATB: Final = "_npu_rotary_embedding"
 
 
-def predict(launch: Launch) -> RotaryPath:
-    """Return the rotary path of vLLM, or of vllm-ascend where the device is an NPU."""
+def predict(launch: Launch) -> Prediction:
+    """Return the rotary operator of vLLM, or of vllm-ascend where the device is an NPU."""
     if launch.device == "npu":
         return _ascend(launch)
-    branch = vllm_class(launch)
-    if not launch.on("enforce_eager"):
-        custom = "vllm_rotary_embedding" if not launch.is_mrope else "triton_mrope"
-        passed = ((custom, "custom_ops is 'none' by default when Inductor compiles"),)
-        return make_path(launch, branch, "inductor", "torch.compile is on (enforce_eager is not set)", passed)
-    operator = "triton_mrope" if launch.is_mrope else "vllm_rotary_embedding"
-    passed = (("inductor", "enforce_eager turns torch.compile off"),)
-    return make_path(launch, branch, operator, "enforce_eager is set, so vLLM's own kernel runs", passed)
+    branch, kernel = vllm_class(launch), "triton_mrope" if launch.is_mrope else "vllm_rotary_embedding"
+    if launch.on("enforce_eager"):
+        because = "enforce_eager is set, so vLLM's own kernel runs"
+        return branch, kernel, because, ("inductor", "enforce_eager turns torch.compile off")
+    passed = (kernel, "custom_ops is 'none' by default when Inductor compiles")
+    return branch, "inductor", "torch.compile is on (enforce_eager is not set)", passed
 
 
 def vllm_class(launch: Launch) -> str:
@@ -84,49 +81,43 @@ def uses_torchair(launch: Launch) -> bool:
     return any("torchair_graph_config" in s.path and s.value is True for s in launch.find_all("enabled"))
 
 
-def _ascend(launch: Launch) -> RotaryPath:
+def _ascend(launch: Launch) -> Prediction:
     branch = vllm_class(launch)
     if uses_torchair(launch):
         return _torchair(launch, branch)
-    if launch.is_mla and not is_old(launch):
+    if is_old(launch):
+        return _ascend_0_10(launch, branch)
+    if launch.is_mla:
         because = "MLA gets cos and sin through the attention metadata (npu_kv_rmsnorm_rope_cache rotates the key)"
-        passed = (("npu_mrope", "is called for RotaryEmbedding and MRotaryEmbedding, not for MLA"),)
-        return make_path(launch, "MLA", "npu_interleave_rope", because, passed)
-    if is_310p(launch) and not is_old(launch):
+        passed = ("npu_mrope", "is called for RotaryEmbedding and MRotaryEmbedding, not for MLA")
+        return "MLA", "npu_interleave_rope", because, passed
+    if is_310p(launch):
         return _ascend_310p(launch, branch)
     if branch == "MRotaryEmbedding":
         return _ascend_mrope(launch)
-    if is_old(launch):
-        return _ascend_0_10(launch, branch)
     if branch not in VLLM_ASCEND_REPLACES:
-        passed = (("triton_rope", f"is called for {', '.join(VLLM_ASCEND_REPLACES)}"),)
         because = f"vllm-ascend does not replace {branch}: its native forward runs"
-        return make_path(launch, branch, "torch", because, passed)
+        return branch, "torch", because, ("triton_rope", f"is called for {', '.join(VLLM_ASCEND_REPLACES)}")
     if has_triton_ascend(launch):
-        passed = (("npu_mrope", "used only without triton-ascend"),)
         because = "triton-ascend is installed, or assumed to be where no file lists packages"
-        return make_path(launch, branch, "triton_rope", because, passed)
-    passed = (("triton_rope", "triton-ascend is not among the packages"),)
+        return branch, "triton_rope", because, ("npu_mrope", "used only without triton-ascend")
     because = "without triton-ascend npu_mrope runs, with mrope_section=[0, 0, 0]"
-    return make_path(launch, branch, "npu_mrope", because, passed)
+    return branch, "npu_mrope", because, ("triton_rope", "triton-ascend is not among the packages")
 
 
-def _torchair(launch: Launch, branch: str) -> RotaryPath:
-    """Return the path inside torchair's graph, which runs decode steps; other steps are in `passed_over`."""
+def _torchair(launch: Launch, branch: str) -> Prediction:
+    """Return the operator inside torchair's graph, which runs decode steps; those of other steps are passed over."""
     graph = "torchair_graph_config is enabled"
     if launch.is_mla:
-        passed = (("torch", "rotates prompts: beside torchair's graph DeepSeek's class runs its native forward"),)
         because = f"{graph}: decode steps of MLA get cos and sin through the attention metadata"
-        return make_path(launch, "MLA", "npu_interleave_rope", because, passed)
+        native = "rotates prompts: beside torchair's graph DeepSeek's class runs its native forward"
+        return "MLA", "npu_interleave_rope", because, ("torch", native)
     if str((launch.text or {}).get("model_type")) in TORCHAIR_QWEN:
         other = "ascend_rotary_embedding" if _runs_own_operator(launch) else _ATB
         because = f"{graph}, and Qwen's model file for it looks cos and sin up once for all layers of a decode step"
-        passed = ((other, "rotates steps that hold prompts"),)
-        return make_path(launch, branch, "npu_apply_rotary_pos_emb", because, passed)
-    passed = ((_ATB, "called only without torchair's graph"),)
-    return make_path(
-        launch, branch, "torch", f"{graph}: {branch} runs its native forward, which torchair compiles", passed
-    )
+        return branch, "npu_apply_rotary_pos_emb", because, (other, "rotates steps that hold prompts")
+    because = f"{graph}: {branch} runs its native forward, which torchair compiles"
+    return branch, "torch", because, (_ATB, "called only without torchair's graph")
 
 
 def _runs_own_operator(launch: Launch) -> bool:
@@ -143,42 +134,43 @@ def _runs_own_operator(launch: Launch) -> bool:
     return in_16_bits and is_half and size > 0 and size % 32 == 0 and is_compiled and not is_310p(launch)
 
 
-def _ascend_0_10(launch: Launch, branch: str) -> RotaryPath:
-    version = ".".join(map(str, launch.version("vllm_ascend") or ()))
+def _ascend_0_10(launch: Launch, branch: str) -> Prediction:
+    version = dotted(launch.version("vllm_ascend"))
+    if branch == "MRotaryEmbedding":
+        return _ascend_mrope(launch)
     order = "; DeepSeek's class reorders the pairs into halves before it" if launch.is_mla else ""
     if _runs_own_operator(launch):
         because = f"vllm-ascend {version} calls its own operator in float16 for halves and head sizes of n x 32{order}"
-        passed = ((_ATB, "called for other dtypes, styles and head sizes, and on Atlas 310P"),)
-        return make_path(launch, branch, "ascend_rotary_embedding", because, passed)
+        passed = (_ATB, "called for other dtypes, styles and head sizes, and on Atlas 310P")
+        return branch, "ascend_rotary_embedding", because, passed
     because = f"vllm-ascend {version} calls ATB for every RotaryEmbedding{order}"
-    return make_path(launch, branch, _ATB, because, (("npu_mrope", "not called by this version"),))
+    return branch, _ATB, because, ("npu_mrope", "not called by this version")
 
 
-def _ascend_310p(launch: Launch, branch: str) -> RotaryPath:
-    """Return the path on Atlas 310P, where cos and sin are looked up once per step for all layers."""
+def _ascend_310p(launch: Launch, branch: str) -> Prediction:
+    """Return the operator on Atlas 310P, where cos and sin are looked up once per step for all layers."""
     rotary, head = (launch.rope.rotary_dim, launch.rope.head_dim) if launch.rope else (128, 128)
-    fused, once = "npu_apply_rotary_pos_emb", "cos and sin are looked up once per step and every layer applies them"
+    fused = "npu_apply_rotary_pos_emb"
+    once = "Atlas 310P: cos and sin are looked up once per step and every layer applies them"
+    if launch.is_mrope and rotary in (64, 128):
+        return branch, fused, once, ("npu_mrope", "not called on Atlas 310P")
     if launch.is_mrope:
-        if rotary in (64, 128):
-            passed = (("npu_mrope", "not called on Atlas 310P"),)
-            return make_path(launch, branch, fused, f"Atlas 310P: {once}", passed)
-        passed = ((fused, "called for MRoPE with rotary size 64 or 128"),)
-        return make_path(launch, branch, "torch", f"Atlas 310P, MRoPE with rotary size {rotary}: plain torch", passed)
+        because = f"Atlas 310P, MRoPE with rotary size {rotary}: plain torch"
+        return branch, "torch", because, (fused, "called for MRoPE with rotary size 64 or 128")
     if (rotary, head) == (128, 128) or (rotary == 64 and head > 64):
-        return make_path(launch, branch, fused, f"Atlas 310P: {once}", (("triton_rope", "not used on Atlas 310P"),))
-    passed = ((fused, "called for rotary size 128 of head size 128, and for 64 of larger heads"),)
+        return branch, fused, once, ("triton_rope", "not used on Atlas 310P")
     sliced = ", after slicing the rotary channels off" if rotary < head else ""
     because = f"Atlas 310P with rotary size {rotary} of head size {head} calls ATB{sliced}"
-    return make_path(launch, branch, _ATB, because, passed)
+    return branch, _ATB, because, (fused, "called for rotary size 128 of head size 128, and for 64 of larger heads")
 
 
-def _ascend_mrope(launch: Launch) -> RotaryPath:
+def _ascend_mrope(launch: Launch) -> Prediction:
     branch, sections = "MRotaryEmbedding", list(launch.sections or ())
     if launch.layout == "interleaved" and has_triton_ascend(launch):
-        passed = (("npu_mrope", "Triton is preferred for interleaved sections"),)
-        return make_path(launch, branch, "triton_mrope", "interleaved sections and triton-ascend", passed)
+        passed = ("npu_mrope", "Triton is preferred for interleaved sections")
+        return branch, "triton_mrope", "interleaved sections and triton-ascend", passed
     if launch.sections == VLLM_ASCEND_MROPE_SECTIONS:
-        passed = (("triton_mrope", "used only for interleaved sections, where triton-ascend is installed"),)
-        return make_path(launch, branch, "npu_mrope", f"mrope_section is {sections}", passed)
+        passed = ("triton_mrope", "used only for interleaved sections, where triton-ascend is installed")
+        return branch, "npu_mrope", f"mrope_section is {sections}", passed
     gate = f"vllm-ascend calls it only for mrope_section {list(VLLM_ASCEND_MROPE_SECTIONS)}"
-    return make_path(launch, branch, "torch", f"mrope_section is {sections}", (("npu_mrope", gate),))
+    return branch, "torch", f"mrope_section is {sections}", ("npu_mrope", gate)

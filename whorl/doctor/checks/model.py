@@ -10,45 +10,31 @@ from whorl.contracts import interleaved_range_reason
 from whorl.doctor.checks.sections import is_interleaved
 from whorl.doctor.launch import Launch, rope_entries
 from whorl.doctor.overrides import ROPE_DICTS, inner_config, overrides_of
-from whorl.doctor.report import RotaryPath
-from whorl.doctor.rules import Problem, rule
+from whorl.doctor.report import Finding, RotaryPath
+from whorl.doctor.rules import model_file, rope_place, rule
 from whorl.rope_config import RopeConfig
 
 
-@rule("rope-config-invalid")
-def config_refused(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    yield from _report_refused_config(
-        launch,
-        readable=True,
-        where=launch.rope_where,
-        expected="a rotary configuration that can be computed",
-        why="The frequencies of this config are not defined, so no framework can run it.",
-        fix="correct the named key" + (" in config.json" if launch.rope_changed_by is None else ""),
-    )
+@rule("rope-config-invalid", at=rope_place)
+def config_refused(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
+    if launch.rope_problem and not _is_explained_by_sections(launch) and _readable_without_rope(launch):
+        yield Finding(
+            found=launch.rope_problem,
+            expected="a rotary configuration that can be computed",
+            why="The frequencies of this config are not defined, so no framework can run it.",
+            fix="correct the named key" + (" in config.json" if launch.rope_changed_by is None else ""),
+        )
 
 
-@rule("rope-config-unread", "note")
-def config_unread(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    yield from _report_refused_config(
-        launch,
-        readable=False,
-        where=launch.inputs.model_where,
-        expected="a language model's config.json",
-        why="Without the model's rotary sizes only the launch settings are checked.",
-        fix="give the missing keys with --set, for example --set head_dim=128",
-    )
-
-
-def _report_refused_config(
-    launch: Launch, *, readable: bool, where: str, expected: str, why: str, fix: str
-) -> Iterator[Problem]:
-    """Report why RopeConfig refused the config.
-
-    readable: report it only if the keys beside the rope dictionary can be read (True), or only if they cannot (False).
-    """
-    if launch.rope_problem is None or _is_explained_by_sections(launch) or _readable_without_rope(launch) != readable:
-        return
-    yield Problem(where=where, found=launch.rope_problem, expected=expected, why=why, fix=fix)
+@rule("rope-config-unread", "note", at=model_file)
+def config_unread(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
+    if launch.rope_problem and not _is_explained_by_sections(launch) and not _readable_without_rope(launch):
+        yield Finding(
+            found=launch.rope_problem,
+            expected="a language model's config.json",
+            why="Without the model's rotary sizes only the launch settings are checked.",
+            fix="give the missing keys with --set, for example --set head_dim=128",
+        )
 
 
 def _readable_without_rope(launch: Launch) -> bool:
@@ -59,13 +45,17 @@ def _readable_without_rope(launch: Launch) -> bool:
     if launch.uncomputable or rope_entries(launch.text).get("rope_type") == "axial":
         return False  # learned in the checkpoint, or the config of a vision tower alone
     plain = {**(launch.text or {}), "rope_parameters": None, "rope_scaling": None}
+    return _read_quietly(plain, "full_attention") is not None
+
+
+def _read_quietly(text: Mapping[str, Any], layer_type: str) -> RopeConfig | None:
+    """Return a RopeConfig without its warnings, which build_launch has recorded; None where it refuses the config."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # build_launch has already recorded these warnings
+        warnings.simplefilter("ignore")
         try:
-            RopeConfig.from_hf(plain, layer_type="full_attention")
+            return RopeConfig.from_hf(text, layer_type=layer_type)
         except ValueError:
-            return False
-    return True
+            return None
 
 
 def _is_explained_by_sections(launch: Launch) -> bool:
@@ -77,18 +67,19 @@ def _is_explained_by_sections(launch: Launch) -> bool:
     return wrong_sum or (is_interleaved(launch) and interleaved_range_reason(sections) is not None)
 
 
-@rule("engine-refuses")
-def engine_refuses(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+@rule("engine-refuses", at=model_file)
+def engine_refuses(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
     reason = _refusal(launch.inputs.model) if launch.framework == "whorl" and launch.inputs.model else None
-    if reason is None or reason == launch.rope_problem:
-        return
-    yield Problem(
-        where=launch.inputs.model_where,
-        found=reason,
-        expected="a model that whorl's engine runs",
-        why="whorl serve, chat and generate refuse this model before they load it.",
-        fix=("docs/models.md lists the architectures that run", "or serve it with vLLM: --framework vllm checks that"),
-    )
+    if reason is not None and reason != launch.rope_problem:
+        yield Finding(
+            found=reason,
+            expected="a model that whorl's engine runs",
+            why="whorl serve, chat and generate refuse this model before they load it.",
+            fix=(
+                "docs/models.md lists the architectures that run",
+                "or serve it with vLLM: --framework vllm checks that",
+            ),
+        )
 
 
 def _refusal(model: Mapping[str, Any]) -> str | None:
@@ -106,13 +97,13 @@ def _refusal(model: Mapping[str, Any]) -> str | None:
 
 
 @rule("override-without-effect", "warning")
-def override_misses_the_text_model(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+def override_misses_the_text_model(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
     inner = inner_config(launch.inputs.model)
     if launch.framework != "vllm" or inner is None:
         return
     settings = {name: s for s in launch.inputs.settings for name in overrides_of(s) if name in ROPE_DICTS}
     for name, setting in settings.items():
-        yield Problem(
+        yield Finding(
             where=f"{setting.where} ({setting.path})",
             found=f"{name} for the whole config, while the language model's is in {inner}",
             expected=f"{name} inside {inner}",
@@ -122,11 +113,10 @@ def override_misses_the_text_model(launch: Launch, path: RotaryPath) -> Iterator
         )
 
 
-@rule("rope-key-ignored", "note")
-def key_without_effect(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
+@rule("rope-key-ignored", "note", at=rope_place)
+def key_without_effect(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
     for message in launch.rope_warnings:
-        yield Problem(
-            where=launch.rope_where,
+        yield Finding(
             found=message,
             expected="keys that the rope type uses",
             why="Most frameworks ignore a misspelt key without an error.",
@@ -134,43 +124,30 @@ def key_without_effect(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
         )
 
 
-@rule("rope-family-unknown", "note")
-def family_not_known(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    if launch.unknown_family is None:
-        return
-    yield Problem(
-        where=launch.inputs.model_where,
-        found=launch.unknown_family,
-        expected="a model_type whose rotation is known",
-        why="The model's code, not its config, decides which channels pair up and in which direction they rotate.",
-        fix="compare one rotated query with the model's own code; the other findings assume Llama's rotation",
-    )
+@rule("rope-family-unknown", "note", at=model_file)
+def family_not_known(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
+    if launch.unknown_family is not None:
+        yield Finding(
+            found=launch.unknown_family,
+            expected="a model_type whose rotation is known",
+            why="The model's code, not its config, decides which channels pair up and in which direction they rotate.",
+            fix="compare one rotated query with the model's own code; the other findings assume Llama's rotation",
+        )
 
 
 @rule("indexer-style")
-def indexer_style_differs(launch: Launch, path: RotaryPath) -> Iterator[Problem]:
-    setting = launch.find("indexer_rope_interleave")
-    text = launch.text or {}
+def indexer_style_differs(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
+    setting, text = launch.find("indexer_rope_interleave"), launch.text or {}
     value = setting.value if setting else text.get("indexer_rope_interleave")
     if not isinstance(value, bool) or not text.get("index_head_dim"):
         return
-    expected = _indexer_style({key: val for key, val in text.items() if key != "indexer_rope_interleave"})
-    if expected is None or (expected == "pairs") == value:
-        return
-    yield Problem(
-        where=launch.where("indexer_rope_interleave") if setting else launch.inputs.model_where,
-        found=f"indexer_rope_interleave={value} for {text.get('model_type')}",
-        expected=f"{expected == 'pairs'}: this model's indexer rotates in {expected} style",
-        why="The indexer of DeepSeek-V3.2 rotates halves although its attention rotates pairs; GLM's indexer rotates "
-        "pairs. The wrong style selects wrong tokens, which shows only beyond index_topk (2048) tokens.",
-        fix=f"indexer_rope_interleave={expected == 'pairs'}",
-    )
-
-
-def _indexer_style(text: dict[str, object]) -> str | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return RopeConfig.from_hf(text, layer_type="indexer").style
-        except ValueError:
-            return None
+    rope = _read_quietly({key: val for key, val in text.items() if key != "indexer_rope_interleave"}, "indexer")
+    if rope is not None and (rope.style == "pairs") != value:
+        yield Finding(
+            where=launch.where("indexer_rope_interleave") if setting else launch.inputs.model_where,
+            found=f"indexer_rope_interleave={value} for {text.get('model_type')}",
+            expected=f"{not value}: this model's indexer rotates in {rope.style} style",
+            why="The indexer of DeepSeek-V3.2 rotates halves although its attention rotates pairs; GLM's indexer "
+            "rotates pairs. The wrong style selects wrong tokens, which shows only beyond index_topk (2048) tokens.",
+            fix=f"indexer_rope_interleave={not value}",
+        )
