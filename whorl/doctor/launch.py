@@ -8,6 +8,7 @@ from typing import Any, Final
 from whorl.doctor.inputs import OTHER_TOWERS, Inputs
 from whorl.doctor.settings import Setting
 from whorl.rope_config import UNCOMPUTABLE, RopeConfig
+from whorl.rope_config.hugging_face import TEXT_KEYS
 
 FRAMEWORKS: Final = ("megatron", "bridge", "mindspeed", "mindspeed-mm", "verl", "vllm", "hf", "torchtitan", "whorl")
 MEGATRON_FAMILY: Final = ("megatron", "bridge", "mindspeed")
@@ -223,9 +224,6 @@ class Launch:
         settings = [s for s in self.inputs.settings if not _belongs_to_other_role(s.path, scope)]
         inputs = Inputs(model=self.inputs.model, model_where=self.inputs.model_where, settings=settings)
         return replace(self, framework=framework, train=train, inputs=inputs, scope=f"verl {scope}")
-
-
-TEXT_KEYS: Final = ("thinker_config", "text_config", "llm_config", "language_config")
 
 
 def text_config(model: Mapping[str, Any] | None) -> dict[str, Any] | None:

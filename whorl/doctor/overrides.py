@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from whorl.doctor.inputs import Inputs
-from whorl.doctor.launch import TEXT_KEYS, rope_entries, text_config
+from whorl.doctor.launch import rope_entries, text_config
 from whorl.doctor.settings import Setting
+from whorl.rope_config.hugging_face import TEXT_KEYS
 
 ROPE_DICTS: Final = ("rope_parameters", "rope_scaling")
 ROPE_TYPES: Final = ("rope_type", "type")

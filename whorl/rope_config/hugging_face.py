@@ -20,7 +20,7 @@ SCALING_KEYS = {
     "mrope_interleaved", "xdrope_section", "mixed_b", "apply_yarn_scaling", "use_fope",
 }  # fmt: skip
 # The keys of the text model inside a composite configuration, outermost first.
-_TEXT_KEYS = ("thinker_config", "text_config", "llm_config", "language_config")
+TEXT_KEYS = ("thinker_config", "text_config", "llm_config", "language_config")
 # The end of two error messages, after the layer types.
 _NESTED = ", each with its own rotary embedding: pass layer_type="
 
@@ -90,8 +90,8 @@ def _plain(config: Mapping[str, Any] | object) -> Mapping[str, Any]:
 def _text_model(config: Mapping[str, Any] | object) -> dict[str, Any]:
     """Return the values of the text model, and for keys that it lacks those of the configurations around it."""
     values = dict(_plain(config))
-    while inner := next((values[key] for key in _TEXT_KEYS if values.get(key)), None):
-        outer = {key: value for key, value in values.items() if key not in _TEXT_KEYS}
+    while inner := next((values[key] for key in TEXT_KEYS if values.get(key)), None):
+        outer = {key: value for key, value in values.items() if key not in TEXT_KEYS}
         values = outer | {key: value for key, value in _plain(inner).items() if value is not None}
     return values
 
