@@ -114,8 +114,9 @@ class DeepSeekV32Config:
         rope = dict(section(values, "rope_scaling") or section(values, "rope_parameters"))
         _check_fixed(values, rope)
         default = asdict(cls()) | {"n_group": 1, "topk_group": 1}
+        sizes: dict[str, Any] = {name: count(values, name, least=least) for name, least in SIZES.items()}
         return cls(
-            **{name: count(values, name, least=least) for name, least in SIZES.items()},
+            **sizes,
             **{name: value_like(values, name, default[name]) for name in OPTIONAL},
             num_nextn_predict_layers=count(values, "num_nextn_predict_layers", 0, least=0),
             trained_seq_len=count(values, TRAINED) if values.get(TRAINED) else None,

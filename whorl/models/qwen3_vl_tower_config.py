@@ -32,7 +32,8 @@ class TowerConfig:
         """Read a vision_config; raises ValueError for unsupported values."""
         if (activation := values.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
             raise ValueError(f"config.json: vision_config.hidden_act is {activation!r}, expected gelu_pytorch_tanh")
-        sizes = {field.name: count(values, field.name, field.default) for field in fields(cls) if field.type is int}
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(cls) if field.type is int}
+        sizes = {name: count(values, name, default) for name, default in defaults.items()}
         _check_sizes(sizes)
         return cls(
             **sizes,

@@ -64,7 +64,7 @@ def which_matmul(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
         found=f"weights are quantised: {config.get('quant_method')}",
         expected=f"whorl's matmul: {matmul}",
         why=(rounded if matmul == INT8 else equal) + on_npu,
-        fix="nothing to do; docs/quantisation.md says how each format is stored",
+        fix="nothing to do; docs/quantization.md says how each format is stored",
     )
 
 
@@ -75,7 +75,7 @@ def unknown_format(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
         stored_as = f", {config['format']}" if config.get("format") else ""
         yield Finding(
             found=f"quant_method {config.get('quant_method')}{stored_as}",
-            expected=f"one of {', '.join(KNOWN)}, in a format of docs/quantisation.md",
+            expected=f"one of {', '.join(KNOWN)}, in a format of docs/quantization.md",
             why="whorl refuses weights in a format that it does not know.",
             fix="use the unquantised checkpoint, or quantise it with whorl quantize",
         )
@@ -138,7 +138,7 @@ def which_cache(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
     if launch.framework == "whorl" and kind in CACHES:
         yield Finding(
             found=f"the KV cache is stored in {kind}{_cache_bytes(launch.text or {})}",
-            expected="results that are rounded a little more; docs/quantisation.md has the measured errors",
+            expected="results that are rounded a little more; docs/quantization.md has the measured errors",
             why=CACHES[kind]
             if is_slow
             else "Attention reads the codes, also of the prompt's own keys, so no bit depends on chunks.",

@@ -53,8 +53,7 @@ class Rounder(ABC):
             raise ValueError("has an infinity or NaN, which no scale can represent")
         parts = [self.round(piece) for piece in pieces]
         ends = {end: torch.cat([part[0][end] for part in parts]) for end in parts[0][0]}
-        error, square_sum = (sum(float(part[i]) for part in parts) for i in (1, 2))
-        return ends, error, square_sum
+        return ends, sum(float(part[1]) for part in parts), sum(float(part[2]) for part in parts)
 
     @staticmethod  # noqa: B027 (most are for all devices)
     def check_device(device: str) -> None:
