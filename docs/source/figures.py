@@ -185,13 +185,13 @@ _CODE = (
     ("engine/scheduler.py", "`Scheduler`: the tokens of the next step"),
     ("engine/blocks.py", "`BlockPool`: the blocks of the KV cache, and shared prefixes"),
     ("engine/batch.py", "`Batch`: chunks become indices"),
-    ("engine/call.py", "`Call`: the indices in one buffer"),
+    ("engine/call.py", "`Call`: the arrays of one forward call"),
     ("engine/runner.py", "`Runner`: forward calls, as graphs where there are any"),
     ("models/llama.py", "`Llama`: the model that the other families subclass"),
-    ("nn/linear.py", "`Linear`: every matmul by a weight"),
+    ("nn/linear.py", "`Linear`: the matmul of a layer"),
     ("nn/attention.py", "`Rope`, `attend`: positions and attention"),
     ("ops/glu.py", "`glu`: an operator, its reference and its backends"),
-    ("engine/sampler.py", "`Sampler`: from logits to accepted tokens"),
+    ("engine/sampler.py", "`Sampler`: from sampled tokens to accepted ones"),
 )
 
 
