@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import MODEL, Served, byte_tokenizer, serving, told
 
+from whorl import extras
 from whorl.engine.sequence import AllowError, SamplingParams
 from whorl.engine.tokenizer import Tokenizer
 from whorl.serve import openai
@@ -457,7 +458,7 @@ def test_the_engine_agrees(served: Served) -> None:
 
 
 def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai, "_NEEDS", ("fastapi", "no_such_module"))
+    monkeypatch.setattr(extras, "_SERVER", ("fastapi", "no_such_module"))
     with pytest.raises(ValueError, match=r"no_such_module not installed: pip install .*\[serve\]'"):
         openai.run()
 

@@ -47,10 +47,10 @@ MORE_CASES: dict[str, list[dict[str, Any]]] = {
         {"queries": (5, 1, 0, 2), "contexts": (5, 200, 3, 300), **_WIDE, "block": 256},
         {"queries": (5, 2), "contexts": (140, 2), "window": 4, **_SMALL},  # a band of it
         {"queries": (5, 2), "contexts": (140, 2), "window": 4, **_WIDE},
-        {"queries": (5, 2), "contexts": (140, 2), "idle": 2, **_SMALL},
-        {"queries": (5, 2), "contexts": (140, 2), "idle": 1, **_WIDE},
+        {"queries": (5, 2), "contexts": (140, 2), "idle_rows": 2, **_SMALL},
+        {"queries": (5, 2), "contexts": (140, 2), "idle_rows": 1, **_WIDE},
         {"queries": (5, 0, 2), "contexts": (300, 300, 200), "shared": True, **_SMALL},
-        {"queries": (1, 1, 1), "contexts": (300, 300, 260), "shared": True, "idle": 1, **_SMALL},
+        {"queries": (1, 1, 1), "contexts": (300, 300, 260), "shared": True, "idle_rows": 1, **_SMALL},
     ],
     "head_linear": [
         {"tokens": (7,), "heads": 3, "size": (48, 32)},
@@ -62,14 +62,14 @@ MORE_CASES: dict[str, list[dict[str, Any]]] = {
     "paged_indexer": [
         {"queries": (1,), "contexts": (300,), "heads": 8, "dim": 128, "topk": 33, "block": 128},
         {"queries": (3, 0, 1, 9), "contexts": (3, 4, 70, 200), "heads": 64, "dim": 128, "topk": 64, "block": 16},
-        {"queries": (2, 1), "contexts": (30, 7), "heads": 4, "dim": 128, "topk": 16, "block": 64, "idle": 2},
+        {"queries": (2, 1), "contexts": (30, 7), "heads": 4, "dim": 128, "topk": 16, "block": 64, "idle_rows": 2},
     ],
     "latent_attention": [
         {"queries": (1,), "contexts": (300,), "topk": 70, "heads": 16, "block": 128, **_LATENT},
         {"queries": (3, 0, 1, 9), "contexts": (3, 4, 70, 200), "topk": 64, "heads": 4, "block": 16, **_LATENT},
-        {"queries": (2, 1), "contexts": (30, 7), "topk": 16, "heads": 4, "block": 64, "idle": 2, **_LATENT},
+        {"queries": (2, 1), "contexts": (30, 7), "topk": 16, "heads": 4, "block": 64, "idle_rows": 2, **_LATENT},
         {"queries": (1, 9, 0), "contexts": (300, 9, 3), "heads": 4, "block": 128, **_LATENT},  # every key
-        {"queries": (35, 1), "contexts": (70, 40), "heads": 2, "block": 48, "idle": 1, **_LATENT},
+        {"queries": (35, 1), "contexts": (70, 40), "heads": 2, "block": 48, "idle_rows": 1, **_LATENT},
     ],
     "write_kv": [{"tokens": (3,), "kv_heads": 2, "dim": 16, "skipped": 3}],
     "linear": [{"tokens": (70,), "size": (24, 40)}, {"tokens": (515,), "size": (8, 16)}],

@@ -192,19 +192,19 @@ def pooled(rows: list[Values]) -> Values:
     return worst
 
 
-def made(op: Op, idle: int = 0, shared: bool = False, **case: Any) -> Values:
-    """An operator's arguments; with `idle` rows of q that belong to no sequence, or one sequence's blocks for all."""
+def made(op: Op, idle_rows: int = 0, shared: bool = False, **case: Any) -> Values:
+    """An operator's arguments; `idle_rows` rows of q belong to no sequence; `shared`: one sequence's blocks for all."""
     values = op.make(**case, device="cpu")
     if shared:
         count = values["block_tables"].shape[1]
         values["block_tables"][:] = torch.arange(count)
         values |= {n: values[n][:count].contiguous() for n in ("k_cache", "v_cache")}
-    if idle:
+    if idle_rows:
         for name in [n for n in ("q", "weights") if n in values]:
-            values[name] = torch.cat((values[name], torch.randn(idle, *values[name].shape[1:]).to(values[name])))
+            values[name] = torch.cat((values[name], torch.randn(idle_rows, *values[name].shape[1:]).to(values[name])))
         if values.get("indices") is not None:
-            values["indices"] = torch.nn.functional.pad(values["indices"], (0, 0, 0, idle), value=-1)
-            values["indices"][-idle:, 0] = 0  # a key, and yet no sequence
+            values["indices"] = torch.nn.functional.pad(values["indices"], (0, 0, 0, idle_rows), value=-1)
+            values["indices"][-idle_rows:, 0] = 0  # a key, and yet no sequence
     return values
 
 

@@ -196,10 +196,8 @@ def _with_stored(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     is_quantised = checkpoint.packed is not None or formats.find(checkpoint.config) is not formats.ALL_DENSE
     if is_quantised or dtype != torch.float32 or accelerator(device.type) is not None:
         return checkpoint
-    from whorl.nn.weights import stored
-
     tensors = {name: (len(source.shape), source.gives) for name, source in checkpoint.sources.items()}
-    if (settings := stored.settings(tensors)) is None:
+    if (settings := formats.settings_as_stored(tensors)) is None:
         return checkpoint
     as_stored = replace(checkpoint, config={**checkpoint.config, "quantization_config": settings})
     return replace(checkpoint, packed=lambda: as_stored)

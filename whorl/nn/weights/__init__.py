@@ -14,6 +14,8 @@ from .dense import ALL_DENSE
 from .dense import DENSE as DENSE
 
 if TYPE_CHECKING:
+    import torch
+
     from .rounding import Rounder
 
 # By quant_method: "module:function", a function from the values of `quantization_config` to `Formats`. Other packages
@@ -62,6 +64,13 @@ def find(config: Mapping[str, Any]) -> Formats:
             f"the weights are quantised ({method}{f': {description}' if description else ''}); expected {known}"
         )
     return _imported(readers[method])(settings)  # type: ignore[no-any-return]
+
+
+def settings_as_stored(tensors: Mapping[str, tuple[int, "torch.dtype | None"]]) -> dict[str, Any] | None:
+    """Return the `quantization_config` by which a plain checkpoint stays as it is stored, see `stored.settings`."""
+    from . import stored
+
+    return stored.settings(tensors)
 
 
 SCHEME_NAMES = ("w4a16", "w8a8", "fp8")  # schemes that checkpoints are written in

@@ -20,10 +20,16 @@ _CASES: list[Values] = [
     {"tokens": (6,), "keys": 40, "heads": 5, "dim": 40, "k": 17, "scale": 0.01},
     {"tokens": (3,), "keys": 30, "heads": 20, "dim": 16, "k": 40, "empty": True},
 ]
+
+
 # A loss is one number per query with the error of a few sums: over few queries the ratio of two errors is random.
-_MORE_QUERIES = {5: (45,), 3: (43,)}
+def _with_more_queries(cases: list[Values], tokens: dict[int, int]) -> list[Values]:
+    """Return the cases with other numbers of tokens, by their number."""
+    return [{**case, "tokens": tuple(tokens.get(count, count) for count in case["tokens"])} for case in cases]
+
+
 _KL_CASES: list[Values] = [
-    *({**case, "tokens": _MORE_QUERIES.get(case["tokens"][0], case["tokens"])} for case in _CASES),
+    *_with_more_queries(_CASES, {5: 45, 3: 43}),
     {"tokens": (7,), "keys": 37, "heads": 4, "dim": 16, "k": 20, "deterministic": True, "grad_scale": 0.25},
 ]
 
@@ -121,7 +127,10 @@ indexer_target.inputs(
 )(make_target)
 _KL = {"tokens": (4096,), "heads": 64, "dim": 128, "k": 2048}
 indexer_kl.inputs(
-    cases=[*_KL_CASES, *_DENSE_CASES[1:]],  # over one key a loss is 0, or the error of a division
+    cases=[
+        *_KL_CASES,
+        *_with_more_queries(_DENSE_CASES[1:], {3: 28, 5: 28, 6: 28}),
+    ],  # over one key a loss is 0, or the error of a division
     bench=[
         *(
             _KL | {"keys": keys, "deterministic": exact}
