@@ -232,7 +232,8 @@ def judge_numbers(rows: list[dict[str, Any]], name: str) -> None:
     for row in ran:
         case = f"{name} {row['case']} {row['dtype']}"
         assert "error" not in row, f"{case}:\n{row['error']}"
-        assert row["called"] or name in PLAIN, f"{case}: no torch_npu operator was called"
+        is_empty = "'lengths': ()" in row["case"]  # no sequence, nothing to call
+        assert row["called"] or is_empty or name in PLAIN, f"{case}: no torch_npu operator was called"
         for way in ("forward", "backward"):
             worst = row.get(way, {"ratio": 0.0})
             assert worst["ratio"] <= ALLOWED, f"{case}, {way}: error is {worst['ratio']:.2f} x allowed; {worst}"
