@@ -88,8 +88,9 @@ def _make_backward(draw: Draw, dlse: bool = False, **case: Any) -> Values:
 
 _WORDS = {"keys": "S", "heads": "HQ", "dim": "D"}
 sparse_attention.inputs(cases=_CASES, bench=_BENCH, words=_WORDS)(_make)
+_ONE_TOKEN = {**_CASES[0], "heads": 8}  # of one head, a gradient has too few roundings to compare
 sparse_attention_backward.inputs(
-    cases=[*_CASES, {**_CASES[1], "dlse": True}],
+    cases=[_ONE_TOKEN, *_CASES[1:], {**_CASES[1], "dlse": True}],
     bench=[*_BENCH, {**_BENCH[0], "deterministic": True}, {**_BENCH[1], "deterministic": True}],
 )(_make_backward)
 
