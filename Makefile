@@ -58,7 +58,7 @@ run: venv
 	@echo "  $(BIN)/whorl selftest                                 whether it computes the right numbers here"
 	@echo "  $(BIN)/whorl train tiny                               train a small DeepSeek-V3.2 on this machine"
 
-KERNELS := tests/test_hopper.py
+KERNELS := tests/ops/test_hopper.py
 
 test: venv
 	@$(PYTEST) --quick --ignore=$(KERNELS)

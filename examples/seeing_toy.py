@@ -4,7 +4,7 @@
     python examples/seeing_toy.py draw two red --out /tmp/two.png
     whorl generate /tmp/seeing_toy --chat -p "What is in the picture?" --image /tmp/two.png
 
-It writes an ordinary checkpoint. tests/seeing_toy is one, made by the first of these commands.
+It writes an ordinary checkpoint. tests/models/seeing_toy is one, made by the first of these commands.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,10 @@ os.environ["WHORL_CACHE_DIR"] = os.environ["WHORL_STATE_DIR"] = ""
 
 import pytest
 import torch
+from folders import ROOMS
 from interpreter import round_bfloat16_to_nearest
 
+sys.path[:0] = ROOMS
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Read when a kernel is defined, so it is set before any test imports one.

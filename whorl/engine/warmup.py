@@ -3,8 +3,8 @@
 It runs steps of dummy sequences through the runner and the sampler, for all sizes that the settings allow. The dummies
 use the spare lane and write to no slot, so they leave nothing: no block, prefix, sequence, counter or random number.
 A step has several sizes: tokens, sequences, samples and the longest context. Kernels depend on one of them each, so it
-is enough to run through the classes of each size by itself (`class_sizes`); tests/test_ready.py checks that nothing
-is left.
+is enough to run through the classes of each size by itself (`class_sizes`); tests/engine/test_ready.py checks that
+nothing is left.
 """
 
 import itertools

@@ -1,8 +1,9 @@
 """Convert Hugging Face configurations, in the old and new spelling, to arguments of `RopeConfig.from_keywords`.
 
 A configuration does not state everything: which channels are a pair, in which order they are written back, and the
-default base follow from `model_type`. `families.MODELS` has these for every type that tests/test_rope_families.py
-compares with the code of transformers; any other type is read as Llama's, with an `UnknownFamilyWarning`.
+default base follow from `model_type`. `families.MODELS` has these for every type that
+tests/doctor/test_rope_families.py compares with the code of transformers. Any other type is read as Llama's, with an
+`UnknownFamilyWarning`.
 """
 
 import warnings

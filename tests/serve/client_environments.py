@@ -1,0 +1,90 @@
+"""A virtual environment for each program that the server is tried with: their requirements contradict each other's."""
+
+import contextlib
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from package_index import clean_environment, pip
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "clients"
+FOLDER = ROOT / ".cache" / "clients"
+REQUIREMENTS = {
+    "litellm": ("litellm==1.99.4",),
+    "langchain-openai": ("langchain-openai==1.7.3",),
+    "instructor": ("instructor==1.17.0",),
+    "pydantic-ai": ("pydantic-ai-slim[openai,anthropic]==2.66.0",),
+    "llm": ("llm==0.36",),
+    "lm-eval": ("lm-eval[api]==0.4.13",),
+    "guidellm": ("guidellm==0.8.1", "torch==2.13.0"),
+    "schemathesis": ("schemathesis==4.32.5",),
+}
+# Programs ask nobody but the server, and report to nobody.
+_ALONE = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LANGCHAIN_TRACING_V2": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def environment(name: str) -> Path:
+    """The folder of a program's commands, among them python. It is made once, and again where its requirements change;
+    the test is skipped where nothing can be downloaded."""
+    folder = FOLDER / name
+    stamp = folder / "requirements.json"
+    requirements = json.dumps([sys.version.split()[0], *REQUIREMENTS[name]])
+    with _locked(FOLDER / f"{name}.lock"):
+        if not stamp.exists() or stamp.read_text() != requirements:
+            shutil.rmtree(folder, ignore_errors=True)
+            _make(folder, REQUIREMENTS[name])
+            stamp.write_text(requirements)
+    return folder / "bin"
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Tests run in several processes."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path, requirements: tuple[str, ...]) -> None:
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip(folder / "bin" / "python", "install", "--retries", "2", *requirements)
+
+
+def run(name: str, *command: str, seconds: float = 900, **more: Any) -> "subprocess.CompletedProcess[str]":
+    """A command of the program, in its environment. more: variables of the process's environment."""
+    folder = environment(name)
+    variables = clean_environment() | _ALONE
+    cwd = more.pop("cwd", None)
+    first, *rest = command
+    return subprocess.run(
+        [str(folder / first), *rest],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=variables | more,
+        timeout=seconds,
+        check=False,
+    )
+
+
+def use_program(name: str, url: str, **more: Any) -> dict[str, Any]:
+    """Run a program's script in `clients` against a server; return the JSON in the last line that it prints."""
+    done = run(name, "python", str(PROGRAMS / f"use_{name.replace('-', '_')}.py"), url, **more)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
