@@ -91,8 +91,11 @@ def quick(items: list[pytest.Item]) -> set[pytest.Item]:
     seconds = {name: int(time) for time, name in (line.split(" ", 1) for line in LONG.read_text().splitlines())}
     chosen: set[pytest.Item] = set()
     variants: dict[tuple[object, ...], list[pytest.Item]] = {}
-    for path in {item.path: None for item in items}:
-        of_file = [item for item in items if item.path == path and "slow" not in item.keywords]
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if "slow" not in item.keywords:
+            files.setdefault(item.path, []).append(item)
+    for path, of_file in files.items():
         short = [item for item in of_file if f"{path.stem}::{item.name}" not in seconds]
         for item in short or sorted(of_file, key=lambda item: seconds[f"{path.stem}::{item.name}"])[:1]:
             sampled = item.get_closest_marker("sampled")
