@@ -150,7 +150,9 @@ def state_pool(specs: Specs, model: Model, settings: EngineSettings, block_size:
         return None
     count = settings.max_num_seqs if settings.num_snapshots is None else settings.num_snapshots
     count = count if settings.use_prefix_cache else 0
-    states = StatePool(count, state_grid=grid, block_size=block_size, interval=settings.snapshot_tokens)
+    rooms = [spec.most_rows for spec in by_sequence(specs) if spec.most_rows is not None]
+    sizes = {"state_grid": grid, "block_size": block_size, "interval": settings.snapshot_tokens}
+    states = StatePool(count, **sizes, most_rows=min(rooms, default=None))
     if (most := settings.max_prompt_tokens) is not None and most < states.grid:
         raise ValueError(
             f"max_prompt_tokens is {most}, expected at least {states.grid}, the tokens of a chunk of a prompt that the "

@@ -90,12 +90,12 @@ class Qwen3Next(qwen3.Qwen3):
 
     def __init__(self, config: Any, *, ranks: Ranks = ONE, **options: Any) -> None:
         super().__init__(config, ranks=ranks, **options)
-        self.ranks = ranks
+        self.ranks, self.num_predictions = ranks, config.num_nextn_predict_layers
         self.ignored_layers = ("mtp.",)  # layers of multi-token prediction: `Prediction` loads the first of them
 
     def prediction(self) -> Prediction:
         """Return the multi-token prediction layer, without weights; raises ValueError if the model has none."""
-        if not self.config.num_nextn_predict_layers:
+        if not self.num_predictions:
             raise ValueError("the model has no layer of multi-token prediction: mtp_num_hidden_layers is 0")
         return Prediction(self, self.ranks)
 

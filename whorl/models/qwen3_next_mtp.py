@@ -25,7 +25,8 @@ class PredictionParts(Module):
 
     def __init__(self, target: "Qwen3Next", ranks: Ranks) -> None:
         super().__init__()
-        config, layer_class = target.config, target.layer_class
+        config: Any = target.config
+        layer_class = target.layer_class
         size = config.hidden_size
         # A layer like those of the model with attention; where layers have experts, it has them, too.
         alone = replace(config, kinds=(FULL,), windows=(None,), experts=_in_layer_0(config.experts))

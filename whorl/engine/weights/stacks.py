@@ -15,7 +15,7 @@ _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def separate(sources: Mapping[str, Source]) -> dict[str, Source]:
-    """Return the sources with those of each expert in place of stacks: gate_up_proj [E, 2 F, C], down_proj [E, C, F]."""
+    """Return the sources, with those of each expert in place of gate_up_proj [E, 2 F, C] and down_proj [E, C, F]."""
     return {new: part for name, source in sources.items() for new, part in _parts(name, source)}
 
 
