@@ -24,8 +24,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dense": Qwen3_5Text.tiny(),
     "experts": Qwen3_5Text.tiny(num_experts=5),
     "next with dense layers": Qwen3Next.tiny(mlp_only_layers=[1], norm_topk_prob=False, linear_num_value_heads=6),
-    "odd": Qwen3_5Text.tiny(**ODD, linear_key_head_dim=6, linear_value_head_dim=14, layer_types=None),
-    "tied, with biases": Qwen3_5Text.tiny(tie_word_embeddings=True, attention_bias=True, full_attention_interval=2),
+    "odd": Qwen3_5Text.tiny(**ODD, linear_key_head_dim=6, linear_value_head_dim=14, num_hidden_layers=5),
+    "tied, with biases": Qwen3_5Text.tiny(
+        tie_word_embeddings=True, attention_bias=True, layer_types=["full_attention", *["linear_attention"] * 3]
+    ),
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PROMPT = [(7 * i * i + 3 * i + 5) % 97 for i in range(150)]

@@ -30,9 +30,9 @@ class Move(NamedTuple):
 class StatePool:
     """Up to `num_snapshots` snapshots, and the limits that states set to chunks and drafts.
 
-    state_grid, most_rows: `StateSpec.grid` and `StateSpec.most_rows`. A prompt's state is saved at its end, where its tokens stop to be those of earlier
-    sequences, and about every `interval` tokens; any state when its sequence ends or is preempted. What is saved is the
-    state at the last multiple of the grid.
+    state_grid, most_rows: `StateSpec.grid` and `StateSpec.most_rows`. A prompt's state is saved at its end, where its
+    tokens stop to be those of earlier sequences, and about every `interval` tokens; any state when its sequence ends or
+    is preempted. What is saved is the state at the last multiple of the grid.
     """
 
     def __init__(

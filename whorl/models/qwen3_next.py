@@ -114,7 +114,7 @@ def tiny_sizes() -> dict[str, Any]:
     """Return sizes for tests: two layers of each kind, two key heads for four value heads, a quarter rotated."""
     return {
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "full_attention_interval": 2,
         "head_dim": 16,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
