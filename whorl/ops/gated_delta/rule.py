@@ -22,14 +22,14 @@ def gated_delta(
 ) -> _VALUES:
     """The gated delta rule over packed sequences: returns out, contiguous.
 
-    Sequence b is tokens starts[b] to starts[b + 1] (exclusive). Each of the G*HK value heads has a state S [D, DV], zero
-    at the start of a sequence; value head i reads key head i // G. A token does
+    Sequence b is tokens starts[b] to starts[b + 1] (exclusive). Each of the G*HK value heads has a state S [D, DV],
+    zero at the start of a sequence; value head i reads key head i // G. A token does
 
         S = e^g S;  S = S + k (beta (v - k S))^T;  out = scale q S
 
-    q and k are normalised already (`l2_norm`), g is 0 at most and beta from 0 to 1 (`delta_gates`). Tokens past the last
-    start are padding and zero. It is computed in chunks of 64 tokens from the start of the sequence, with operands in
-    q's dtype and sums, gates and state in fp32; out is rounded once. `arithmetic.py` has the roundings. The bits are
+    q and k are normalised already (`l2_norm`), g is 0 at most and beta from 0 to 1 (`delta_gates`). Tokens past the
+    last start are padding and zero. It is computed in chunks of 64 tokens from the start of the sequence, with operands
+    in q's dtype and sums, gates and state in fp32; out is rounded once. `arithmetic.py` has the roundings. The bits are
     those of `gated_delta_lanes` for the same tokens, however they are cut there. Differentiable in all but starts.
 
         out = ops.gated_delta(q, k, v, g, beta, starts, scale=128**-0.5)

@@ -1,5 +1,6 @@
 """Where the new tokens of running sequences lie: for operators that work on their lanes."""
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ def check_pieces(name: str, num_tokens: int, lanes: Tensor, query_starts: Tensor
         raise ValueError(
             f"{name}: query_starts are {starts}, expected 0 first, none below the one before, and {num_tokens} at most"
         )
-    for b, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for b, (first, end) in enumerate(itertools.pairwise(starts)):
         if end > first and lengths[b] < end - first:
             raise ValueError(
                 f"{name}: sequence {b} has {end - first} new tokens and context_lens {lengths[b]}, expected at least "
