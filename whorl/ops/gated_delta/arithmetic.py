@@ -62,9 +62,16 @@ class OpenChunk:
     def begin(cls, state: Tensor, num_key_heads: int, dtype: torch.dtype) -> "OpenChunk":
         """Return a chunk without rows. state: [HV, D, DV] in the dtype of accumulation."""
         heads, key_dim, value_dim = state.shape
-        shapes = (num_key_heads, CHUNK, key_dim), (heads, CHUNK, value_dim), (heads, CHUNK)
-        rows = (state.new_zeros(shape) for shape in (*shapes, shapes[1], (heads, CHUNK, BLOCK)))
-        return cls(state, rounded(state, dtype), *rows, dtype)
+        return cls(
+            state=state,
+            rounded=rounded(state, dtype),
+            keys=state.new_zeros(num_key_heads, CHUNK, key_dim),
+            deltas=state.new_zeros(heads, CHUNK, value_dim),
+            decays=state.new_zeros(heads, CHUNK),
+            errors=state.new_zeros(heads, CHUNK, value_dim),
+            inverses=state.new_zeros(heads, CHUNK, BLOCK),
+            dtype=dtype,
+        )
 
     def append(self, rows: Rows, scale: float) -> Tensor:
         """Compute new rows, which may fill this chunk and more, and return their outputs [n, HV, DV], not rounded."""

@@ -3,12 +3,17 @@
 from collections.abc import Iterator
 from typing import Annotated, NamedTuple
 
+import torch
 from torch import Tensor
 
-from .._op import narrow, operator, widen
+from .._draw import Draw
+from .._op import Values, narrow, operator, widen
 from .arithmetic import OpenChunk, Rows
-from .layout import BLOCK, CHUNK
-from .sequences import check_pieces, pieces
+from .layout import BLOCK, CHUNK, delta_tensors
+from .rule import draw_rule
+from .sequences import check_pieces, draw_lanes, pieces
+
+_LENGTHS = ("lanes", "query_starts", "context_lens")
 
 
 def _check(q: Tensor, lanes: Tensor, query_starts: Tensor, context_lens: Tensor, **_: object) -> None:
@@ -107,3 +112,58 @@ def _store(chunk: OpenChunk, stored: Stored, start: int, stop: int) -> None:
 def _places(first: int, end: int, of_lane: Tensor) -> list[int]:
     """Return where rows first to end (exclusive) of a chunk are in a tensor of a lane."""
     return [i % of_lane.shape[1] for i in range(first, end)]
+
+
+_SMALL = {"HK": 1, "G": 1, "D": 16, "DV": 16}
+_CASES: list[Values] = [
+    {"queries": (1,), "contexts": (1,), **_SMALL},
+    {"queries": (3, 1, 2), "contexts": (5, 64, 130), "HK": 2, "G": 2, "D": 32, "DV": 16},
+    {"queries": (16, 5), "contexts": (30, 68), "HK": 1, "G": 3, "D": 16, "DV": 24, "scale": 0.01},
+    {"queries": (70, 0, 40), "contexts": (70, 9, 168), "idle": 3, "HK": 2, "G": 1, "D": 24, "DV": 40},
+    {"queries": (0,), "contexts": (4,), **_SMALL},
+    {"queries": (1, 4), "contexts": (63, 64), "HK": 1, "G": 2, "D": 32, "DV": 32, "sliced": True},
+    {"queries": (128, 50), "contexts": (192, 50), **_SMALL},
+    {"queries": (4, 1), "contexts": (34, 49), "HK": 1, "G": 2, "D": 16, "DV": 16},
+]
+_QWEN = {"HK": 16, "G": 2, "D": 128, "DV": 128}
+_BENCH: list[Values] = [
+    {"queries": (8192,), "contexts": (8192,), **_QWEN},
+    {"queries": (1,), "contexts": (4130,), **_QWEN},
+    {"queries": (1,) * 64, "contexts": (4130,) * 64, **_QWEN},
+]
+
+
+@gated_delta_lanes.inputs(cases=_CASES, bench=_BENCH)
+def _(
+    draw: Draw,
+    queries: tuple[int, ...],
+    contexts: tuple[int, ...],
+    HK: int,
+    G: int,
+    D: int,
+    DV: int,
+    idle: int = 0,
+) -> Values:
+    """The rows of open chunks are those that `gated_delta_lanes` leaves: others may have no inverse."""
+    lanes = draw_lanes(draw, queries, contexts, idle)
+    sizes = {"HK": HK, "G": G, "D": D, "DV": DV, "scale": D**-0.5}
+    tensors = draw_rule(draw, lanes["T"], HK, G * HK, D)
+    if draw.device == "meta":
+        return {**lanes, **sizes, **tensors, "out": draw.normal}
+    stored = Draw(draw.dtype, draw.device)
+    kept, rows = delta_tensors(HK, G * HK, D, DV, 1, draw.dtype)
+    specs = {name: spec for name, spec in (kept | rows).items() if name not in ("tail", "inputs")}
+    kind = {torch.float32: draw.wide}
+    of_lanes = {
+        name: torch.zeros(lanes["M"], *shape, dtype=kind.get(dtype, dtype), device=draw.device)
+        for name, (shape, dtype) in specs.items()
+    }
+    of_lanes["state"] += 0.3 * torch.randn(of_lanes["state"].shape, **stored.kind)
+    before = [(context - query) % CHUNK for query, context in zip(queries, contexts, strict=True)]
+    old = draw_lanes(stored, before, before, 0)
+    earlier = draw_rule(stored, sum(before), HK, G * HK, D)
+    v = stored.scaled(sum(before), G * HK, DV)
+    gated_delta_lanes.reference(
+        **earlier, v=v, out=torch.empty_like(v), **of_lanes, **{n: old[n] for n in _LENGTHS}, scale=D**-0.5
+    )
+    return {**lanes, **sizes, **tensors, **of_lanes, "out": draw.normal}
