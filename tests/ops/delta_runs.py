@@ -1,5 +1,6 @@
 """Gated delta layers run in several ways: packed as in training, and over the lanes of running sequences."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def new_lanes(count: int, dtype: torch.dtype, device: str = "cpu", junk: bool = 
     return {name: x.to(device) for name, x in tensors.items()}
 
 
-RULE = ("state", "rounded", "keys", "deltas", "decays")
+RULE = ("state", "rounded", "keys", "deltas", "decays", "errors", "inverses")
 CONV = ("tail", "inputs")
 
 
@@ -70,7 +71,7 @@ def call(name: str, tensors: Values, states: Values, spans: list[tuple[int, int,
 
 def in_cuts(name: str, tensors: Values, cuts: list[int], states: Values, lane: int = 0, **options: Any) -> Tensor:
     """A sequence computed in calls that end at `cuts`."""
-    pairs = zip([0, *cuts], cuts, strict=False)
+    pairs = itertools.pairwise([0, *cuts])
     return torch.cat([call(name, tensors, states, [(lane, first, end)], **options) for first, end in pairs])
 
 

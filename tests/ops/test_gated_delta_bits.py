@@ -34,10 +34,8 @@ def packed(values: Values) -> Tensor:
 
 def written(states: Values) -> dict[str, Tensor]:
     """What a lane holds of 200 tokens: the state and the rows since token 192."""
-    rows = LENGTH % CHUNK
-    return {
-        name: x[0] if name in ("state", "rounded") else x[0, :, :rows] for name, x in states.items() if name in RULE
-    }
+    rows = {name: x[0, :, : LENGTH % CHUNK] for name, x in states.items() if name in RULE}
+    return rows | {name: states[name][0] for name in ("state", "rounded")}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

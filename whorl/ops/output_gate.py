@@ -33,3 +33,17 @@ def output_gate_backward(dy: _LIKE_X, x: _X, gate: _LIKE_X) -> tuple[_LIKE_X, _L
 def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
     dx, dgate = output_gate_backward(grads[0], args["x"], args["gate"], backend=args["backend"])
     return {"x": dx, "gate": dgate}
+
+
+_CASES: list[Values] = [
+    {"shape": (1, 8)},
+    {"shape": (17, 128), "scale": 0.01},
+    {"shape": (2, 3, 96)},
+    {"shape": (3, 5)},
+    {"shape": (0, 64)},
+    {"shape": (6, 7, 64), "sliced": True},
+]
+_BENCH: list[Values] = [{"shape": (8192, 16, 256), "sliced": 256}, {"shape": (64, 16, 256)}]
+
+output_gate.inputs(cases=_CASES, bench=_BENCH)
+output_gate_backward.inputs(cases=_CASES, bench=_BENCH)

@@ -1,19 +1,21 @@
 """The arithmetic of the gated delta rule: rows of one chunk, computed from the rows before them.
 
-For row i of a chunk with the state S at its start (~ rounds to the dtype of the operands):
+A chunk has CHUNK rows, in blocks of BLOCK. For row i of block b, with the state S at the chunk's start (~ rounds to the
+dtype of the operands, e_i is row i of the identity):
 
     G_i = G_(i-1) + g_i
-    L_ij = beta_i (e^(G_i - G_j) k_i.k_j),  P_ij = ~(e^(G_i - G_j) q_i.k_j)
-    r_i = beta_i (v_i - e^(G_i) k_i ~S)
-    y_i = r_i - sum over j of earlier blocks of ~L_ij d_j;  then, j upwards in its own block, y_i -= L_ij d_j
-    d_i = ~y_i
+    L_ij = beta_i (e^(G_i - G_j) k_i.k_j) for j < i,  P_ij = ~(e^(G_i - G_j) q_i.k_j) for j <= i
+    y_i = beta_i (v_i - e^(G_i) k_i ~S) - sum over j in earlier blocks of ~L_ij d_j
+    t_i = e_i - sum over j < i in block b of L_ij t_j,  j upwards
+    d_i = ~(sum over j <= i in block b of ~t_ij ~y_j)
     o_i = scale (e^(G_i) q_i ~S + sum over j <= i of P_ij d_j)
 
 and after the last row S becomes e^(G_63) S + sum over j of k_j ~(e^(G_63 - G_j) d_j). Sums and the rest are in fp32.
+t is the inverse of I + L within a block: substituting the d_j themselves would be as exact, and a chain of 64 steps.
 
-The reference computes the rows of a block of BLOCK in products of one shape each, whatever rows of the block are new
-and whatever is computed before or after. A library chooses a kernel by the shape alone, and rows of a product do not
-depend on one another, so a row's bits are those that it has in any other call.
+The reference computes the rows of a block in products of one shape each, whatever rows of the block are new and
+whatever is computed before or after. A library chooses a kernel by the shape alone, and rows of a product do not depend
+on one another, so a row's bits are those that it has in any other call.
 """
 
 from dataclasses import dataclass
@@ -49,8 +51,10 @@ class OpenChunk:
     state: Tensor  # [HV, D, DV]
     rounded: Tensor
     keys: Tensor  # [HK, CHUNK, D]
-    deltas: Tensor  # [HV, CHUNK, DV]
-    decays: Tensor  # [HV, CHUNK]
+    deltas: Tensor  # d, [HV, CHUNK, DV]
+    decays: Tensor  # G, [HV, CHUNK]
+    errors: Tensor  # y, [HV, CHUNK, DV]
+    inverses: Tensor  # t, [HV, CHUNK, BLOCK]
     dtype: torch.dtype
     length: int = 0
 
@@ -58,8 +62,16 @@ class OpenChunk:
     def begin(cls, state: Tensor, num_key_heads: int, dtype: torch.dtype) -> "OpenChunk":
         """Return a chunk without rows. state: [HV, D, DV] in the dtype of accumulation."""
         heads, key_dim, value_dim = state.shape
-        keys, deltas = (state.new_zeros(n, CHUNK, dim) for n, dim in ((num_key_heads, key_dim), (heads, value_dim)))
-        return cls(state, rounded(state, dtype), keys, deltas, state.new_zeros(heads, CHUNK), dtype)
+        return cls(
+            state=state,
+            rounded=rounded(state, dtype),
+            keys=state.new_zeros(num_key_heads, CHUNK, key_dim),
+            deltas=state.new_zeros(heads, CHUNK, value_dim),
+            decays=state.new_zeros(heads, CHUNK),
+            errors=state.new_zeros(heads, CHUNK, value_dim),
+            inverses=state.new_zeros(heads, CHUNK, BLOCK),
+            dtype=dtype,
+        )
 
     def append(self, rows: Rows, scale: float) -> Tensor:
         """Compute new rows, which may fill this chunk and more, and return their outputs [n, HV, DV], not rounded."""
@@ -73,27 +85,28 @@ class OpenChunk:
         return torch.cat(outs) if outs else torch.zeros_like(rows.v)
 
     def _append_to_block(self, rows: Rows, scale: float) -> Tensor:
-        first, count, group = self.length, len(rows.q), len(self.state) // len(self.keys)
-        block, end = first - first % BLOCK, first + count
-        self.keys[:, first:end] = rows.k.transpose(0, 1)
+        first, end, group = self.length, self.length + len(rows.q), len(self.state) // len(self.keys)
+        block, new = first - first % BLOCK, slice(first, end)
+        own, place = slice(block, block + BLOCK), slice(first - block, end - block)
+        self.keys[:, new] = rows.k.transpose(0, 1)
         for i, g in enumerate(rows.g, first):  # one after the other: the tree of a scan depends on the number of rows
-            self.decays[:, i] = self.decays[:, i - 1] + g if i else g
-        self.length = end
-        place = slice(first - block, end - block)
+            self.decays[:, i] = (self.decays[:, i - 1] if i else 0) + g
         v, beta = _tile(rows.v, place), _tile(rows.beta[:, :, None], place)
-        qk = torch.cat((_tile(rows.k, place), _tile(rows.q, place)), 1)
-        products = (qk @ self.keys.transpose(1, 2)).repeat_interleave(group, 0)
-        of_state = qk.repeat_interleave(group, 0) @ self.rounded
+        kq = torch.cat((_tile(rows.k, place), _tile(rows.q, place)), 1)
+        products = (kq @ self.keys.transpose(1, 2)).repeat_interleave(group, 0)
+        of_state = kq.repeat_interleave(group, 0) @ self.rounded
         decay, growth = self._decays(block, place)
         lower = beta * (decay * products[:, :BLOCK]).tril(block - 1)
-        weights = rounded(decay * products[:, BLOCK:], self.dtype)
+        earlier = torch.arange(CHUNK, device=lower.device) < block
         y = beta * (v - growth * of_state[:, :BLOCK])
-        y = y - rounded(lower, self.dtype).where(_before(block, y), 0) @ self.deltas
-        for i in range(end - block):
-            if i >= place.start:
-                self.deltas[:, block + i] = rounded(y[:, i], self.dtype)
-            y[:, i + 1 :] -= lower[:, i + 1 :, block + i, None] * self.deltas[:, block + i, None]
+        y = y - rounded(lower, self.dtype).where(earlier, 0) @ self.deltas
+        self.errors[:, new] = rounded(y[:, place], self.dtype)
+        self._invert(lower[:, :, own], own, place)
+        deltas = rounded(self.inverses[:, own], self.dtype) @ self.errors[:, own]
+        self.deltas[:, new] = rounded(deltas[:, place], self.dtype)
+        weights = rounded(decay * products[:, BLOCK:], self.dtype)
         out = scale * (growth * of_state[:, BLOCK:] + weights @ self.deltas)
+        self.length = end
         return out[:, place].transpose(0, 1)
 
     def _decays(self, block: int, place: slice) -> tuple[Tensor, Tensor]:
@@ -103,6 +116,13 @@ class OpenChunk:
         hidden[place] = torch.ones_like(hidden[place]).triu(block + place.start + 1)
         return (of_rows - self.decays[:, None]).masked_fill(hidden, 0).exp().masked_fill(hidden, 0), of_rows.exp()
 
+    def _invert(self, lower: Tensor, own: slice, place: slice) -> None:
+        """Compute the new rows of t. lower: L of the block, [HV, BLOCK, BLOCK], zero in rows that are not new."""
+        rows = self.inverses[:, own]
+        rows[:, place] = torch.eye(BLOCK, dtype=rows.dtype, device=rows.device)[place]
+        for j in range(place.stop - 1):
+            rows -= lower[:, :, j, None] * rows[:, j, None].clone()
+
     def _flush(self) -> None:
         """Take the rows of a full chunk into the state, and begin the next chunk."""
         last = self.decays[:, -1:]
@@ -110,7 +130,7 @@ class OpenChunk:
         keys = self.keys.repeat_interleave(len(self.state) // len(self.keys), 0)
         self.state = last.exp()[:, :, None] * self.state + keys.transpose(1, 2) @ deltas
         self.rounded, self.length = rounded(self.state, self.dtype), 0
-        for rows in (self.keys, self.deltas, self.decays):
+        for rows in (self.keys, self.deltas, self.decays, self.errors, self.inverses):
             rows.zero_()
 
 
@@ -124,8 +144,3 @@ def _tile(x: Tensor, place: slice) -> Tensor:
     tile = x.new_zeros(x.shape[1], BLOCK, x.shape[2])
     tile[:, place] = x.transpose(0, 1)
     return tile
-
-
-def _before(block: int, like: Tensor) -> Tensor:
-    """Return which rows of a chunk lie before a block, [CHUNK]."""
-    return torch.arange(CHUNK, device=like.device) < block

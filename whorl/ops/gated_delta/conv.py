@@ -5,6 +5,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from .._draw import Draw
 from .._op import Values, narrow, operator, widen
 from ..attention.packed import Starts, check_starts, read, sequences
 
@@ -75,3 +76,25 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     tensors = (args[name] for name in ("x", "weight", "starts"))
     dx, dweight = causal_conv_backward(grads[0], *tensors, backend=args["backend"])
     return {"x": dx, "weight": dweight}
+
+
+_CASES: list[Values] = [
+    {"lengths": (1,), "N": 8, "W": 4},
+    {"lengths": (7, 5, 2), "N": 24, "W": 4},
+    {"lengths": (12, 1), "N": 40, "W": 3, "scale": 0.01, "weight": torch.float32},
+    {"lengths": (6, 0, 8), "idle": 3, "N": 17, "W": 4},
+    {"lengths": (0,), "N": 16, "W": 4},
+    {"lengths": (), "idle": 2, "N": 16, "W": 4},
+    {"lengths": (20, 11), "sliced": True, "N": 64, "W": 2},
+    {"lengths": (70, 2), "N": 130, "W": 4},
+]
+_BENCH: list[Values] = [{"lengths": (8192,), "N": 8192, "W": 4}, {"lengths": (4000, 1192, 3000), "N": 8192, "W": 4}]
+
+
+def special_inputs(draw: Draw, lengths: tuple[int, ...], idle: int = 0) -> Values:
+    """Return what is special of a case of packed sequences; idle: tokens past the last one."""
+    return {"T": sum(lengths) + idle, "starts": draw.offsets(lengths)}
+
+
+causal_conv.inputs(cases=_CASES, bench=_BENCH)(special_inputs)
+causal_conv_backward.inputs(cases=_CASES, bench=_BENCH)(special_inputs)

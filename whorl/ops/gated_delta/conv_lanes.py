@@ -5,10 +5,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from .._op import narrow, operator, widen
+from .._draw import Draw
+from .._op import Values, narrow, operator, widen
 from .conv import convolve, silu
-from .layout import CHUNK
-from .sequences import Piece, check_pieces, pieces
+from .layout import CHUNK, MOST_ROWS
+from .sequences import Piece, check_pieces, draw_lanes, pieces
 
 
 def _check(
@@ -69,3 +70,25 @@ def _keep(tail: Tensor, inputs: Tensor, seen: Tensor, piece: Piece, reach: int) 
     first = max(piece.start, point, stop - len(inputs))
     at = [p % CHUNK % len(inputs) for p in range(first, stop)]
     inputs[at] = seen[first - origin :]
+
+
+_CASES: list[Values] = [
+    {"queries": (1,), "contexts": (1,), "N": 8},
+    {"queries": (3, 1, 2), "contexts": (5, 64, 130), "N": 24},
+    {"queries": (16, 5), "contexts": (30, 68), "N": 40, "W": 3, "scale": 0.01},
+    {"queries": (70, 0, 40), "contexts": (70, 9, 168), "idle": 3, "N": 17},
+    {"queries": (0,), "contexts": (4,), "N": 16},
+    {"queries": (1, 4), "contexts": (63, 64), "N": 32, "sliced": True},
+    {"queries": (128,), "contexts": (192,), "N": 16, "W": 2},
+]
+_BENCH: list[Values] = [
+    {"queries": (8192,), "contexts": (8192,), "N": 8192},
+    {"queries": (1,), "contexts": (4100,), "N": 8192},
+    {"queries": (1,) * 64, "contexts": (4100,) * 64, "N": 8192},
+]
+
+
+@causal_conv_lanes.inputs(cases=_CASES, bench=_BENCH)
+def _(draw: Draw, queries: tuple[int, ...], contexts: tuple[int, ...], idle: int = 0, W: int = 4) -> Values:
+    lanes = draw_lanes(draw, queries, contexts, idle)
+    return {**lanes, "W": W, "ring": MOST_ROWS + W - 1, "y": draw.normal}

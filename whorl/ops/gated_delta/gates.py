@@ -5,6 +5,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from .._draw import Draw
 from .._op import Values, narrow, operator, widen
 
 _A = Annotated[Tensor, "[..., H] float"]
@@ -53,3 +54,25 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
     dg, dbeta = (torch.zeros_like(wide) if grad is None else grad for grad in grads)
     gradients = delta_gates_backward(dg, dbeta, *(args[name] for name in names), backend=args["backend"])
     return dict(zip(names, gradients, strict=True))
+
+
+_CASES: list[Values] = [
+    {"tokens": (1,), "heads": 4},
+    {"tokens": (17,), "heads": 32, "scale": 0.01},
+    {"tokens": (2, 3), "heads": 6, "a_log": torch.float32, "dt_bias": torch.float32},
+    {"tokens": (3,), "heads": 5, "scale": 30.0},
+    {"tokens": (0,), "heads": 8},
+    {"tokens": (6,), "heads": 16, "sliced": True},
+    {"tokens": (300,), "heads": 32},
+]
+_QWEN = {"heads": 32, "a_log": torch.float32, "dt_bias": torch.float32}
+_BENCH: list[Values] = [{"tokens": (8192,), **_QWEN}, {"tokens": (64,), **_QWEN}]
+
+
+def _make(draw: Draw, heads: int, a_log: torch.dtype | None = None) -> Values:
+    kind = a_log or draw.dtype
+    return {"a_log": torch.randn(heads, device=draw.device).to(draw.wide if kind == torch.float32 else kind)}
+
+
+delta_gates.inputs(cases=_CASES, bench=_BENCH, words={"heads": "H"})(_make)
+delta_gates_backward.inputs(cases=_CASES, bench=_BENCH, words={"heads": "H"})(_make)

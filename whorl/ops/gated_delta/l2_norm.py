@@ -35,3 +35,17 @@ def l2_norm_backward(dy: _LIKE_X, x: _X, eps: _EPS = 1e-6) -> _LIKE_X:
 @l2_norm.gradient(save=("x",))
 def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
     return {"x": l2_norm_backward(grads[0], args["x"], args["eps"], backend=args["backend"])}
+
+
+_CASES: list[Values] = [
+    {"shape": (1, 8)},
+    {"shape": (17, 128), "scale": 0.01},
+    {"shape": (2, 3, 96)},
+    {"shape": (3, 5)},
+    {"shape": (0, 64)},
+    {"shape": (6, 7, 64), "sliced": True, "eps": 1e-3},
+]
+_BENCH: list[Values] = [{"shape": (8192, 32, 128), "sliced": 4096}, {"shape": (64, 32, 128)}]
+
+l2_norm.inputs(cases=_CASES, bench=_BENCH)
+l2_norm_backward.inputs(cases=_CASES, bench=_BENCH)

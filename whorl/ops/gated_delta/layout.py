@@ -4,7 +4,8 @@ import torch
 
 CHUNK = 64  # tokens of a chunk; chunks begin at positions that are multiples of this
 BLOCK = 16  # rows of a chunk that are computed together
-MOST_ROWS = 16  # new tokens of a decoding sequence, drafts included, for which a layer has room by default
+RECENT = 2 * BLOCK  # rows of a chunk of which everything is stored
+MOST_ROWS = 16  # new tokens of a decoding sequence in a call, drafts included: they lie in two blocks at most
 
 TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -16,8 +17,6 @@ def delta_tensors(
     value_dim: int,
     width: int,
     dtype: torch.dtype,
-    *,
-    most_rows: int = MOST_ROWS,
 ) -> tuple[TensorSpecs, TensorSpecs]:
     """Return the shapes and dtypes of what a layer stores for a sequence, without the dim of lanes.
 
@@ -32,11 +31,12 @@ def delta_tensors(
         keys    [HK, CHUNK, D]    the normalised key of each row
         deltas  [HV, CHUNK, DV]   what each row adds to the state, next to its key
         decays  [HV, CHUNK] fp32  the sum of the rows' g up to each row
-        inputs  [ring, N]         the convolution's inputs: row i is at i % ring
+        errors  [HV, RECENT, DV]  of rows of the last two blocks, row i at i % RECENT
+        inverses [HV, RECENT, BLOCK] fp32  of the same rows
+        inputs  [ring, N]         the convolution's inputs, that of row i at i % ring
 
-    N: channels of the convolution, of all q, k and v heads. width: the convolution's. most_rows: new tokens of a
-    decoding sequence in one call, drafts included; the ring has as many rows more than a convolution looks back, so
-    that drafts may be rejected. Sizes are those of this rank.
+    N: channels of the convolution, of all q, k and v heads. width: the convolution's. There is room to reject drafts of
+    up to MOST_ROWS tokens in a call. `arithmetic.py` says what rows are. Sizes are those of this rank.
     """
     channels = 2 * num_key_heads * key_dim + num_value_heads * value_dim
     state = (num_value_heads, key_dim, value_dim)
@@ -46,6 +46,8 @@ def delta_tensors(
         "keys": ((num_key_heads, CHUNK, key_dim), dtype),
         "deltas": ((num_value_heads, CHUNK, value_dim), dtype),
         "decays": ((num_value_heads, CHUNK), torch.float32),
-        "inputs": ((most_rows + width - 1, channels), dtype),
+        "errors": ((num_value_heads, RECENT, value_dim), dtype),
+        "inverses": ((num_value_heads, RECENT, BLOCK), torch.float32),
+        "inputs": ((MOST_ROWS + width - 1, channels), dtype),
     }
     return kept, rows

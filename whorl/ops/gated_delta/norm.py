@@ -60,3 +60,18 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     options = {name: args[name] for name in ("eps", "activation", "backend")}
     gradients = gated_rms_norm_backward(grads[0], *(args[name] for name in names), **options)
     return dict(zip(names, gradients, strict=True))
+
+
+_CASES: list[Values] = [
+    {"shape": (1, 8)},
+    {"shape": (17, 128), "scale": 0.01},
+    {"shape": (2, 3, 96), "activation": "sigmoid"},
+    {"shape": (3, 5), "weight": torch.float32},
+    {"shape": (0, 64)},
+    {"shape": (6, 7, 64), "sliced": True, "eps": 1e-3},
+    {"shape": (300, 128)},
+]
+_BENCH: list[Values] = [{"shape": (8192, 32, 128)}, {"shape": (64, 32, 128)}]
+
+gated_rms_norm.inputs(cases=_CASES, bench=_BENCH)
+gated_rms_norm_backward.inputs(cases=_CASES, bench=_BENCH)
