@@ -18,6 +18,8 @@ from whorl.nn import Destination, Linear, Mix, Mixer, Packed, Plain, Ranks, RMSN
 from whorl.ops.gated_delta import CHUNK, delta_tensors
 from whorl.ops.gated_delta.layout import MOST_ROWS
 
+# What the recurrence stores for a sequence, in the order in which its operator takes it; the convolution has the rest.
+_OF_THE_RULE = ("state", "rounded", "keys", "deltas", "decays", "errors", "inverses")
 _SLOWEST, _FASTEST = 2e-4, 2e-2  # decay rates of random heads: over 64 tokens a state keeps 0.99 to 0.4 of itself
 
 
@@ -176,7 +178,7 @@ class GatedDelta(Mixer):
         ops.causal_conv_lanes.unchecked(qkv, self._taps, y, cache["tail"], cache["inputs"], *where)
         inputs = self._heads(y, ba)
         out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
-        states = [cache[name] for name in ("state", "rounded", "keys", "deltas", "decays")]
+        states = [cache[name] for name in _OF_THE_RULE]
         ops.gated_delta_lanes.unchecked(*inputs, out, *states, *where, scale=self.scale)
         return out.flatten(1)
 
