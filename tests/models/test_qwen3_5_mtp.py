@@ -104,9 +104,12 @@ def test_drafts_change_no_token(name: str) -> None:
     target = CONFIGS[name]()
     layer: Any = random_prediction(target)
     with torch.no_grad():  # both follow the last token most, so that drafts are often right
-        target.decoder.embed_tokens.weight.mul_(4)
+        target.decoder.embed_tokens.weight.mul_(10)
         layer.mtp.fc.weight[:, :96].copy_(torch.eye(96))
         layer.mtp.fc.weight[:, 96:] *= 0.1
+        for key, weight in (*target.named_parameters(), *layer.named_parameters()):
+            if any(part in key for part in ("o_proj", "out_proj", "down_proj")):
+                weight *= 0.2
     llm = LLM(
         model=target, device="cpu", block_size=16, num_blocks=40, num_snapshots=2, speculate=MTP(layer=layer, k=3),
         max_num_seqs=4, max_num_batched_tokens=80, max_model_len=200, draft_length="fixed",

@@ -38,7 +38,7 @@ def on_a_rank(paths: dict[str, Path]) -> dict[str, Tensor]:
 
 def sequence(model: Any) -> Tensor:
     """Logits of a prompt, and of tokens behind it that are past the end of its second chunk."""
-    runner = Runner(model)
+    runner = Runner(model, 160)
     return torch.cat([runner.run(LONG), *(runner.run([token]) for token in LONG[:55])])
 
 
@@ -90,11 +90,13 @@ def test_quantised_weights_are_those_of_the_dequantised_model(name: str, kind: A
 
 def test_a_projection_that_cannot_be_cut_says_so(tmp_path: Path) -> None:
     """The pieces of Qwen3-Next's in_proj_ba are two rows long."""
-    case = replace(
-        CASES["awq"], kept=(*CASES["awq"].kept, "conv1d", "shared_expert_gate"), sizes=CASES["awq"].sizes | HEADS
-    )
-    path, _ = write(tmp_path, case, Qwen3Next)
-    with pytest.raises(ValueError, match=r"in_proj_ba: a part of it is rows 0 to 2 of 8, .* leaves this layer unquant"):
+    case = CASES["awq"]
+    heads = {**HEADS, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    kept = (*case.kept, "conv1d", "shared_expert_gate")
+    path, _ = write(tmp_path, replace(case, kept=kept, sizes=case.sizes | heads), Qwen3Next)
+    with pytest.raises(
+        ValueError, match=r"in_proj_ba: a part of it is rows 0 to 2 of 16, .* leaves this layer unquant"
+    ):
         load(path)
 
 

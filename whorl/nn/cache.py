@@ -186,6 +186,11 @@ class States:
                     cache[name] = flat.view(num_lanes, *shape)
                     first += size
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all lanes and snapshots."""
+        return self._lanes.nbytes + self._snapshots.nbytes
+
     def clear(self, lane: int) -> None:
         """Zero all states of a lane."""
         self._lanes[lane].zero_()
