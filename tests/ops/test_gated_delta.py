@@ -80,3 +80,56 @@ def test_gates_and_norms_are_transformers() -> None:
     torch.nn.init.normal_(theirs.weight)
     torch.testing.assert_close(ops.gated_rms_norm(x, z, theirs.weight), theirs(x, z))
     torch.testing.assert_close(ops.output_gate(x, z), x * z.sigmoid())
+
+
+# ---- gradients
+
+
+def gradients(function: object, values: dict[str, Tensor], cotangent: Tensor) -> list[Tensor]:
+    leaves = {name: x.detach().requires_grad_() for name, x in values.items()}
+    return list(torch.autograd.grad(function(leaves), list(leaves.values()), cotangent))  # type: ignore[operator]
+
+
+def recurrence(values: dict[str, Tensor]) -> Tensor:
+    """The rule token by token, as its docstring has it."""
+    q, k = (values[n].repeat_interleave(HV // HK, 1) for n in ("q", "k"))
+    state, outs = q.new_zeros(HV, D, values["v"].shape[2]), []
+    for t in range(len(q)):
+        state = values["g"][t].exp()[:, None, None] * state
+        error = values["v"][t] - (k[t, :, :, None] * state).sum(1)
+        state = state + k[t, :, :, None] * (values["beta"][t, :, None] * error)[:, None]
+        outs.append(D**-0.5 * (q[t, :, :, None] * state).sum(1))
+    return torch.stack(outs)
+
+
+def test_gradients_of_the_rule_are_autograds() -> None:
+    values = draw(150, torch.float64)
+    cotangent = torch.randn(150, *values["v"].shape[1:], dtype=torch.float64)
+
+    def packed_in_two(leaves: dict[str, Tensor]) -> Tensor:
+        return packed(leaves, (70, 80))
+
+    def one_by_one(leaves: dict[str, Tensor]) -> Tensor:
+        return torch.cat([recurrence({n: x[part] for n, x in leaves.items()}) for part in (slice(70), slice(70, 150))])
+
+    torch.testing.assert_close(packed_in_two(values), one_by_one(values), rtol=1e-10, atol=1e-12)
+    for actual, expected in zip(
+        *(gradients(f, values, cotangent) for f in (packed_in_two, one_by_one)), strict=True
+    ):  # fmt: skip
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+def check_gradients(op: ops.Op, *arguments: Tensor, rest: tuple[Tensor, ...] = (), **options: object) -> None:
+    leaves = [x.double().requires_grad_() for x in arguments]
+    assert torch.autograd.gradcheck(lambda *tensors: op(*tensors, *rest, **options), leaves)
+
+
+def test_gradients_of_the_rest_are_numerical_ones() -> None:
+    x, z = torch.randn(5, 3, 6), torch.randn(5, 3, 6)
+    check_gradients(ops.l2_norm, x)
+    check_gradients(ops.output_gate, x, z)
+    for activation in ("silu", "sigmoid"):
+        check_gradients(ops.gated_rms_norm, x, z, torch.randn(6), activation=activation)
+    check_gradients(ops.delta_gates, x, z, torch.randn(6), torch.randn(6))
+    starts = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    check_gradients(ops.causal_conv, torch.randn(10, 3), torch.randn(3, 4), rest=(starts,))

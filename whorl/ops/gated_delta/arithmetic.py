@@ -6,7 +6,7 @@ dtype of the operands, e_i is row i of the identity):
     G_i = G_(i-1) + g_i
     L_ij = beta_i (e^(G_i - G_j) k_i.k_j) for j < i,  P_ij = ~(e^(G_i - G_j) q_i.k_j) for j <= i
     y_i = beta_i (v_i - e^(G_i) k_i ~S) - sum over j in earlier blocks of ~L_ij d_j
-    t_i = e_i - sum over j < i in block b of L_ij t_j,  j upwards
+    t_i = e_i - sum over j < i in block b of L_ij t_j,  j in the order of `tree`
     d_i = ~(sum over j <= i in block b of ~t_ij ~y_j)
     o_i = scale (e^(G_i) q_i ~S + sum over j <= i of P_ij d_j)
 
@@ -118,10 +118,9 @@ class OpenChunk:
 
     def _invert(self, lower: Tensor, own: slice, place: slice) -> None:
         """Compute the new rows of t. lower: L of the block, [HV, BLOCK, BLOCK], zero in rows that are not new."""
-        rows = self.inverses[:, own]
-        rows[:, place] = torch.eye(BLOCK, dtype=rows.dtype, device=rows.device)[place]
-        for j in range(place.stop - 1):
-            rows -= lower[:, :, j, None] * rows[:, j, None].clone()
+        rows, unit = self.inverses[:, own], torch.eye(BLOCK, dtype=lower.dtype, device=lower.device)
+        for i in range(place.start, place.stop):
+            rows[:, i] = unit[i] - tree(lower[:, i, :, None] * rows)
 
     def _flush(self) -> None:
         """Take the rows of a full chunk into the state, and begin the next chunk."""
@@ -132,6 +131,13 @@ class OpenChunk:
         self.rounded, self.length = rounded(self.state, self.dtype), 0
         for rows in (self.keys, self.deltas, self.decays, self.errors, self.inverses):
             rows.zero_()
+
+
+def tree(x: Tensor) -> Tensor:
+    """Return the sum over the rows of x [H, BLOCK, C]: the second half is added to the first until one row is left."""
+    while x.shape[1] > 1:
+        x = x[:, : x.shape[1] // 2] + x[:, x.shape[1] // 2 :]
+    return x[:, 0]
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

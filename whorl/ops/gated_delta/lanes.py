@@ -1,13 +1,14 @@
 """The gated delta rule of running sequences, whose states lie in their lanes."""
 
 from collections.abc import Iterator
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._draw import Draw
 from .._op import Values, narrow, operator, widen
+from ..attention.packed import head_reason
 from .arithmetic import OpenChunk, Rows
 from .layout import BLOCK, CHUNK, delta_tensors
 from .rule import draw_rule
@@ -112,6 +113,19 @@ def _store(chunk: OpenChunk, stored: Stored, start: int, stop: int) -> None:
 def _places(first: int, end: int, of_lane: Tensor) -> list[int]:
     """Return where rows first to end (exclusive) of a chunk are in a tensor of a lane."""
     return [i % of_lane.shape[1] for i in range(first, end)]
+
+
+def _triton_reason(q: Tensor, **arguments: Any) -> str | None:
+    for name in ("state", "rounded", "keys", "deltas", "decays", "errors", "inverses"):
+        x = arguments[name]
+        if len(x) and not x[0].is_contiguous():
+            return f"a lane's {name} must be contiguous, got strides {list(x.stride())}"
+    if arguments["out"].stride(-1) != 1:
+        return f"out must have unit stride along channels, got strides {list(arguments['out'].stride())}"
+    return head_reason(q)
+
+
+gated_delta_lanes.impl("triton", "rows_triton:compute", accepts=_triton_reason)
 
 
 _SMALL = {"HK": 1, "G": 1, "D": 16, "DV": 16}

@@ -7,22 +7,20 @@ from torch import Tensor
 
 from .._draw import Draw
 from .._op import Values, narrow, operator, widen
-from ..attention.packed import Starts, check_starts, read, sequences
+from ..attention.packed import Starts, check_starts, head_reason, read, sequences
 from .arithmetic import OpenChunk, Rows
 from .l2_norm import l2_norm
 from .layout import CHUNK
 
-_KEYS = Annotated[Tensor, "[T, HK>0, D] q"]
-_QUERIES = Annotated[Tensor, "[T, HK>0, D] float"]
-_VALUES = Annotated[Tensor, "[T, G*HK, DV] q"]
-_GATES = Annotated[Tensor, "[T, G*HK] fp32"]
-_SCALE = Annotated[float, "> 0"]
+KEYS = Annotated[Tensor, "[T, HK>0, D] q"]
+QUERIES = Annotated[Tensor, "[T, HK>0, D] float"]
+VALUES = Annotated[Tensor, "[T, G*HK, DV] q"]
+GATES = Annotated[Tensor, "[T, G*HK] fp32"]
+SCALE = Annotated[float, "> 0"]
 
 
 @operator(check=lambda q, starts, **_: check_starts("gated_delta", q, starts))
-def gated_delta(
-    q: _QUERIES, k: _KEYS, v: _VALUES, g: _GATES, beta: _GATES, starts: Starts, *, scale: _SCALE
-) -> _VALUES:
+def gated_delta(q: QUERIES, k: KEYS, v: VALUES, g: GATES, beta: GATES, starts: Starts, *, scale: SCALE) -> VALUES:
     """The gated delta rule over packed sequences: returns out, contiguous.
 
     Sequence b is tokens starts[b] to starts[b + 1] (exclusive). Each of the G*HK value heads has a state S [D, DV],
@@ -44,6 +42,9 @@ def gated_delta(
         chunk = OpenChunk.begin(empty, q.shape[1], q.dtype)
         out[part] = narrow(chunk.append(rows.part(part.start, part.stop), scale), v.dtype)
     return out
+
+
+gated_delta.impl("triton", "rule_triton:forward", accepts=head_reason)
 
 
 _SMALL = {"HK": 1, "G": 1, "D": 16, "DV": 16}
