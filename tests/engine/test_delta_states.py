@@ -90,7 +90,7 @@ def random_engine(rng: random.Random, prepared: Setting) -> LLM:
         max_num_seqs=seqs,
         max_num_batched_tokens=rng.choice((seqs + CHUNK - 1, seqs + CHUNK + 9, 200)),
         block_size=block_size,
-        num_blocks=rng.choice((least, least, 4 * least)),
+        num_blocks=rng.choice((least, least + least // 2, least + 3 * least // 4, 4 * least)),
         max_model_len=LONGEST,
         num_snapshots=rng.choice((2, 2, 16)),
         snapshot_tokens=rng.choice((CHUNK, 4096)),
@@ -134,7 +134,9 @@ def test_a_trainer_has_the_same_bits(name: str) -> None:
     """Packed with others, and each token of a prompt and of an answer."""
     prepared = setting(name)
     sequences = [seq.token_ids for seq, _ in prepared.plain[1:4]]
-    llm = LLM(model=prepared.model, device="cpu", block_size=BLOCK, num_blocks=64, max_num_batched_tokens=100)
+    llm = LLM(
+        model=prepared.model, device="cpu", block_size=BLOCK, num_blocks=64, max_num_seqs=3, max_num_batched_tokens=100
+    )
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     outputs = llm.generate(sequences, params, progress=False)
     engine = [each.logprob for output in outputs for each in output.prompt_logprobs]
@@ -219,9 +221,9 @@ def round_the_state_twice(patch: pytest.MonkeyPatch) -> None:
 
     store = lanes._store
 
-    def narrow(chunk: Any, state: Any, *rest: Any) -> None:
-        store(chunk, state, *rest)
-        state.copy_(state.bfloat16())
+    def narrow(chunk: Any, stored: Any, *where: Any) -> None:
+        store(chunk, stored, *where)
+        stored.state.copy_(stored.state.bfloat16())
 
     patch.setattr(lanes, "_store", narrow)
 
