@@ -82,21 +82,17 @@ HEADS = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 16}
 def test_quantised_weights_are_those_of_the_dequantised_model(name: str, kind: Any, tmp_path: Path) -> None:
     """Rows of q, k and v, of queries and their gates, are blocks of their own in the files of both forms."""
     case = CASES[name]
-    more = {"modules_to_not_convert": [*case.settings.get("modules_to_not_convert", ()), *KEPT]}
-    case = replace(case, settings=case.settings | more, kept=(*case.kept, *KEPT), sizes=case.sizes | HEADS)
+    case = replace(case, kept=(*case.kept, *KEPT), sizes=case.sizes | HEADS)
     path, dense = write(tmp_path, case, kind)
     assert torch.equal(sequence(load(path)), sequence(load(dense)))
 
 
 def test_a_projection_that_cannot_be_cut_says_so(tmp_path: Path) -> None:
-    """The pieces of Qwen3-Next's in_proj_ba are two rows long."""
+    """AWQ packs eight rows into a word, and a key has twelve."""
     case = CASES["awq"]
-    heads = {**HEADS, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
-    kept = (*case.kept, "conv1d", "shared_expert_gate")
-    path, _ = write(tmp_path, replace(case, kept=kept, sizes=case.sizes | heads), Qwen3Next)
-    with pytest.raises(
-        ValueError, match=r"in_proj_ba: a part of it is rows 0 to 2 of 16, .* leaves this layer unquant"
-    ):
+    heads = {**HEADS, "linear_key_head_dim": 12, "linear_value_head_dim": 8}
+    path, _ = write(tmp_path, replace(case, kept=(*case.kept, *KEPT), sizes=case.sizes | heads), Qwen3Next)
+    with pytest.raises(ValueError, match=r"in_proj_qkvz: a part of it is rows 0 to 12 of .* leaves this layer unquant"):
         load(path)
 
 

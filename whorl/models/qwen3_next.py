@@ -91,7 +91,10 @@ class Qwen3Next(qwen3.Qwen3):
     def __init__(self, config: Any, *, ranks: Ranks = ONE, **options: Any) -> None:
         super().__init__(config, ranks=ranks, **options)
         self.ranks, self.num_predictions = ranks, config.num_nextn_predict_layers
-        self.ignored_layers = ("mtp.",)  # layers of multi-token prediction: `Prediction` loads the first of them
+        self.ignored_layers = (
+            "mtp.layers.0.",
+            "mtp.",
+        )  # layers of multi-token prediction: `Prediction` loads the first of them
 
     def prediction(self) -> Prediction:
         """Return the multi-token prediction layer, without weights; raises ValueError if the model has none."""
