@@ -7,11 +7,14 @@ their states matter: see `lively`.
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mock_model import Oracle, alone, record
+from checkpoints import write_checkpoints
+from mock_model import ByteTokenizer, Oracle, alone, record
+from one_sequence import close
 from schedules import compare, run_at_random, tiny
 
 from whorl import nn
@@ -166,6 +169,44 @@ def test_the_state_matters() -> None:
             llm.step()
         outputs.append(seq.output_ids)
     assert outputs[0] != outputs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_ranks_move_states_together(name: str, tmp_path: Path) -> None:
+    """Two ranks have the same bits with sequence parallelism and without, after hits and preemptions too."""
+    more = {"num_experts": 4} if name == "experts" else {}
+    folder = write_checkpoints(tmp_path, {name: Qwen3_5Text.tiny(**SIZES, **more)})[name]
+    long, outputs = [(5 * i + 2) % 91 for i in range(140)], []
+    for tp, sp in ((1, "off"), (2, "off"), (2, "on")):
+        sizes = {"block_size": BLOCK, "num_blocks": 16, "max_num_seqs": 3, "dtype": "float32", "num_snapshots": 2}
+        llm = LLM(folder, tokenizer=ByteTokenizer(), device="cpu", tp=tp, sp=sp, max_num_batched_tokens=70, **sizes)
+        recorded, answers = record(llm), []
+        for _ in range(2):
+            params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+            sequences = [llm.add(prompt, params)[0] for prompt in (long, long[:70], long[:100])]
+            while llm.has_work:
+                llm.step()
+            answers += [(seq.output_ids, recorded[seq.id]) for seq in sequences]
+        assert llm.stats()["num_states_loaded"] > 0
+        outputs.append(answers)
+        llm.close()
+    for (one, alone_logits), (two, logits), (three, sp_logits) in zip(*outputs, strict=True):
+        assert one == two == three
+        close(torch.stack(list(logits.values())), torch.stack(list(alone_logits.values())))
+        assert all(torch.equal(sp_logits[place], logits[place]) for place in logits)
+
+
+@pytest.mark.parametrize("kind", ["full", "short"])
+def test_a_warm_up_leaves_nothing(kind: Any) -> None:
+    model, prompt = setting("dense").model, setting("dense").requests[3]
+    llm = LLM(model=model, device="cpu", block_size=BLOCK, num_blocks=16, max_num_seqs=3, max_num_batched_tokens=70)
+    llm.warm_up(kind, progress=False)
+    assert llm.stats()["num_snapshots"] == 0
+    (seq,) = llm.add(*prompt)
+    while llm.has_work:
+        llm.step()
+    assert seq.output_ids == setting("dense").plain[3][0].output_ids
 
 
 # ---- the test can fail

@@ -6,7 +6,9 @@ sequence stores the state at its last multiple of 64 tokens and rows of the toke
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +94,19 @@ class Decays(Rows):
         self.dt_bias.zero_()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaState(StateSpec):
+    """What the layer stores for a running sequence."""
+
+    def step_bytes(self, num_keys: int) -> int:
+        """Return the bytes that a decode step reads and writes: the rounded state, half of the rows that there are room
+        for, and once in 64 steps the state itself, both ways, with its rounded copy."""
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in (self.kept | self.open).items()}  # type: ignore[operator]
+        rounded, kept = sizes["rounded"], sizes["state"] + sizes["tail"]
+        rows = sum(sizes[name] for name in self.open) - rounded
+        return rounded + rows // 2 + (2 * kept + rounded) // self.grid
+
+
 class GatedNorm(Plain):
     """RMSNorm of every value head, times silu of its gate; the weight [D] is fp32 whatever the model's dtype."""
 
@@ -158,7 +173,7 @@ class GatedDelta(Mixer):
         kept, rows = delta_tensors(
             self.num_key_heads, self.num_value_heads, sizes.key_dim, sizes.value_dim, sizes.kernel, dtype
         )
-        return StateSpec(
+        return DeltaState(
             kind="gated delta rule", grid=CHUNK, kept=kept, open=rows, rolls_back=True, most_rows=MOST_ROWS
         )
 

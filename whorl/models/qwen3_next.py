@@ -13,7 +13,7 @@ from whorl.models.deepseek import MLP
 from whorl.models.gated_delta import GatedDelta, GatedDeltaByHead, shifted
 from whorl.models.qwen3_next_config import LINEAR, Qwen3NextConfig
 from whorl.models.qwen3_next_mtp import Prediction
-from whorl.nn import ONE, Linear, Mix, Mixer, PlainLinear, Ranks, RMSNorm
+from whorl.nn import ONE, Linear, Mix, Mixer, PlainLinear, Ranks, RMSNorm, own_tokens
 
 
 class Attention(qwen3.Attention):
@@ -58,7 +58,7 @@ class MoE(qwen3.MoE):
 
     def _route(self, x: Tensor, logits: Tensor) -> Tensor:
         shared = self.shared_expert(x)
-        gate = self.shared_expert_gate(x).expand_as(shared)
+        gate = own_tokens(self.shared_expert_gate(x)).expand_as(shared)
         return super()._route(x, logits) + ops.output_gate.unchecked(shared, gate)  # type: ignore[no-any-return]
 
 

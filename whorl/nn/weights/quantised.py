@@ -159,8 +159,8 @@ def one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], defau
     return value
 
 
-# Ends of the names of modules that quantisers always skip: the embedding, the router, an indexer's weights of heads, the
-# gates of a recurrence and of a shared expert.
+# Ends of the names of modules that quantisers always skip: the embedding, the router, an indexer's weights of heads,
+# and the gates of a recurrence and of a shared expert.
 NEVER_QUANTISED = (
     *("embed_tokens", "mlp.gate", "indexer.weights_proj", "mlp.shared_expert_gate"),
     *(f"linear_attn.in_proj_{gate}" for gate in ("a", "b", "ba")),
