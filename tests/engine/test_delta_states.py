@@ -122,7 +122,6 @@ def check(name: str, seed: int) -> Counter[str]:
 def test_logits_do_not_depend_on_the_schedule(name: str, seeds: range) -> None:
     seen = sum((check(name, seed) for seed in seeds), Counter())
     for event in (
-        "num_preemptions",
         "num_tokens_hit",
         "num_states_saved",
         "num_states_loaded",
@@ -130,6 +129,25 @@ def test_logits_do_not_depend_on_the_schedule(name: str, seeds: range) -> None:
         "num_rejected",
     ):
         assert seen[event] > 0, f"no {event} in these schedules: {seen}"
+
+
+@pytest.mark.parametrize("num_snapshots", [0, 2])
+def test_the_preempted_go_on_with_the_same_bits(num_snapshots: int) -> None:
+    """In the middle of a prompt, of a chunk's rows, and right behind a multiple of 64."""
+    prepared = setting("dense")
+    for index, steps in ((3, 1), (3, 2), (2, 7), (4, 3)):
+        seq, logits = prepared.plain[index]
+        sizes = {"block_size": BLOCK, "num_blocks": 32, "max_num_seqs": 2, "max_num_batched_tokens": CHUNK + 1}
+        llm = LLM(model=prepared.model, device="cpu", num_snapshots=num_snapshots, run_ahead=False, **sizes)
+        recorded = record(llm)
+        (again,) = llm.add(*prepared.requests[index])
+        for _ in range(steps):
+            llm.step()
+        llm.scheduler.preempt_all()
+        while llm.has_work:
+            llm.step()
+        assert again.num_preempted == 1
+        compare(seq, logits, again, recorded[again.id])
 
 
 @pytest.mark.parametrize("name", ["dense", "experts_bfloat16"])
