@@ -1,5 +1,6 @@
 """The engine. Start reading at `LLM.step`: schedule, build the batch, propose drafts, run, accept, finish."""
 
+import logging
 import math
 import random
 import time
@@ -29,6 +30,7 @@ from .memory import (
     memory_left,
     named_errors,
     need_accelerator,
+    state_line,
     state_pool,
     token_bytes,
     without_states,
@@ -44,6 +46,8 @@ from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost, num_agreed
 from .tensor_parallel import Lead
 from .warmup import Kind, Warmed, WarmUp, kind_for, shown
+
+log = logging.getLogger(__name__)
 
 _COST_TOKENS = 64  # the largest decode step that is timed for `DraftLength`
 _MAX_SHARED = 24  # on a CPU: a step of two clients takes about twice as long as one that decodes a single token
@@ -174,6 +178,8 @@ class LLM:
         }
         sp = sequence_parallel.for_ranks(settings, num_ranks, device=device, model=self.model)
         self.runner = (Runner if self._lead is None else self._lead.runner)(self.model, settings, **options, sp=sp)
+        if self.runner.states is not None:
+            log.info("%s", state_line(self.cache_specs, settings.max_num_seqs, options["num_snapshots"]))
         if (draft_head := self._draft_head) is not None and self.proposer is not None:
             runner_class = Runner if self._lead is None else self._lead.draft_runner
             runner = runner_class(draft_head, settings, **options, share_tables_with=self.runner)
@@ -339,7 +345,7 @@ class LLM:
             encoder_stats["num_encoder_tokens"] = encoder.num_held
         return {
             **encoder_stats,
-            **({} if self.pool.states is None else self.pool.states.stats()),
+            **self._state_stats(),
             "num_steps": self.num_steps,
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting),
@@ -351,6 +357,12 @@ class LLM:
             "num_drafted": self.num_drafted,
             "num_accepted": self.num_accepted,
         }
+
+    def _state_stats(self) -> dict[str, int]:
+        """Return the bytes of states and snapshots on this rank, and counters of snapshots; {} for a model without."""
+        if self.pool.states is None or self.runner.states is None:
+            return {}
+        return {"num_state_bytes": self.runner.states.num_bytes, **self.pool.states.stats()}
 
     # ---- the parts of a step
 

@@ -18,8 +18,13 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "whorl.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "whorl.models.qwen3:Qwen3",
     "Qwen3MoeForCausalLM": "whorl.models.qwen3:Qwen3",
+    "Qwen3NextForCausalLM": "whorl.models.qwen3_next:Qwen3Next",
     "Qwen3VLForConditionalGeneration": "whorl.models.qwen3_vl:Qwen3VL",
     "Qwen3VLMoeForConditionalGeneration": "whorl.models.qwen3_vl:Qwen3VL",
+    "Qwen3_5ForCausalLM": "whorl.models.qwen3_5:Qwen3_5Text",
+    "Qwen3_5ForConditionalGeneration": "whorl.models.qwen3_5:Qwen3_5",
+    "Qwen3_5MoeForCausalLM": "whorl.models.qwen3_5:Qwen3_5Text",
+    "Qwen3_5MoeForConditionalGeneration": "whorl.models.qwen3_5:Qwen3_5",
 }
 
 

@@ -32,6 +32,7 @@ from .ranks import Ranks as Ranks
 from .ranks import SharedTokens as SharedTokens
 from .ranks import Unit as Unit
 from .ranks import all_tokens as all_tokens
+from .ranks import own_tokens as own_tokens
 from .ranks import sharing as sharing
 from .step import Inserted as Inserted
 from .step import Step as Step

@@ -30,6 +30,7 @@ from .fill import check_fit, fill
 from .hub import resolve
 from .quantize import quantized
 from .safetensors import open_safetensors
+from .stacks import separate
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -242,6 +243,7 @@ def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterato
             sources = dcp.open_dcp(path, getattr(model_class, "trained_names", None), rename)
         else:
             sources = open_safetensors(path, torch.device(device), stack)
+        sources = separate(sources) if getattr(model_class, "separates_experts", False) else sources
         yield _check_counts(Checkpoint(path=path, config=config, sources=sources))
 
 
