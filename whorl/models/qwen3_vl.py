@@ -14,6 +14,7 @@ from whorl.models import llama, qwen3
 from whorl.models.fields import count, flag
 from whorl.models.qwen3_vl_tower import Tower
 from whorl.models.qwen3_vl_tower_config import TowerConfig
+from whorl.models.vision_tower_config import check_width
 from whorl.nn import Ranks, StackedExperts
 from whorl.positions import PositionRule
 
@@ -35,7 +36,8 @@ class Qwen3VLConfig(qwen3.Qwen3Config):
         if fields["experts"] is not None:  # the router always renormalises; config.json has no field for it
             fields["experts"] = replace(fields["experts"], norm_topk_prob=True)
         tower = TowerConfig.from_hf(vision)
-        _check_widths(fields, tower)
+        check_width(tower, fields)
+        _check_deepstack(fields, tower)
         ids = {name: count(values, name, default) for name, default in _TOKEN_IDS.items()}
         return fields | {
             # text_config has a field of this name, too, which is not read.
@@ -58,12 +60,7 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section
 
 
-def _check_widths(text: Mapping[str, Any], tower: TowerConfig) -> None:
-    if tower.out_hidden_size != text["hidden_size"]:
-        raise ValueError(
-            f"config.json: vision_config.out_hidden_size is {tower.out_hidden_size}, expected the text's "
-            f"hidden_size, {text['hidden_size']}: features replace embeddings"
-        )
+def _check_deepstack(text: Mapping[str, Any], tower: TowerConfig) -> None:
     if len(tower.deepstack_visual_indexes) > text["num_hidden_layers"]:
         raise ValueError(
             f"config.json: vision_config.deepstack_visual_indexes has {len(tower.deepstack_visual_indexes)} layers, "
