@@ -16,6 +16,8 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "whorl.models.llama:Llama",
     "MistralForCausalLM": "whorl.models.mistral:Mistral",
     "Qwen2ForCausalLM": "whorl.models.qwen2:Qwen2",
+    "Qwen2VLForConditionalGeneration": "whorl.models.qwen2_vl:Qwen2VL",
+    "Qwen2_5_VLForConditionalGeneration": "whorl.models.qwen2_vl:Qwen2VL",
     "Qwen3ForCausalLM": "whorl.models.qwen3:Qwen3",
     "Qwen3MoeForCausalLM": "whorl.models.qwen3:Qwen3",
     "Qwen3VLForConditionalGeneration": "whorl.models.qwen3_vl:Qwen3VL",

@@ -86,8 +86,6 @@ UNSUPPORTED: dict[str, Known] = {
     "Phi3ForCausalLM": Known("q, k and v, and gate and up, stored as one tensor each", _LLAMA, ("phi3", "phi4")),
     "PhimoeForCausalLM": Known("SparseMixer's routing and LayerNorm", _MOE, ("phimoe",)),
     "Qwen2MoeForCausalLM": Known(f"{_SHARED}, with its own gate", _MOE, ("qwen2moe",)),
-    "Qwen2VLForConditionalGeneration": Known("Qwen2-VL's vision tower", _VISION, ("qwen2vl",)),
-    "Qwen2_5_VLForConditionalGeneration": Known("a vision tower with windows", _VISION, ("qwen2vl",)),
     "Qwen2_5OmniForConditionalGeneration": Known("towers of sound and vision, and a speaker", _VISION),
     "Qwen3NextForCausalLM": Known(f"{_DELTA}, and {_SHARED}", _MOE, ("qwen3next",)),
     "Qwen3OmniMoeForConditionalGeneration": Known("towers of sound and vision, and a speaker", _VISION),

@@ -29,7 +29,7 @@ class TowerSizes:
     deepstack_visual_indexes: tuple[int, ...] = ()
 
     @classmethod
-    def counts(cls, values: Mapping[str, Any]) -> dict[str, int]:
+    def counts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that are whole numbers; raises ValueError for those that make no tower."""
         defaults: dict[str, Any] = {field.name: field.default for field in fields(cls) if field.type is int}
         sizes = {name: count(values, name, default) for name, default in defaults.items()}
