@@ -43,12 +43,7 @@ UNSUPPORTED: dict[str, Known] = {
     "Gemma4ForConditionalGeneration": Known("head sizes and rotation that differ between layers", _GEMMA, ("gemma4",)),
     "GlmForCausalLM": Known("rotation of half a head, in pairs", _LLAMA),
     "Glm4ForCausalLM": Known(_HALF, _GEMMA, ("glm4", "chatglm")),
-    "Glm4MoeForCausalLM": Known(_SHARED, _MOE, ("glm4moe",)),
-    "Glm4vForConditionalGeneration": Known(f"GLM-4V's vision tower, {_HALF}", _VISION),
-    "Glm4vMoeForConditionalGeneration": Known(
-        f"GLM-4V's vision tower, {_SHARED}, and rotation of half a head", _VISION_MOE
-    ),
-    "GlmOcrForConditionalGeneration": Known(f"GLM-OCR's vision tower and {_HALF}", _VISION),
+    "GlmOcrForConditionalGeneration": Known("GLM-OCR's vision tower", "Glm4vForConditionalGeneration"),
     "GlmMoeDsaForCausalLM": Known("an indexer that rotates pairs", "DeepseekV32ForCausalLM"),
     "GPTJForCausalLM": Known(_PARALLEL, _LLAMA, ("gptj",)),
     "GPTNeoXForCausalLM": Known(_PARALLEL, _LLAMA, ("gptneox",)),
@@ -102,6 +97,8 @@ UNSUPPORTED: dict[str, Known] = {
 }
 _BY_GGUF = {name: known for known in UNSUPPORTED.values() for name in known.gguf}
 _BY_GGUF["deepseek2"] = Known("llama.cpp's layout of latent attention", "DeepseekV3ForCausalLM, from safetensors")
+_BY_GGUF["glm4moe"] = Known("llama.cpp's layout of experts", "Glm4MoeForCausalLM, from safetensors")
+_BY_GGUF["qwen2vl"] = Known("a file of its own for the tower", "Qwen2VLForConditionalGeneration, from safetensors")
 
 
 _NEXT = (
