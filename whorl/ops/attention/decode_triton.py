@@ -57,6 +57,7 @@ def _decode_kernel(
     table_stride,
     scale,
     window,
+    softcap,
     cuts,
     B,
     HK: tl.constexpr,
@@ -68,6 +69,7 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     CUT: tl.constexpr,
     WALKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -103,7 +105,8 @@ def _decode_kernel(
             k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, HK, D, BLOCK_D,
             q_ptr.dtype.element_ty, WIDEN,
         )  # fmt: skip
-        cut_top, cut_total, cut_out = cut(q, k, v, ((keys < end) & (keys >= first))[None, :], scale, WIDEN)
+        visible = ((keys < end) & (keys >= first))[None, :]
+        cut_top, cut_total, cut_out = cut(q, k, v, visible, scale, softcap, CAPPED, WIDEN)
         if WALKS:
             top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
         else:
@@ -181,7 +184,9 @@ def _fold_kernel(
     tl.store(y_ptr + row * D + channels, divided(out, total).to(y_ptr.dtype.element_ty), mask=channels < D)
 
 
-def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scale: float, window: int) -> Tensor:
+def decode(
+    tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scale: float, window: int, softcap: float
+) -> Tensor:
     """Return attention of few queries per sequence; the arguments are those of `prompt`, without lse."""
     q, k_cache, _, tables, starts, lengths = tensors
     tokens, heads, dim = q.shape
@@ -206,6 +211,7 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
         *strides,
         scale,
         window,
+        softcap,
         cuts,
         count,
         HK=kv_heads,
@@ -217,6 +223,7 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
         BLOCK_D=max(16, power_of_2(dim)),
         CUT=size,
         WALKS=walks,
+        CAPPED=softcap > 0,
         WIDEN=is_interpreting(),
         enable_fp_fusion=False,
         **plan,

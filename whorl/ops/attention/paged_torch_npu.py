@@ -86,6 +86,8 @@ def reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **
     """Return None, or the reason that the operator cannot take these. Lengths are on the device and are not read."""
     if not q.numel():
         return "empty tensors are not taken"
+    if arguments["softcap"]:
+        return f"{OPERATOR} has no softcap"
     if arguments["k_scale"] is not None and (limit := _codes_reason(q, k_cache, block_tables)) is not None:
         return limit
     return fused_infer_attention_limit(

@@ -41,6 +41,7 @@ def _prompt_kernel(
     table_stride,
     scale,
     window,
+    softcap,
     B,
     HQ: tl.constexpr,
     G: tl.constexpr,
@@ -52,6 +53,7 @@ def _prompt_kernel(
     CUT: tl.constexpr,
     WIDEN: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, BLOCK_B)
@@ -98,7 +100,7 @@ def _prompt_kernel(
                     visible = keys[None, :] <= position[:, None]
                     if window > 0:
                         visible = visible & (keys[None, :] > position[:, None] - window)
-                cut_top, weights = attention_weights(q, k, visible, scale, WIDEN)
+                cut_top, weights = attention_weights(q, k, visible, scale, softcap, CAPPED, WIDEN)
                 if HAS_LSE:
                     mass = add_mass(mass, weights, top, cut_top)
                 cut_total, cut_out = sum_values(weights, v, WIDEN)
@@ -116,6 +118,7 @@ def prompt(
     strides: tuple[int, ...],
     scale: float,
     window: int,
+    softcap: float = 0.0,
     lse: Tensor | None = None,
 ) -> Tensor:
     """Return attention of many queries per sequence, [T, HQ, D] like q.
@@ -139,7 +142,7 @@ def prompt(
         "enable_fp_fusion": False,
     }
     outputs = (y, y if lse is None else lse)
-    if hopper_reason(tensors, strides, lse) is None:
+    if hopper_reason(tensors, strides, lse, softcap) is None:
         from .prompt_gluon_triton import run
 
         run(tensors, outputs, strides, scale, window, shapes)
@@ -154,12 +157,14 @@ def prompt(
         *strides,
         scale,
         window,
+        softcap,
         count,
         D=dim,
         BLOCK_D=max(16, power_of_2(dim)),
         QUERIES=queries,
         CUT=cut_of(q.dtype),
         WIDEN=is_interpreting(),
+        CAPPED=softcap > 0,
         num_warps=8 if queries > 32 or (is_wide and scales[0] is not None) else 4,  # dequantising takes registers
         num_stages=2 if has_room and not is_wide else 1,
         **shapes,
@@ -172,9 +177,13 @@ def sequence_block(count: int) -> int:
     return FEW_SEQUENCES if count <= FEW_SEQUENCES else max(MANY_SEQUENCES, power_of_2(count))
 
 
-def hopper_reason(tensors: list[Tensor], strides: tuple[int, ...], lse: Tensor | None = None) -> str | None:
+def hopper_reason(
+    tensors: list[Tensor], strides: tuple[int, ...], lse: Tensor | None = None, softcap: float = 0.0
+) -> str | None:
     """Return None where the Hopper kernel takes these, else the reason that the plain one runs; the bits are equal."""
     q, k_cache, v_cache = tensors[:3]
+    if softcap:
+        return "has no softcap"
     if q.shape[2] != 128 or q.element_size() != 2:
         return f"takes 128 channels of 16 bits, got {q.shape[2]} of {q.dtype}"
     if k_cache.dtype != q.dtype:
