@@ -16,7 +16,7 @@ from whorl.models.any_model import AnyModel
 TINY = {
     "vocab_size": 97,
     "hidden_size": 40,
-    "intermediate_size": 51,
+    "intermediate_size": 52,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -25,7 +25,7 @@ TINY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-WIDE = {**TINY, "hidden_size": 96, "intermediate_size": 165}
+WIDE = {**TINY, "hidden_size": 96, "intermediate_size": 164}
 GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.2}
 GEMMA2 = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24, "head_dim": 16}
 SHARED = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1}
@@ -43,7 +43,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4}),
     "qwen2_moe": ("Qwen2MoeForCausalLM", {**EXPERTS, **SHARED}),
     "olmoe": ("OlmoeForCausalLM", EXPERTS),
-    "gpt2": ("GPT2LMHeadModel", {"tie_word_embeddings": False}),
+    "gpt2": ("GPT2LMHeadModel", {}),
     "gpt_neox": ("GPTNeoXForCausalLM", {}),
     "stablelm": ("StableLmForCausalLM", {}),
     "olmo": ("OlmoForCausalLM", {}),
@@ -51,11 +51,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("NemotronForCausalLM", {}),
     "gemma": ("GemmaForCausalLM", {"head_dim": 16}),
     "opt": ("OPTForCausalLM", {"word_embed_proj_dim": 40, "ffn_dim": 51}),
-    "phi": ("PhiForCausalLM", {}),
+    "phi": ("PhiForCausalLM", {"hidden_size": 48}),
     "granitemoe": ("GraniteMoeForCausalLM", {"num_local_experts": 4, **GRANITE}),
     "phi3-longrope": (
         "Phi3ForCausalLM",
-        {"original_max_position_embeddings": 128, "rope_parameters": {**ROPE, **ROPES["longrope"]}},
+        {"hidden_size": 32, "original_max_position_embeddings": 128, "rope_parameters": {**ROPE, **ROPES["longrope"]}},
     ),
     "olmo2-dynamic": ("Olmo2ForCausalLM", {"rope_parameters": {**ROPE, **ROPES["dynamic"]}}),
 }

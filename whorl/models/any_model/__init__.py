@@ -155,10 +155,26 @@ class _Serving(Caller):
 class _Hidden(nn.Module):
     """Stands for the body in transformers' model while its head is called: returns the hidden states it gets."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
+    @property
+    def decoder(self) -> nn.Module:
+        """The part of a body that some heads call directly."""
+        return self
 
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        return _Outputs(inputs_embeds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """The outputs of a body: the hidden states, and None for all others."""
+
+    last_hidden_state: Tensor
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
 
 
 def _longest(hf: Any, max_length: int | None, *, is_free: bool) -> int:

@@ -87,18 +87,18 @@ class OwnRMSNorm(RMSNorm):
 
 class OwnLayerNorm(Plain):
     """LayerNorm over the last dim in fp32, rounded once; with a weight of one number per channel, or per head and
-    channel, and perhaps a bias. Its sums are those of one token."""
+    channel, and perhaps a bias. Its sums are those of one token. plus_one: it is multiplied by 1 + weight."""
 
-    def __init__(self, eps: float, **shapes: tuple[int, ...]) -> None:
+    def __init__(self, eps: float, *, plus_one: bool = False, **shapes: tuple[int, ...]) -> None:
         super().__init__(**shapes)
-        self.eps = eps
+        self.eps, self.plus_one = eps, plus_one
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.layer_norm(x.float(), x.shape[-1:], None, None, self.eps) * self.weight.float()
+        y = F.layer_norm(x.float(), x.shape[-1:], None, None, self.eps) * (self.weight.float() + self.plus_one)
         return (y + self.bias.float() if "bias" in self.shapes else y).to(x.dtype)
 
     def randomize(self, generator: torch.Generator) -> None:
-        self.weight.fill_(1)
+        self.weight.fill_(1 - self.plus_one)
         if "bias" in self.shapes:
             self.bias.fill_(0)
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from whorl import ops
 
-_CLOSE = {"rtol": 2e-5, "atol": 1e-6}  # fp32 with another order of sums
+_RELATIVE, _ABSOLUTE = 2e-5, 1e-6  # fp32 with another order of sums
 _ROWS = (1.0, 1e-3, 30.0)  # sizes of rows: eps shows with small ones
 
 
@@ -42,7 +42,11 @@ def _output(module: Any, *inputs: Tensor) -> Tensor | None:
 
 
 def _is_equal(actual: Tensor | None, expected: Tensor) -> bool:
-    return actual is not None and actual.shape == expected.shape and torch.allclose(actual, expected, **_CLOSE)
+    return (
+        actual is not None
+        and actual.shape == expected.shape
+        and torch.allclose(actual, expected, rtol=_RELATIVE, atol=_ABSOLUTE)
+    )
 
 
 def _epsilons(module: nn.Module) -> Iterator[float]:
@@ -52,14 +56,12 @@ def _epsilons(module: nn.Module) -> Iterator[float]:
 def norm(module: nn.Module) -> dict[str, Any] | None:
     """Return what `OwnRMSNorm` or `OwnLayerNorm` must be built with to mean the same as a module, or None.
 
-    Keys: eps, and plus_one of an RMSNorm.
+    Keys: eps; plus_one; is_centered, which is true for a LayerNorm.
     """
     weight = module._parameters.get("weight")
     if weight is None or set(module._parameters) - {"weight", "bias"} or module._modules:
         return None
     copied = twin(module)
-    if isinstance(module, nn.LayerNorm) and module.elementwise_affine:
-        return {"eps": module.eps}
     w, b = copied._parameters["weight"], copied._parameters.get("bias")
     x = torch.stack([size * _random(5, *weight.shape) for size in _ROWS])
     y = _output(copied, x)
@@ -67,10 +69,12 @@ def norm(module: nn.Module) -> dict[str, Any] | None:
         if b is None and weight.dim() == 1:
             for plus_one in (False, True):
                 if _is_equal(y, ops.rms_norm(x, w, eps, plus_one=plus_one)):
-                    return {"eps": eps, "plus_one": plus_one}
-        expected = F.layer_norm(x, x.shape[-1:], None, None, eps) * w
-        if _is_equal(y, expected if b is None else expected + b):
-            return {"eps": eps}
+                    return {"eps": eps, "plus_one": plus_one, "is_centered": False}
+        normed = F.layer_norm(x, x.shape[-1:], None, None, eps)
+        for plus_one in (False, True):
+            expected = normed * (w + plus_one)
+            if _is_equal(y, expected if b is None else expected + b):
+                return {"eps": eps, "plus_one": plus_one, "is_centered": True}
     return None
 
 

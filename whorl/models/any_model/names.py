@@ -31,10 +31,10 @@ def converted(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
     hf = skeleton(values)
     transforms = get_model_conversion_mapping(hf)
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
+    renamings: Any = [each for each in transforms if not isinstance(each, WeightConverter)]
     if values.get("quantization_config") or values.get("compression_config"):
         converters = []
-    own, dropped = hf.state_dict(), _dropped(hf)
+    own, dropped, tied = hf.state_dict(), _dropped(hf), _tied(hf)
     one: dict[str, Converted] = {}
     many: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for source in sorted(shapes, key=dot_natural_key):
@@ -43,7 +43,9 @@ def converted(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
         if pattern is not None:
             index = next(i for i, each in enumerate(converters) if pattern in each.source_patterns)
             many.setdefault((final, index), []).append((pattern, source))
-        elif not dropped(target):
+        elif target in tied:
+            continue
+        elif target in own or not dropped(target):
             one[target] = Converted(shapes[source], (source,), None)
     for (final, index), pairs in many.items():
         one |= _merged(hf, final, converters[index], pairs, shapes)
@@ -51,15 +53,18 @@ def converted(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def _dropped(hf: Any) -> Callable[[str], bool]:
-    """Return whether a tensor is none of the model's parameters: it is computed, or tied to another one."""
+    """Return which tensors are not read although no parameter has their name."""
     patterns = [re.compile(each) for each in getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or []]
-    tied = set(getattr(hf, "_tied_weights_keys", None) or []) if hf.config.tie_word_embeddings else set()
-    tied = {name for name in tied if not name.startswith("lm_head.")}  # the loader compares this one
+    return lambda name: name.endswith(_COMPUTED) or any(each.search(name) for each in patterns)
 
-    def is_dropped(name: str) -> bool:
-        return name.endswith(_COMPUTED) or name in tied or any(each.search(name) for each in patterns)
 
-    return is_dropped
+def _tied(hf: Any) -> set[str]:
+    """Return the names of tensors that are the embedding's as well. Where it is called embed_tokens the loader compares
+    both."""
+    is_tied = hf.config.tie_word_embeddings
+    names = set(getattr(hf, "_tied_weights_keys", None) or []) if is_tied else set()
+    is_compared = any(name.endswith("embed_tokens.weight") for name in hf.state_dict())
+    return {name for name in names if not (is_compared and name.startswith("lm_head."))}
 
 
 def _merged(

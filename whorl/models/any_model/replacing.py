@@ -88,11 +88,12 @@ def _own(name: str, module: nn.Module, requests: Trial, plan: _Plan) -> nn.Modul
         return kind(columns, rows, bias=module.bias is not None, **shares(plan.ranks, plan.style(name)))
     if (numbers := meaning.norm(module)) is not None:
         shapes = {key: tuple(each.shape) for key, each in module._parameters.items() if each is not None}
-        if "plus_one" in numbers:
-            return OwnRMSNorm(shapes["weight"][0], numbers["eps"], plus_one=numbers["plus_one"])
-        return OwnLayerNorm(numbers["eps"], **shapes)
+        if numbers.pop("is_centered"):
+            return OwnLayerNorm(**numbers, **shapes)
+        return OwnRMSNorm(shapes["weight"][0], **numbers)
     if module in requests.per_token and meaning.is_swiglu(module):
-        num, double, width = module.gate_up_proj.shape  # type: ignore[union-attr]
+        stack: Any = module.gate_up_proj
+        num, double, width = stack.shape
         return OwnExperts(num, width, double // 2, per_token=requests.per_token[module], ranks=plan.ranks)
     return None
 
@@ -132,9 +133,9 @@ def _hold_rest(hf: Any, dtype: torch.dtype) -> None:
             if tensor is not None:
                 is_fp32 = any(re.search(rf"(^|\.){part}(\.|$)", f"{name}.{key}") for part in in_fp32)
                 kept[key] = torch.float32 if is_fp32 else None
-        for key, tensor in module._buffers.items():
-            if tensor is not None and key not in module._non_persistent_buffers_set:
-                kept[key] = tensor.dtype
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                kept[key] = buffer.dtype
         if kept:
             hold(module, kept)
     if any(each is not None for each in (*hf._parameters.values(), *hf._buffers.values())):

@@ -86,7 +86,7 @@ def _class_of(values: Mapping[str, Any]) -> tuple[Any, Any]:
         raise RefusedError(f"{installed} does not take this config.json: {error}") from error
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RefusedError(f"{installed} has no causal language model of model_type {model_type!r}")
-    hf_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    hf_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     if names and hf_class.__name__ not in names:
         raise RefusedError(f"architectures is {names}, and the causal language model is {hf_class.__name__}")
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
@@ -142,7 +142,7 @@ def _start(hf: Any, module: nn.Module, kinds: Any) -> None:
 
 def _fix_frequencies(module: nn.Module, kinds: Any, max_length: int) -> None:
     """Let a rotary module compute what it has for a sequence of `max_length` tokens, and keep that."""
-    current = module.rope_type
+    current: Any = module.rope_type
     module.rope_type = kinds
     last = torch.tensor([[max_length - 1]], device="cpu")
     with torch.device("cpu"), torch.no_grad():
