@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +53,16 @@ def _epsilons(module: nn.Module) -> Iterator[float]:
     yield from (each for each in vars(module).values() if isinstance(each, float) and 0 < each < 0.01)
 
 
-def norm(module: nn.Module) -> dict[str, Any] | None:
-    """Return what `OwnRMSNorm` or `OwnLayerNorm` must be built with to mean the same as a module, or None.
+class NormForm(NamedTuple):
+    """What a norm computes: `OwnLayerNorm` where it is centered, else `OwnRMSNorm`, with these arguments."""
 
-    Keys: eps; plus_one; is_centered, which is true for a LayerNorm.
-    """
+    eps: float
+    plus_one: bool
+    is_centered: bool
+
+
+def norm(module: nn.Module) -> NormForm | None:
+    """Return the form of a norm of whorl's that means the same as a module, or None."""
     weight = module._parameters.get("weight")
     if weight is None or set(module._parameters) - {"weight", "bias"} or module._modules:
         return None
@@ -69,12 +74,12 @@ def norm(module: nn.Module) -> dict[str, Any] | None:
         if b is None and weight.dim() == 1:
             for plus_one in (False, True):
                 if _is_equal(y, ops.rms_norm(x, w, eps, plus_one=plus_one)):
-                    return {"eps": eps, "plus_one": plus_one, "is_centered": False}
+                    return NormForm(eps, plus_one, is_centered=False)
         normed = F.layer_norm(x, x.shape[-1:], None, None, eps)
         for plus_one in (False, True):
             expected = normed * (w + plus_one)
             if _is_equal(y, expected if b is None else expected + b):
-                return {"eps": eps, "plus_one": plus_one, "is_centered": True}
+                return NormForm(eps, plus_one, is_centered=True)
     return None
 
 

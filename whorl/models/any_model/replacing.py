@@ -88,9 +88,10 @@ def _own(name: str, module: nn.Module, requests: Trial, plan: _Plan) -> nn.Modul
         return kind(columns, rows, bias=module.bias is not None, **shares(plan.ranks, plan.style(name)))
     if (numbers := meaning.norm(module)) is not None:
         shapes = {key: tuple(each.shape) for key, each in module._parameters.items() if each is not None}
-        if numbers.pop("is_centered"):
-            return OwnLayerNorm(**numbers, **shapes)
-        return OwnRMSNorm(shapes["weight"][0], **numbers)
+        eps, plus_one, is_centered = numbers
+        if is_centered:
+            return OwnLayerNorm(eps, plus_one=plus_one, **shapes)
+        return OwnRMSNorm(shapes["weight"][0], eps, plus_one=plus_one)
     if module in requests.per_token and meaning.is_swiglu(module):
         stack: Any = module.gate_up_proj
         num, double, width = stack.shape

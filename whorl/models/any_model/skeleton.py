@@ -130,7 +130,7 @@ def fill_buffers(hf: Any, frozen: Mapping[nn.Module, Any], max_length: int) -> N
 
 def _start(hf: Any, module: nn.Module, kinds: Any) -> None:
     """Let transformers compute a module's buffers. kinds: of rope types, if they were frozen."""
-    current = getattr(module, "rope_type", None)
+    current: Any = getattr(module, "rope_type", None)
     if kinds is not None:
         module.rope_type = kinds
     try:
