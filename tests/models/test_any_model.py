@@ -1,16 +1,23 @@
 """Models that run through transformers' own code: equal to transformers, and one arithmetic."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
+import torch
 from one_sequence import PROMPT, Runner, close
-from test_models import ROPES, hf_greedy, save
-from test_one_arithmetic import decoded, engine, prefilled
+from test_models import ROPES, hf_greedy, hf_logits, save
+from test_one_arithmetic import SAMPLED, decoded, engine, prefilled
+from torch import Tensor
 
+from whorl import nn
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.weights import load_model
-from whorl.models.any_model import AnyModel
+from whorl.models import find
+from whorl.models.any_model import AnyModel, row_invariant
+from whorl.models.qwen3 import Qwen3
 
 # Odd sizes: a row ends anywhere in a vector of the CPU.
 TINY = {

@@ -64,7 +64,7 @@ class _Plan:
         self.ranks, self.plan = ranks, {}
         if ranks.size == 1:
             return
-        self.plan = dict(hf.tp_plan or {})
+        self.plan = dict(hf._tp_plan or {})
         if not self.plan:
             raise RefusedError(
                 f"transformers has no tensor-parallel plan for {type(hf).__name__}, so it takes one rank"
