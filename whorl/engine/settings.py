@@ -45,6 +45,11 @@ class LoadOptions:
         "Unpack quantized weights to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
         "--unpack/--no-unpack",
     )
+    backend: Literal["auto", "native", "transformers"] = of_model(
+        "auto",
+        "Code of the model: whorl's own file, or that of transformers, which auto takes for models that have none.",
+        vllm=("--model-impl",),
+    )
     max_model_len: int | None = of_model(
         None,
         "Longest sequence, prompt and answer together, in tokens. Default: what fits.",

@@ -194,6 +194,8 @@ class Llama(Module):
     layer_class: type[Layer] = Layer
     # Ends of the names of tensors that some checkpoints have and that are not loaded, because they are computed here.
     ignored = ("rotary_emb.inv_freq",)
+    # Beginnings of names that some checkpoints have, each with the one that the model has in its place.
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def __init__(
         self,

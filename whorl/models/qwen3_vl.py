@@ -14,6 +14,7 @@ from whorl.models import llama, qwen3
 from whorl.models.fields import count, flag
 from whorl.models.qwen3_vl_tower import Tower
 from whorl.models.qwen3_vl_tower_config import TowerConfig
+from whorl.models.vision_tower_config import check_width
 from whorl.nn import Ranks, StackedExperts
 from whorl.positions import PositionRule
 
@@ -55,7 +56,8 @@ def vision_fields(
     if deepstack is not None:
         vision["deepstack_visual_indexes"] = deepstack
     tower = TowerConfig.from_hf(vision)
-    _check_widths(text, tower)
+    check_width(tower, text)
+    _check_deepstack(text, tower)
     ids = {name: count(values, name, default) for name, default in token_ids.items()}
     merge = {"spatial_merge_size": tower.spatial_merge_size}
     rule = PositionRule.from_hf({"model_type": values.get("model_type"), "vision_config": merge, **ids})
@@ -69,12 +71,7 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section
 
 
-def _check_widths(text: Mapping[str, Any], tower: TowerConfig) -> None:
-    if tower.out_hidden_size != text["hidden_size"]:
-        raise ValueError(
-            f"config.json: vision_config.out_hidden_size is {tower.out_hidden_size}, expected the text's "
-            f"hidden_size, {text['hidden_size']}: features replace embeddings"
-        )
+def _check_deepstack(text: Mapping[str, Any], tower: TowerConfig) -> None:
     if len(tower.deepstack_visual_indexes) > text["num_hidden_layers"]:
         raise ValueError(
             f"config.json: vision_config.deepstack_visual_indexes has {len(tower.deepstack_visual_indexes)} layers, "

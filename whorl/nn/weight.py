@@ -198,6 +198,8 @@ class Formats:
 class Weighted(nn.Module):
     """A layer with weights. It is built without them; `create_parameters` makes them."""
 
+    has_layers = False  # whether modules inside it are layers of their own
+
     def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         """Create the parameters, not initialised; name: of the layer in the model, dtype: the model's."""
         raise NotImplementedError
@@ -347,11 +349,12 @@ class Matrix(Weighted):
 def weighted(model: nn.Module, name: str = "") -> Iterator[tuple[str, Weighted]]:
     """Yield the layers of a model that have weights, by name, in the model's order.
 
-    Modules inside such a layer are not listed.
+    Modules inside such a layer are listed only where it says so (`has_layers`).
     """
     if isinstance(model, Weighted):
         yield name, model
-        return
+        if not model.has_layers:
+            return
     for child_name, child in model.named_children():
         yield from weighted(child, f"{name}.{child_name}" if name else child_name)
 
