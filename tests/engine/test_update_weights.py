@@ -9,10 +9,9 @@ from schedules import tiny
 from torch import Tensor
 
 from whorl import nn
-from whorl.engine.control import WeightsError
 from whorl.engine.llm import LLM
 from whorl.engine.output import Output
-from whorl.engine.sequence import SamplingParams
+from whorl.engine.sequence import SamplingParams, WeightsError
 from whorl.engine.weights.update import UpdateError
 from whorl.models.gemma3 import Gemma3
 from whorl.models.llama import Llama

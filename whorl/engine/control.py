@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from .output import Delta
-from .sequence import FinishReason, Sequence
+from .sequence import FinishReason, Sequence, WeightsError
 from .weights.update import Places, Update
 
 if TYPE_CHECKING:
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 PauseMode = Literal["abort", "wait", "keep"]
 _AT_ONCE = 1 << 28  # bytes of tensors that are copied in one operation
-
-
-class WeightsError(RuntimeError):
-    """The engine cannot do this with the weights that it has now: they are torn, asleep, or being updated."""
 
 
 class Control:

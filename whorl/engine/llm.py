@@ -123,7 +123,7 @@ class LLM:
         counts = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": settings.step_tokens}
         max_shared = _MAX_SHARED if device == HOST else None  # on an accelerator a step costs the same for one and many
         self.scheduler = Scheduler(self.pool, **counts, max_shared=max_shared, encoder=self.encoder)
-        self.sampler = Sampler(model, self.vocab_size)
+        self.sampler = Sampler(model, self.vocab_size, mode=settings.logprobs_mode)
         self.eos_ids = () if tokenizer is None else tuple(tokenizer.eos_ids)
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids
         self._seeds = random.Random(settings.seed)

@@ -157,6 +157,17 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
+    def has_filter(self) -> bool:
+        """Whether tokens are left out because they are unlikely."""
+        return (self.top_k, self.top_p, self.min_p, self.top_n_sigma) != (0, 1.0, 0.0, 0.0)
+
+    @property
+    def is_unfiltered(self) -> bool:
+        """Whether it is sampled from the model's distribution, at some temperature."""
+        is_adjusted = self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0 or self.allow is not None
+        return not is_adjusted and not self.has_filter
+
+    @property
     def is_plain(self) -> bool:
         """Whether `ops.sample` alone does the sampling, so that the device can go on before the host reads tokens."""
         is_adjusted = self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0

@@ -35,13 +35,21 @@ class AllowError(ValueError):
     """Raised by `SamplingParams.allow` when it cannot tell which tokens may follow. It ends that sequence only."""
 
 
+class WeightsError(RuntimeError):
+    """The engine cannot do this with the weights that it has now: they are torn, asleep, or being updated."""
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability under the model's distribution, before filters, and the likeliest alternatives."""
+    """A token's log-probability, before filters unless the settings say otherwise, and the likeliest alternatives.
+
+    rank: of the token, counted from 1, where it is reported: for tokens of a prompt.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = field(default=0, compare=False)
 
 
 class Detokenizer(Protocol):
