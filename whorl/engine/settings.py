@@ -184,6 +184,12 @@ class EngineSettings(LoadOptions):
         None,
         "Warm up all sizes, common ones or none. Default: full for whorl serve on an accelerator, else off.",
     )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = of_steps(
+        "raw_logprobs",
+        "Log-probabilities of answers: the model's, or those of the distribution that was sampled from, after "
+        "penalties, temperature and filters.",
+        vllm=("--logprobs-mode",),
+    )
     seed: int | None = of_steps(None, "Seed of requests without one. Default: a new one each time.", vllm=("--seed",))
 
     def __post_init__(self) -> None:

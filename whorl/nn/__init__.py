@@ -44,6 +44,7 @@ from .vocabulary import Vocabulary as Vocabulary
 from .weight import Destination as Destination
 from .weight import Format as Format
 from .weight import Formats as Formats
+from .weight import Forms as Forms
 from .weight import Index as Index
 from .weight import Matrix as Matrix
 from .weight import Part as Part
