@@ -5,6 +5,7 @@ each of its rows uses. The memory of slots never moves while graphs read it.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,11 +64,13 @@ class Target:
         return len(self.matrix.shape) == 3 and self.entry is None
 
 
-def targets(model: nn.Module) -> dict[str, Target]:
+def targets(model: object) -> dict[str, Target]:
     """Return what can be updated, by its name in checkpoints: projections, and stacks of experts as a whole."""
     result: dict[str, Target] = {}
-    for name, matrix in model.named_modules():
+    for name, matrix in model.named_modules() if isinstance(model, nn.Module) else ():
         if not isinstance(matrix, Matrix) or not matrix.takes_adapters:
+            continue
+        if getattr(matrix, "is_embedding", False) and not matrix.is_head:  # it looks rows up
             continue
         key = "lm_head" if getattr(matrix, "is_head", False) else name
         for part in matrix.parts:
@@ -145,6 +148,8 @@ class Slots:
         """Return y [T, N] with the updates added; x: [T, K]."""
         slots = self.chosen.slots
         assert slots is not None, "rows choose their slots before the model runs"
+        if isinstance(slots, int):
+            slots = torch.full((len(x),), slots, dtype=torch.int32, device=x.device)
         groups = slots if routing is None else _groups_of(slots, routing)
         tensors = (self.a, self.b, groups, self.ranks, self.scales)
         return ops.low_rank(y, x, *tensors, self.sizes, self.bias)  # type: ignore[no-any-return]
@@ -161,18 +166,23 @@ def _groups_of(slots: Tensor, routing: Routing) -> Tensor:
 
 
 class Chosen:
-    """What the rows of the running call choose. slots: [T] int32, -1 for none."""
+    """What the rows of the running call choose. slots: [T] int32, -1 for none; or one slot for all rows."""
 
-    slots: Tensor | None = None
+    slots: Tensor | int | None = None
 
 
 class LowRanks:
     """The slots of a model's matrices. Attribute slots: by matrix, those that updates have needed so far."""
 
-    def __init__(self, model: nn.Module, num_slots: int) -> None:
-        self.num_slots, self.targets = num_slots, targets(model)
+    def __init__(self, model: object, num_slots: int) -> None:
+        self.num_slots, self._model = num_slots, model
         self.slots: dict[Matrix, Slots] = {}
         self._chosen = Chosen()
+
+    @functools.cached_property
+    def targets(self) -> dict[str, Target]:
+        """What can be updated, by its name in checkpoints."""
+        return targets(self._model)
 
     @property
     def nbytes(self) -> int:
@@ -184,7 +194,7 @@ class LowRanks:
 
         updates: by the name of a target. Where memory runs out, the slot stays empty.
         """
-        matrices = {self.targets[name].matrix: Slots for name in updates}
+        matrices = dict.fromkeys(self.targets[name].matrix for name in updates)
         new = {matrix: Slots(matrix, self.num_slots, self._chosen) for matrix in matrices if matrix not in self.slots}
         has_moved = bool(new)
         for name, update in updates.items():
@@ -192,18 +202,16 @@ class LowRanks:
             slots = new.get(matrix) or self.slots[matrix]
             has_moved |= slots.reserve(update.rank, has_bias=update.bias is not None)
         self.slots |= new
+        for slots in self.slots.values():
+            slots.clear(slot)
         for name, update in updates.items():
             self.slots[self.targets[name].matrix].write(slot, self.targets[name], update)
         return has_moved
 
-    def clear(self, slot: int) -> None:
-        """Empty a slot."""
-        for slots in self.slots.values():
-            slots.clear(slot)
-
     @contextlib.contextmanager
-    def chosen(self, slots: Tensor) -> Iterator[None]:
-        """Let the rows of the products in this context choose their slots, [T] int32; outside there are no updates."""
+    def chosen(self, slots: Tensor | int) -> Iterator[None]:
+        """Let the rows of the products in this context choose their slots, [T] int32, or all of them one slot; outside
+        there are no updates."""
         self._chosen.slots = slots
         for matrix, adapter in self.slots.items():
             matrix.__dict__["adapter"] = adapter  # not by setattr, which in a module takes a microsecond
@@ -213,7 +221,3 @@ class LowRanks:
             for matrix in self.slots:
                 matrix.__dict__.pop("adapter", None)
             self._chosen.slots = None
-
-    def choose(self, slots: Tensor) -> None:
-        """Let other rows choose in the rest of the context, such as those of the head."""
-        self._chosen.slots = slots
