@@ -58,7 +58,7 @@ def logits_of(llm: LLM, prompt: list[int], params: SamplingParams) -> torch.Tens
     return torch.stack([recorded[seq.id][place] for place in range(seq.num_outputs)])
 
 
-GREEDY = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -175,14 +175,14 @@ class LowRanks:
     """The slots of a model's matrices. Attribute slots: by matrix, those that updates have needed so far."""
 
     def __init__(self, model: object, num_slots: int) -> None:
-        self.num_slots, self._model = num_slots, model
+        self.num_slots, self.model = num_slots, model
         self.slots: dict[Matrix, Slots] = {}
         self._chosen = Chosen()
 
     @functools.cached_property
     def targets(self) -> dict[str, Target]:
         """What can be updated, by its name in checkpoints."""
-        return targets(self._model)
+        return targets(self.model)
 
     @property
     def nbytes(self) -> int:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from whorl.nn import LowRanks, Target, Update
+from whorl.nn import LowRanks, Target, Update, Vocabulary
 
 from ..memory import named_errors
 from ..sequence import Sequence
@@ -82,6 +83,7 @@ class Adapters:
             raise ValueError(f"lora: {name!r} is loaded, from {self.by_name[name].path}; unload it, or replace it")
         file = source if isinstance(source, AdapterFile) else read_adapter(source)
         updates = place(file, self.low_ranks.targets)
+        _check_copies(file, self.low_ranks.model)
         slot = self._free_slot(name)
         with named_errors(f"loading the adapter {name}"):
             write(slot, updates)
@@ -192,6 +194,24 @@ def _reason(module: str) -> str:
     if module.endswith(("embed_tokens", "gate", "router")):
         return "no product that updates could add to has this name; merge the adapter"
     return "it has no such linear layer; is this the base that the adapter was trained on?"
+
+
+def _check_copies(file: AdapterFile, model: object) -> None:
+    """Raise ValueError if the file has a head or an embedding that is not the base's."""
+    for name, matrix in model.named_modules() if file.copies and isinstance(model, nn.Module) else ():
+        if not isinstance(matrix, Vocabulary):
+            continue
+        part = matrix.parts[0]
+        for copied in (
+            [name] if name in file.copies else ["lm_head"] if matrix.is_head and "lm_head" in file.copies else []
+        ):
+            copy = file.copies[copied]
+            if not matrix.format.has_weight and tuple(copy.shape) == part.shape:
+                continue  # the base's values are rounded here, so they cannot be compared
+            if tuple(copy.shape) != part.shape or not torch.equal(
+                copy[part.rows, part.columns].to(matrix.weight), matrix.weight[part.place]
+            ):
+                raise ValueError(f"{file.path}: it has another {copied} than the base; merge the adapter")
 
 
 def _check_complete(file: AdapterFile, targets: Mapping[str, Target], updates: Mapping[str, Update]) -> None:

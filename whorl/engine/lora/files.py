@@ -24,13 +24,18 @@ _TENSOR = re.compile(
 )
 
 
+# Beside the update of a head PEFT saves the base's own head and embedding.
+_COPY = re.compile(r"(?P<module>(?:.+\.)?(?:lm_head|embed_tokens))(?:\.base_layer)?\.weight")
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
     """An adapter as its folder has it. modules: by the module's name in the checkpoint of the base, without wrappers;
-    a module with parameters that are updated has one pair of matrices for each."""
+    a module with parameters that are updated has one pair of matrices for each. copies: weights of the base."""
 
     config: LoraConfig
     modules: Mapping[str, tuple[Mapping[str, Tensor], ...]]
+    copies: Mapping[str, Tensor]
 
     @property
     def path(self) -> Path:
@@ -57,7 +62,11 @@ def read_adapter(path: str | Path) -> AdapterFile:
     folder = adapter_folder(path)
     config = LoraConfig.read(folder)
     modules: dict[str, dict[int, dict[str, Tensor]]] = {}
+    copies: dict[str, Tensor] = {}
     for name, tensor in _tensors(folder):
+        if (copy := _COPY.fullmatch(name.removeprefix(_PREFIX))) is not None:
+            copies[copy["module"]] = tensor
+            continue
         match = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
             raise ValueError(f"{folder}: {name} is no matrix of a LoRA of a linear layer, and nothing else is served")
@@ -68,7 +77,7 @@ def read_adapter(path: str | Path) -> AdapterFile:
     for module, pairs in modules.items():
         for tensors in pairs.values():
             _check_pair(folder, config, module, tensors)
-    return AdapterFile(config, {module: tuple(pairs.values()) for module, pairs in modules.items()})
+    return AdapterFile(config, {module: tuple(pairs.values()) for module, pairs in modules.items()}, copies)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
