@@ -278,6 +278,7 @@ class Matrix(Weighted):
     """
 
     adapter: Adapter | None = None
+    takes_adapters = True  # it multiplies as a whole, so that something can be added to the product
 
     format: Format
     name: str  # in the model
