@@ -21,6 +21,9 @@ from .latent_cache import LatentKV as LatentKV
 from .latent_heads import LatentHeads as LatentHeads
 from .linear import Linear as Linear
 from .linear import PlainLinear as PlainLinear
+from .low_rank import LowRanks as LowRanks
+from .low_rank import Target as Target
+from .low_rank import Update as Update
 from .mixer import Mix as Mix
 from .mixer import Mixer as Mixer
 from .mixer import Normed as Normed
@@ -44,6 +47,7 @@ from .vocabulary import Vocabulary as Vocabulary
 from .weight import Destination as Destination
 from .weight import Format as Format
 from .weight import Formats as Formats
+from .weight import Forms as Forms
 from .weight import Index as Index
 from .weight import Matrix as Matrix
 from .weight import Part as Part

@@ -108,6 +108,10 @@ def by_tensor(named: Iterable[tuple[str, Destination]]) -> dict[str, Destination
     return joined
 
 
+# The forms in which the same values may come: of each, all its destinations by Hugging Face's names.
+Forms = tuple[dict[str, Destination], ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """A projection of the checkpoint, and which part of it this rank has in a matrix."""
@@ -208,6 +212,10 @@ class Weighted(nn.Module):
         """Yield the destination of each tensor of the checkpoint, by its name."""
         raise NotImplementedError
 
+    def forms(self, name: str) -> Iterator[Forms]:
+        """Yield the layer's parts that a trainer sends separately: of each, the forms that its tensors may have."""
+        yield (dict(self.destinations(name)),)
+
     def randomize(self, generator: torch.Generator) -> None:
         """Fill the parameters with random values."""
         raise NotImplementedError
@@ -270,6 +278,7 @@ class Matrix(Weighted):
     """
 
     adapter: Adapter | None = None
+    takes_adapters = True  # it multiplies as a whole, so that something can be added to the product
 
     format: Format
     name: str  # in the model

@@ -49,6 +49,7 @@ from .latent import paged_indexer as paged_indexer
 from .linear import linear as linear
 from .log_softmax import log_softmax as log_softmax
 from .log_softmax import token_logprobs as token_logprobs
+from .low_rank import low_rank as low_rank
 from .moe import clipped_experts as clipped_experts
 from .moe import experts as experts
 from .moe import grouped_matmul as grouped_matmul
