@@ -11,6 +11,7 @@ import torch
 from checkpoints import write_checkpoints
 from one_sequence import Runner, close
 from quant_checkpoints import CASES, write
+from safetensors.torch import load_file, save_file
 from test_quant_formats import load
 from torch import Tensor
 
@@ -110,6 +111,27 @@ def test_weights_rounded_while_they_are_read(tmp_path: Path) -> None:
     rounded, plain = (sequence(load(path, quantize=scheme)) for scheme in ("w4a16", None))
     error = float((rounded - plain).norm() / plain.norm())
     assert 1e-3 < error < 0.9, error
+
+
+@pytest.mark.parametrize("make", [Qwen3Next.tiny, Qwen3_5Text.tiny])
+def test_low_rank_updates_are_those_of_merged_weights(make: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Of projections whose rows are in another order than in the checkpoint."""
+    (path,) = write_checkpoints(tmp_path, {"base": make()}).values()
+    model = load(path)
+    low_ranks, generator = nn.LowRanks(model, 1), torch.Generator().manual_seed(0)
+    updates, tensors = {}, load_file(path / "model.safetensors")
+    for name, target in low_ranks.targets.items():
+        if "linear_attn" in name or "self_attn" in name:
+            rows, columns = target.shape
+            a, b = torch.randn(3, columns, generator=generator), torch.randn(rows, 3, generator=generator)
+            updates[name] = nn.Update(a=0.1 * a, b=0.1 * b, scale=2.0)
+            tensors[f"{name}.weight"] += 0.02 * b @ a
+    assert {name.rpartition(".")[2] for name in updates} > {"q_proj", "o_proj", "out_proj"}
+    low_ranks.load(0, updates)
+    with low_ranks.chosen(0):
+        actual = sequence(model)
+    save_file(tensors, path / "model.safetensors")
+    close(actual, sequence(load(path)))
 
 
 @pytest.mark.parametrize("make", [Qwen3Next.tiny, Qwen3_5Text.tiny, Qwen3_5.tiny])
