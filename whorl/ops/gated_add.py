@@ -11,7 +11,6 @@ _Y = Annotated[Tensor, "[..., C] float"]
 _LIKE_Y = Annotated[Tensor, "[..., C] y"]
 _GATE = Annotated[Tensor, "[...] y"]
 WITHOUT = {"torch_npu": "torch_npu has no operator that gates a sum"}
-NO_KERNEL = {**WITHOUT, "triton": "torch.compile fuses it with what is beside it in training"}
 
 
 def _share(gate: Tensor) -> Tensor:
@@ -28,7 +27,7 @@ def gated_add(y: _Y, x: _LIKE_Y, gate: _GATE) -> _LIKE_Y:
     return narrow(widen(y) + widen(x) * _share(gate), y.dtype).contiguous()
 
 
-@operator(sharding="rows", without=NO_KERNEL)
+@operator(sharding="rows", without=WITHOUT)
 def gated_add_backward(
     dout: Annotated[Tensor, "[..., C] x"], x: _Y, gate: Annotated[Tensor, "[...] x"]
 ) -> tuple[Annotated[Tensor, "[..., C] x"], Annotated[Tensor, "[...] x"]]:
@@ -45,6 +44,7 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
 
 
 gated_add.impl("triton", "gated_add_triton:forward")
+gated_add_backward.impl("triton", "gated_add_triton:backward")
 
 
 _CASES: list[Values] = [
