@@ -78,8 +78,8 @@ def _delta_rows_kernel(
         is_value, is_channel = values < DV, channels < D
         in_lane = (head * D + channels)[:, None] * DV + values[None, :]
         is_state = is_channel[:, None] & is_value[None, :]
-        state_ptr += lane * state_stride + in_lane
-        rounded_ptr += lane * rounded_stride + in_lane
+        state_at = state_ptr + lane * state_stride + in_lane
+        rounded_at = rounded_ptr + lane * rounded_stride + in_lane
         keys_ptr += lane * keys_stride + head // G * CHUNK * D
         deltas_ptr += lane * deltas_stride + head * CHUNK * DV
         decays_ptr += lane * decays_stride + head * CHUNK
@@ -88,10 +88,10 @@ def _delta_rows_kernel(
         q_ptr += head // G * q_stride_h
         k_ptr += head // G * k_stride_h
         if row == 0:
-            state = tl.load(state_ptr, mask=is_state, other=0.0).to(rounded_ptr.dtype.element_ty)
-            tl.store(rounded_ptr, state, mask=is_state)
+            state = tl.load(state_at, mask=is_state, other=0.0).to(rounded_ptr.dtype.element_ty)
+            tl.store(rounded_at, state, mask=is_state)
         else:
-            state = tl.load(rounded_ptr, mask=is_state, other=0.0)
+            state = tl.load(rounded_at, mask=is_state, other=0.0)
         new_row = row  # where the new rows of this chunk begin
         while first < stop:
             base = row // BLOCK * BLOCK
@@ -149,15 +149,15 @@ def _delta_rows_kernel(
             first += count
             if row == CHUNK:
                 tl.debug_barrier()
-                d = tl.where((rows >= base)[:, None], _in_chunk(d, base), deltas)
+                deltas = tl.where((rows >= base)[:, None], _in_chunk(d), deltas)
                 last = tl.sum(tl.where(rows == CHUNK - 1, decays, 0.0), 0)
-                d = (tl.exp(last - decays)[:, None] * d.to(tl.float32)).to(k.dtype)
-                moved = dot(tl.trans(keys), d, tl.zeros((BLOCK_D, BV), tl.float32), WIDEN)
-                wide = tl.exp(last) * tl.load(state_ptr, mask=is_state, other=0.0) + moved
-                tl.store(state_ptr, wide, mask=is_state)
+                deltas = (tl.exp(last - decays)[:, None] * deltas.to(tl.float32)).to(k.dtype)
+                moved = dot(tl.trans(keys), deltas, tl.zeros((BLOCK_D, BV), tl.float32), WIDEN)
+                wide = tl.exp(last) * tl.load(state_at, mask=is_state, other=0.0) + moved
+                tl.store(state_at, wide, mask=is_state)
                 state = wide.to(k.dtype)
                 if first < stop:
-                    tl.store(rounded_ptr, state, mask=is_state)
+                    tl.store(rounded_at, state, mask=is_state)
                 row = 0
                 new_row = 0
             else:
@@ -165,11 +165,11 @@ def _delta_rows_kernel(
                 tl.store(errors_ptr + (at % RECENT)[:, None] * DV + values[None, :], y, mask=is_stored)
                 tl.store(decays_ptr + rows, decays, mask=of_call)
                 if part == 0:
-                    to = inverses_ptr + (at % RECENT)[:, None] * BLOCK + own[None, :]
-                    tl.store(to, inverse, mask=is_new[:, None])
+                    inverse_at = inverses_ptr + (at % RECENT)[:, None] * BLOCK + own[None, :]
+                    tl.store(inverse_at, inverse, mask=is_new[:, None])
                     if head % G == 0:
-                        to = keys_ptr + at[:, None] * D + channels[None, :]
-                        tl.store(to, k, mask=is_new[:, None] & is_channel[None, :])
+                        key_at = keys_ptr + at[:, None] * D + channels[None, :]
+                        tl.store(key_at, k, mask=is_new[:, None] & is_channel[None, :])
                 tl.debug_barrier()  # the next block reads what other threads have stored
 
 
@@ -181,7 +181,7 @@ def _of_block(x, base):
 
 
 @triton.jit
-def _in_chunk(x, base):
+def _in_chunk(x):
     """Return [CHUNK, BV] with x [BLOCK, BV] in every block."""
     x = tl.broadcast_to(x[None, :, :], (BLOCKS, BLOCK, x.shape[1]))
     return tl.reshape(x, (CHUNK, x.shape[2]))

@@ -97,7 +97,7 @@ def _delta_chunk_kernel(
     tl.store(lower_ptr + matrix, lower)
     tl.store(weights_ptr + matrix, weights)
     tl.store(sums_ptr + place + rows, sums)
-    if lanes_ptr is not None:
+    if lanes_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if count < CHUNK:
             lane = tl.load(lanes_ptr + b).to(tl.int64)
             tl.store(decays_ptr + lane * decays_stride + head * CHUNK + rows, sums, mask=is_real)
@@ -278,7 +278,7 @@ def _delta_state_kernel(
                 _keep_rows(to, y2, 2, recent, count, RECENT, values, DV)
                 _keep_rows(to, y3, 3, recent, count, RECENT, values, DV)
             place += tl.num_programs(1)
-        if lanes_ptr is not None:
+        if lanes_ptr is not None:  # noqa: SIM102
             if stop - start >= CHUNK:
                 tl.store(state_ptr + lane * state_stride + in_lane, state, mask=is_value)
 
