@@ -236,7 +236,7 @@ def compute(
         SKIPS_ALIGNED=is_prompt,
         WIDEN=is_interpreting(),
         enable_fp_fusion=False,
-        num_warps=8,
+        num_warps=_warps(part),
     )
 
 
@@ -244,3 +244,8 @@ def _part(num_heads: int, value_dim: int, processors: int) -> int:
     """Return the value channels of a program: few heads are shared by several programs."""
     most = max(16, power_of_2(value_dim))
     return max(16, min(most, 32 if num_heads * ceil_div(value_dim, 64) < processors else 64))
+
+
+def _warps(part: int) -> int:
+    """Return the warps of a program. part: its value channels."""
+    return 8
