@@ -79,6 +79,10 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     return {"x": dx, "weight": dweight}
 
 
+causal_conv.impl("triton", "conv_triton:forward")
+causal_conv_backward.impl("triton", "conv_triton:backward")
+
+
 _CASES: list[Values] = [
     {"lengths": (1,), "N": 8, "W": 4},
     {"lengths": (7, 5, 2), "N": 24, "W": 4},

@@ -14,7 +14,8 @@ from .._rows import ceil_div, power_of_2, unit_stride
 from ..linear_triton import dot
 from . import rule_triton
 from .chunks_triton import BLOCK, CHUNK, entry, load_rows, row_of_inverse
-from .layout import MOST_ROWS, RECENT
+from .layout import CHUNK as ROWS_OF_CHUNK
+from .layout import RECENT
 
 
 @launched
@@ -70,7 +71,7 @@ def _delta_rows_kernel(
     """
     part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, stop = tl.load(starts_ptr + b), tl.load(starts_ptr + b + 1)
-    row = (tl.load(lengths_ptr + b) - (stop - first)) % CHUNK
+    row = tl.maximum(tl.load(lengths_ptr + b) - (stop - first), 0) % CHUNK
     if stop > first and not (SKIPS_ALIGNED and row == 0):
         lane = tl.load(lanes_ptr + b).to(tl.int64)
         values, channels = part * BV + tl.arange(0, BV), tl.arange(0, BLOCK_D)
@@ -190,17 +191,18 @@ def compute(
     query_starts: Tensor,
     context_lens: Tensor,
     scale: float,
+    most: int,
     **states: Tensor,
 ) -> None:
-    """Compute `gated_delta_lanes`: by rows where sequences have few tokens, else prompts by chunks.
+    """Compute `gated_delta_lanes`: by rows where no sequence goes past a chunk, else by chunks.
 
-    Either takes any sequences: a call for prompts also launches the kernel of rows, for those that begin elsewhere.
+    By chunks are computed those that begin at a multiple of CHUNK; the others are then left to the kernel of rows.
     """
     count = len(lanes)
     out.zero_()
     if not len(q) or not count:
         return
-    is_prompt = len(q) > MOST_ROWS * count
+    is_prompt = (most or len(q)) > ROWS_OF_CHUNK
     starts, lengths = query_starts.contiguous(), context_lens.contiguous()
     states["lanes"] = lanes.contiguous()
     if is_prompt:
@@ -234,7 +236,7 @@ def compute(
         SKIPS_ALIGNED=is_prompt,
         WIDEN=is_interpreting(),
         enable_fp_fusion=False,
-        num_warps=8,
+        num_warps=_warps(part),
     )
 
 
@@ -242,3 +244,8 @@ def _part(num_heads: int, value_dim: int, processors: int) -> int:
     """Return the value channels of a program: few heads are shared by several programs."""
     most = max(16, power_of_2(value_dim))
     return max(16, min(most, 32 if num_heads * ceil_div(value_dim, 64) < processors else 64))
+
+
+def _warps(part: int) -> int:
+    """Return the warps of a program. part: its value channels."""
+    return 8

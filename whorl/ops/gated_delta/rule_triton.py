@@ -361,8 +361,8 @@ def _chunks(
     _delta_chunk_kernel[(heads, num_chunks)](
         **common, g_ptr=g, g_stride=g.stride(0), **named("keys", "decays", "inverses"), num_warps=4
     )
-    part = 64 if q.dtype.itemsize == 2 else 32
-    part = min(part, max(16, power_of_2(value_dim)))
+    plan = _plan(value_dim, q.dtype)
+    part = plan["BV"]
     _delta_state_kernel[(ceil_div(value_dim, part), heads, count)](
         **common,
         v_ptr=v,
@@ -373,9 +373,13 @@ def _chunks(
         out_stride_h=out.stride(1),
         scale=scale,
         DV=value_dim,
-        BV=part,
         EVEN=value_dim % part == 0 and dim == constants["BLOCK_D"],
-        STAGES=2,
+        **plan,
         **named("state", "rounded", "deltas", "errors"),
-        num_warps=4,
     )
+
+
+def _plan(value_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the constants of the state's kernel: the value channels of a program, its stages and warps."""
+    part = min(64 if dtype.itemsize == 2 else 32, max(16, power_of_2(value_dim)))
+    return {"BV": part, "STAGES": 2, "num_warps": 4}
