@@ -73,9 +73,12 @@ def targets(model: object) -> dict[str, Target]:
         if getattr(matrix, "is_embedding", False) and not matrix.is_head:  # it looks rows up
             continue
         key = "lm_head" if getattr(matrix, "is_head", False) else name
+        by_source: dict[str, list[Part]] = {}
         for part in matrix.parts:
-            source = part.source(key)
-            result[source] = Target(source, matrix, (part,), (slice(0, part.shape[0]),))
+            by_source.setdefault(part.source(key), []).append(part)
+        for source, parts in by_source.items():  # several, where a projection's rows are in another order here
+            whole = slice(0, parts[0].shape[0])
+            result[source] = Target(source, matrix, tuple(parts), (whole,) * len(parts))
         if len(matrix.shape) == 3:
             ends = [sum(part.shape[0] for part in matrix.entry_parts[: i + 1]) for i in range(len(matrix.entry_parts))]
             rows = [slice(end - part.shape[0], end) for end, part in zip(ends, matrix.entry_parts, strict=True)]
