@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": "whorl.models.glm4_moe:Glm4Moe",
     "Glm4vForConditionalGeneration": "whorl.models.glm4v:Glm4v",
     "Glm4vMoeForConditionalGeneration": "whorl.models.glm4v:Glm4vMoe",
+    "GptOssForCausalLM": "whorl.models.gpt_oss:GptOss",
     "LlamaForCausalLM": "whorl.models.llama:Llama",
     "MistralForCausalLM": "whorl.models.mistral:Mistral",
     "Qwen2ForCausalLM": "whorl.models.qwen2:Qwen2",
