@@ -16,8 +16,9 @@ class Glm4Calls(TaggedCalls):
     The markup does not tell the type of a value; the tool's schema does.
     """
 
-    open, close = "<tool_call>", "</tool_call>"
-    begin = name_end = end = ""
+    open, close = "<tool_call>", ""
+    begin = name_end = ""
+    end = "</tool_call>"
     parameter_begin, parameter_end = "<arg_key>", "</arg_value>"
     parameter_tag = re.compile(r"<arg_key>([^<\n]+)</arg_key>\s*<arg_value>")
     is_alone = True
@@ -36,7 +37,7 @@ class Glm4Calls(TaggedCalls):
         if (match := _NAME.match(text)) is None:
             return 0, ReadStatus.MORE if _MAY_BE_NAME.fullmatch(text) else ReadStatus.BROKEN
         after = text[match.end() :].lstrip()
-        tags = (self.parameter_begin, self.close)
+        tags = (self.parameter_begin, self.end)
         if not after.startswith(tags):  # until a tag follows, it may be text
             may_be = any(tag.startswith(after) for tag in tags)
             return 0, ReadStatus.MORE if may_be else ReadStatus.BROKEN
@@ -47,15 +48,15 @@ class Glm4Calls(TaggedCalls):
 
     def _parameter(self, text: str, is_last: bool) -> tuple[int, ReadStatus | None]:
         inner = text.lstrip()
-        if not inner.startswith(self.close):
-            return super()._parameter(text, is_last) if inner else (0, ReadStatus.MORE)
+        if not inner.startswith(self.end):
+            return super()._parameter(text, is_last)
         self.calls.add("}")
-        return len(text) - len(inner) + len(self.close), ReadStatus.END
+        return len(text) - len(inner) + len(self.end), ReadStatus.END
 
     def _neither(self, text: str, begin: str, end: str, is_last: bool) -> tuple[int, ReadStatus]:
         """Return the status of a text that is neither of two tags; a parameter's tag is a pair with a name inside."""
         inner = text.lstrip()
-        may_be = any(tag.startswith(inner) for tag in (begin, self.close)) or _may_be_pair(inner)
+        may_be = any(tag.startswith(inner) for tag in (begin, self.end)) or _may_be_pair(inner)
         if may_be and is_last and self._name:
             return len(text), ReadStatus.END  # the reply ends inside of a tag
         return 0, ReadStatus.MORE if may_be else ReadStatus.BROKEN
