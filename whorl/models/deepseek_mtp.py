@@ -84,8 +84,8 @@ class Prediction(Module):
         rotary = target.rope.rows(step)
         (layer,) = parts.block
 
-        def mix(mixer: Mixer, projected: Tensor) -> Tensor:
-            return mixer.mix(projected, rotary, step, caches[0])
+        def mix(mixer: Mixer, *projected: Tensor) -> Tensor:
+            return mixer.mix(*projected, rotary, step, caches[0])
 
         embedded = target.decoder.embed_tokens(step.token_ids)
         normed = parts.enorm(embedded, None)[0], parts.hnorm(step.states, None)[0]

@@ -25,6 +25,14 @@ from .attention import paged_attention as paged_attention
 from .attention import qk_norm_rope as qk_norm_rope
 from .attention import qk_norm_rope_write as qk_norm_rope_write
 from .attention import write_kv as write_kv
+from .gated_delta import causal_conv as causal_conv
+from .gated_delta import causal_conv_lanes as causal_conv_lanes
+from .gated_delta import delta_gates as delta_gates
+from .gated_delta import delta_tensors as delta_tensors
+from .gated_delta import gated_delta as gated_delta
+from .gated_delta import gated_delta_lanes as gated_delta_lanes
+from .gated_delta import gated_rms_norm as gated_rms_norm
+from .gated_delta import l2_norm as l2_norm
 from .glu import glu as glu
 from .indexer import causal_bounds as causal_bounds
 from .indexer import hadamard as hadamard
@@ -41,6 +49,7 @@ from .latent import paged_indexer as paged_indexer
 from .linear import linear as linear
 from .log_softmax import log_softmax as log_softmax
 from .log_softmax import token_logprobs as token_logprobs
+from .low_rank import low_rank as low_rank
 from .moe import clipped_experts as clipped_experts
 from .moe import experts as experts
 from .moe import grouped_matmul as grouped_matmul
@@ -48,6 +57,7 @@ from .moe import permute as permute
 from .moe import route as route
 from .moe import unpermute as unpermute
 from .norm_linear import norm_linear as norm_linear
+from .output_gate import output_gate as output_gate
 from .quant import dequantize as dequantize
 from .quant import dynamic_quant as dynamic_quant
 from .quantised import int8_experts as int8_experts

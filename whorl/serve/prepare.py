@@ -1,7 +1,7 @@
 """Turns a validated request into token ids and sampling parameters for the engine."""
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,9 @@ class Preparer:
     async def chat(self, request: ChatRequest) -> Prepared:
         """Prepare a conversation: read its media, render the template, compile the grammar."""
         max_tokens = request.max_completion_tokens or request.max_tokens
-        params = self._params(request, max_tokens=max_tokens, logprobs=request.num_top)
+        params = self._params(
+            request, max_tokens=max_tokens, logprobs=request.num_top, prompt_logprobs=request.prompt_logprobs
+        )
         if self._is_harmony:
             ends = (*params.stop_token_ids, *last_ids(self.tokenizer))
             params = replace(params, skip_special=False, stop_token_ids=ends)
@@ -143,25 +145,15 @@ class Preparer:
             request,
             max_tokens=None if request.max_tokens is None else max(request.max_tokens, 1),
             logprobs=request.logprobs,
-            prompt_logprobs=request.logprobs if request.echo else None,
+            prompt_logprobs=request.logprobs
+            if request.echo and request.logprobs is not None
+            else request.prompt_logprobs,
         )
         prompts, texts = await self._prompts.run(lambda worker: self._ids(request, worker))
         allow = await self._compile_grammar(
             request, lambda worker: self._format_grammar(request, worker), is_thinking=False
         )
         return Prepared(prompts=prompts, params=replace(params, allow=allow), texts=texts)
-
-    def tokens(self, prompt_logprobs: int | None) -> Callable[[CompletionRequest], Awaitable[Prepared]]:
-        """Return a function that prepares a prompt of token ids.
-
-        prompt_logprobs: how many alternatives to report for each prompt token; None: the prompt is not scored.
-        """
-
-        async def prepare(request: CompletionRequest) -> Prepared:
-            prepared = await self.completion(request)
-            return replace(prepared, params=replace(prepared.params, prompt_logprobs=prompt_logprobs))
-
-        return prepare
 
     def _ids(self, request: CompletionRequest, worker: Worker) -> tuple[list[list[int]], list[str]]:
         """Return the ids of each prompt and, for echo, the text of each prompt."""
@@ -277,6 +269,7 @@ class Preparer:
             stop_token_ids=tuple(request.stop_token_ids or ()),
             include_stop=request.include_stop_str_in_output,
             skip_special=request.skip_special_tokens,
+            on_update=request.on_update,
             **fields,
         )
 
