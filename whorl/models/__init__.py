@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "whorl.models.gemma3:Gemma3",
     "Glm46VForConditionalGeneration": "whorl.models.glm4v:Glm4v",
     "Glm4MoeForCausalLM": "whorl.models.glm4_moe:Glm4Moe",
+    "Glm4MoeLiteForCausalLM": "whorl.models.glm4_moe_lite:Glm4MoeLite",
     "Glm4vForConditionalGeneration": "whorl.models.glm4v:Glm4v",
     "Glm4vMoeForConditionalGeneration": "whorl.models.glm4v:Glm4vMoe",
     "GptOssForCausalLM": "whorl.models.gpt_oss:GptOss",
