@@ -119,7 +119,8 @@ def test_features_are_transformers(both: tuple[Any, Any], grid: tuple[int, int, 
     close(features, expected.pooler_output)
 
 
-@pytest.mark.parametrize("name", PROMPTS)
+# transformers takes no pictures beside videos, whose frames have the same placeholders.
+@pytest.mark.parametrize("name", [name for name in PROMPTS if name != "mixed"])
 def test_logits_and_answers_are_transformers(both: tuple[Any, Any], name: str) -> None:
     theirs, ours = both
     prompt = Prompt(ours, name)
@@ -164,14 +165,14 @@ def test_gate_and_up_in_one_tensor_may_be_quantised(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     plain = dict(tensors)
     for name in [name for name in tensors if name.endswith("mlp.gate_up_proj.weight")]:
-        scales = torch.rand(tensors[name].shape[0] // 8, tensors[name].shape[1] // 16) + 0.5
+        scales = torch.rand(tensors[name].shape[0] // 8, tensors[name].shape[1] // 8) + 0.5
         codes = tensors[name].to(torch.float8_e4m3fn)
         tensors |= {name: codes, f"{name}_scale_inv": scales}
-        plain[name] = codes.float() * scales.repeat_interleave(8, 0).repeat_interleave(16, 1)
+        plain[name] = codes.float() * scales.repeat_interleave(8, 0).repeat_interleave(8, 1)
     others = sorted(n.removesuffix(".weight") for n in tensors if n.endswith(".weight") and "gate_up_proj" not in n)
-    settings = {"quant_method": "fp8", "weight_block_size": [8, 16], "modules_to_not_convert": others}
+    settings = {"quant_method": "fp8", "weight_block_size": [8, 8], "modules_to_not_convert": others}
     settings["modules_to_not_convert"] += ["self_attn", "visual"]
-    prompt, folders = TEXT, []
+    folders = []
     for name, values, config in (
         ("packed", tensors, CONFIGS["glm4v"] | {"quantization_config": settings}),
         ("plain", plain, CONFIGS["glm4v"]),
@@ -184,7 +185,6 @@ def test_gate_and_up_in_one_tensor_may_be_quantised(tmp_path: Path) -> None:
         models: list[Any] = [load_model(folder, device="cpu", progress=False, tp=ranks) for folder in folders]
         weights = [model.decoder.layers[0].mlp.gate_up_proj for model in models]
         assert torch.equal(weights[0].format.values(weights[0]), weights[1].weight)
-    assert prompt
 
 
 WRONG: dict[str, Any] = {
