@@ -13,6 +13,7 @@ from .cache import KVFormat as KVFormat
 from .cache import PagedKV as PagedKV
 from .cache import States as States
 from .cache import StateSpec as StateSpec
+from .clipped_experts import ClippedExperts as ClippedExperts
 from .experts import Experts as Experts
 from .experts import Router as Router
 from .experts import StackedExperts as StackedExperts
