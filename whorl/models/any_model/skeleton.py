@@ -87,6 +87,8 @@ def _class_of(values: Mapping[str, Any]) -> tuple[Any, Any]:
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RefusedError(f"{installed} has no causal language model of model_type {model_type!r}")
     hf_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    if not isinstance(names, list):
+        raise RefusedError(f"architectures is {names!r}, expected a list")
     if names and hf_class.__name__ not in names:
         raise RefusedError(f"architectures is {names}, and the causal language model is {hf_class.__name__}")
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
