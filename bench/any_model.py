@@ -1,8 +1,8 @@
-"""`python -m bench.any_model`: a model by whorl's own file, by transformers' code in the engine, and by transformers alone.
+"""`python -m bench.any_model`: a model by its own file, by transformers' code in the engine, and by transformers alone.
 
 First tiny random models of many families run on the device: what they decode among others must have the bits of the
-same tokens in a prompt, alone and in chunks. Then decoding and a prompt of one model are timed three times: native, with
---backend transformers, and by transformers' own generate. Prints a table, and JSON with --json.
+same tokens in a prompt, alone and in chunks. Then decoding and a prompt of one model are timed: native, with --backend
+transformers, and by transformers' own generate. Prints a table, and JSON with --json.
 """
 
 import gc

@@ -52,8 +52,9 @@ def _check_states(hf: Any) -> None:
     """Raise RefusedError if layers keep a state beside keys and values."""
     kinds = {str(kind) for kind in getattr(hf.config, "layer_types", None) or []}
     recurrent = sorted(kind for kind in kinds if not kind.endswith("attention") or kind == "linear_attention")
-    if recurrent:
-        raise RefusedError(f"it has {', '.join(recurrent)} layers, which keep a recurrent state")
+    convolutions = sorted({type(each).__name__ for each in hf.modules() if isinstance(each, nn.Conv1d)})
+    if recurrent or convolutions:
+        raise RefusedError(f"it has layers of {', '.join(recurrent or convolutions)}, which keep a state of their own")
     if getattr(hf, "_is_stateful", False):
         raise RefusedError(f"{type(hf).__name__} keeps a recurrent state, or a cache of its own")
 
