@@ -111,7 +111,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
 ) -> None:
     """Check families for one arithmetic, then time one model in three ways."""
-    device = devices.default_device()
+    device: Any = devices.default_device()
     dtype: Any = "float32" if devices.accelerator(device) is None else "bfloat16"
     options = DecodeOptions(
         random_config=model, batch=batch, tokens=tokens, prompt_tokens=prompt_tokens, peer="transformers"

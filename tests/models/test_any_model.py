@@ -86,6 +86,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     """40 greedy steps: the tokens are equal, and the logits of every step are close."""
     config = config_of(name)
     hf = save(tmp_path, config)
+    hf.set_attn_implementation("eager")  # transformers 5.17 drops Gemma 2's softcap otherwise
     length = 128 if name == "phi3-longrope" else None  # frequencies are those of the longest sequence
     model = load(tmp_path, max_model_len=length)
     assert isinstance(model, AnyModel)
