@@ -227,7 +227,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layer_types": ["conv", "full_attention"]},
         "layers of conv, which keep a state of their own",
     ),
-    "qwen3_next": ("Qwen3NextForCausalLM", {}, "which keep a state of their own"),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {}, "heads of 192 channels for queries and of 128 for values"),
     "gpt_oss": ("GptOssForCausalLM", {}, "calls attention with s_aux, which is not known"),
     "bart": ("BartForCausalLM", {}, "cross attention"),

@@ -149,6 +149,16 @@ def total_of(weights, WIDEN: tl.constexpr):
 
 
 @triton.jit
+def start_fold(sinks_ptr, heads, mask):
+    """Return the highest score and the sum of weights before the first cut: those of the heads' sinks, if they have
+    any. The weighted values are zero."""
+    if sinks_ptr is None:
+        return tl.full(heads.shape, float("-inf"), tl.float32), tl.zeros(heads.shape, tl.float32)
+    sinks = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32)
+    return sinks * LOG2, tl.full(heads.shape, 1.0, tl.float32)
+
+
+@triton.jit
 def fold(top, total, out, cut_top, cut_total, cut_out):
     """Return the highest score, sum of weights and weighted values of the cuts so far, combined with one more cut.
 

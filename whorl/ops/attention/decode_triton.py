@@ -19,7 +19,7 @@ from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap, prefetch_lines
 from .._rows import ceil_div, power_of_2
 from .._varied import is_varied
-from .cuts_triton import Scales, cut, cut_of, fold, load_cut
+from .cuts_triton import Scales, cut, cut_of, fold, load_cut, start_fold
 from .fold_triton import fold_stored
 from .prompt_triton import sequence_block
 
@@ -42,6 +42,7 @@ def _decode_kernel(
     lengths_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    sinks_ptr,
     out_ptr,
     top_ptr,
     total_ptr,
@@ -95,8 +96,7 @@ def _decode_kernel(
     mask = (group < G)[:, None] & (channels < D)[None, :]
     q = tl.load(q_at, mask=mask, other=0.0)
     row = token.to(tl.int64) * (HK * G) + head * G + group
-    top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_G,), tl.float32)
+    top, total = start_fold(sinks_ptr, head * G + group, group < G)
     out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for i in tl.range(first // CUT + tl.program_id(2), tl.cdiv(end, CUT), tl.num_programs(2), num_stages=STAGES):
         keys = i * CUT + tl.arange(0, CUT)
@@ -158,6 +158,7 @@ def _fold_kernel(
     total_ptr,
     starts_ptr,
     lengths_ptr,
+    sinks_ptr,
     y_ptr,
     window,
     cuts,
@@ -177,15 +178,22 @@ def _fold_kernel(
     first = tl.maximum(end - window, 0) if window > 0 else 0
     channels = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = token.to(tl.int64) * HQ + head
+    highest, weight = start_fold(sinks_ptr, head, True)
     follow(OVERLAP)
     out, total = fold_stored(
-        out_ptr, top_ptr, total_ptr, row * cuts, first // CUT, tl.cdiv(end, CUT), channels, D, AHEAD
+        out_ptr, top_ptr, total_ptr, row * cuts, first // CUT, tl.cdiv(end, CUT), channels, D, AHEAD, highest, weight
     )  # fmt: skip
     tl.store(y_ptr + row * D + channels, divided(out, total).to(y_ptr.dtype.element_ty), mask=channels < D)
 
 
 def decode(
-    tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scale: float, window: int, softcap: float
+    tensors: list[Tensor],
+    scales: Scales,
+    strides: tuple[int, ...],
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return attention of few queries per sequence; the arguments are those of `prompt`, without lse."""
     q, k_cache, _, tables, starts, lengths = tensors
@@ -204,6 +212,7 @@ def decode(
     _decode_kernel[(tokens, kv_heads, programs)](
         *tensors,
         *scales,
+        sinks,
         out,
         top,
         total,
@@ -230,21 +239,24 @@ def decode(
         **overlap(q),
     )
     if not walks:
-        _fold_cuts([out, top, total], starts, lengths, y, window, cuts)
+        _fold_cuts([out, top, total], starts, lengths, sinks, y, window, cuts)
     return y
 
 
-def _fold_cuts(stored: list[Tensor], starts: Tensor, lengths: Tensor, y: Tensor, window: int, cuts: int) -> None:
+def _fold_cuts(
+    stored: list[Tensor], starts: Tensor, lengths: Tensor, sinks: Tensor | None, y: Tensor, window: int, cuts: int
+) -> None:
     """Write to y what the stored results of cuts combine to. stored: out, top and total, [T, HQ, cuts] and channels."""
     tokens, heads, dim = y.shape
     block = block_of_sequences(lengths.shape[0])
-    if (hopper := _fold_many(y)) is not None and hopper.fits(y, cuts):
+    if sinks is None and (hopper := _fold_many(y)) is not None and hopper.fits(y, cuts):
         hopper.run(stored, starts, lengths, y, window, cuts, block)
         return
     _fold_kernel[(tokens, heads, ceil_div(dim, CHANNELS))](
         *stored,
         starts,
         lengths,
+        sinks,
         y,
         window,
         cuts,

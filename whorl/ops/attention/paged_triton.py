@@ -109,6 +109,7 @@ def attention(
     softcap: float,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    sinks: Tensor | None,
     **arguments: Tensor,
 ) -> Tensor:
     """Compute `paged_attention`, by the decode or the prompt kernels; the bits are equal."""
@@ -116,4 +117,4 @@ def attention(
     tensors += [arguments["query_starts"].contiguous(), arguments["context_lens"].contiguous()]
     strides = (*tensors[0].stride()[:2], *tensors[1].stride()[:3], *tensors[2].stride()[:3], tensors[3].stride(0))
     attend = decode if len(arguments["q"]) <= FEW_QUERIES * len(arguments["context_lens"]) else prompt
-    return attend(tensors, (k_scale, v_scale), strides, scale * LOG2_E, window, softcap)
+    return attend(tensors, (k_scale, v_scale), strides, scale * LOG2_E, window, softcap, sinks)

@@ -43,23 +43,31 @@ class QueryTile(NamedTuple):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Compute causal attention of one sequence, whose queries have the last n positions.
 
-    q: [n, HK, G, D], G query heads for each key head; k, v: [HK, length, D]; all in the dtype of accumulation. Returns
-    out in the shape of q, and for each tile of rows the highest scores and sums that `log_sum_exp` takes.
+    q: [n, HK, G, D], G query heads for each key head; k, v: [HK, length, D]; sinks: [HK, G]; all in the dtype of
+    accumulation. Returns out in the shape of q, and for each tile of rows the highest scores and sums that `log_sum_exp` takes.
     """
     length, (count, heads, group, dim) = k.shape[1], q.shape
     k, v = _padded(k), _padded(v)
     rows = (q * scale).transpose(0, 1).reshape(heads, count * group, dim)
     sizes = _sizes((heads, dim), q.dtype, q.device.type, torch.get_num_threads())
     rows = torch.nn.functional.pad(rows, (0, 0, 0, -count * group % sizes[-1]))
+    tops = _row_sinks(sinks, count, rows.shape[1])
     parts, sums, at = [], [], 0
     for size in sizes:
         while rows.shape[1] - at >= size:
             place = QueryTile(length, count, group, at, size)
-            out, *tile_sums = _tile(rows[:, at : at + size], k, v, (place,), window, softcap)
+            top = None if tops is None else tops[:, at : at + size]
+            out, *tile_sums = _tile(rows[:, at : at + size], k, v, (place,), window, softcap, top)
             parts.append(out)
             sums.append(tile_sums)
             at += size
@@ -83,6 +91,7 @@ def attend_together(
     window: int,
     scale: float,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `attend` for B sequences with n queries each, side by side, each in one tile of `size` rows.
 
@@ -95,8 +104,16 @@ def attend_together(
     if size > num_rows:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, size - num_rows))
     places = tuple(QueryTile(length, queries, group, 0, size) for length in lengths)
-    out = _tile(rows, k, v, places, window, softcap)[0][:, :, :num_rows]
+    out = _tile(rows, k, v, places, window, softcap, _row_sinks(sinks, queries, size))[0][:, :, :num_rows]
     return out.unflatten(2, (queries, group)).transpose(1, 2)
+
+
+def _row_sinks(sinks: Tensor | None, queries: int, rows: int) -> Tensor | None:
+    """Return the sink of each row of a tile, [HK, rows, 1], from sinks [HK, G]; a row without a query has 0."""
+    if sinks is None:
+        return None
+    tops = sinks.repeat(1, queries)
+    return torch.nn.functional.pad(tops, (0, rows - tops.shape[1]))[..., None]
 
 
 @functools.lru_cache(maxsize=256)  # every layer of a model needs the same masks
@@ -117,9 +134,15 @@ def _hidden(places: tuple[QueryTile, ...], block: int, keys: int, window: int, d
 
 
 def _tile(
-    rows: Tensor, k: Tensor, v: Tensor, places: tuple[QueryTile, ...], window: int, softcap: float = 0.0
+    rows: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: tuple[QueryTile, ...],
+    window: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute attention of one tile, or of one of each sequence. places: where each lies.
+    """Compute attention of one tile, or of one of each sequence. places: where each lies; sinks: [HK, R, 1].
 
     rows: R scaled queries [HK, R, D]; k, v: [HK, multiple of KEYS or STEP, D]; with a dim of sequences before them for
     several tiles. Returns out like rows and, [..., HK, R, 1] each, the highest score of a row and the sum of the
@@ -128,8 +151,10 @@ def _tile(
     """
     blocks = [place.blocks(window) for place in places]
     first, *later = range(min(each.start for each in blocks), max(each.stop for each in blocks), KEYS)
-    top, _, weights = _weigh(rows, k, places, first, window, softcap, None)
+    top, shift, weights = _weigh(rows, k, places, first, window, softcap, sinks)
     total, out = _sum(weights), weights @ v[..., first : first + KEYS, :]
+    if sinks is not None:  # as a key that comes before all others, without a value
+        total = torch.exp(sinks - shift) + total
     for block in later:
         new_top, shift, weights = _weigh(rows, k, places, block, window, softcap, top)
         keep = torch.exp(top - shift)
