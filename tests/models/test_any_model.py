@@ -15,7 +15,7 @@ from torch import Tensor
 from whorl import nn
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.weights import load_model
-from whorl.models import find
+from whorl.models import BACKEND, find
 from whorl.models.any_model import AnyModel, row_invariant
 from whorl.models.qwen3 import Qwen3
 
@@ -228,7 +228,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "layers of conv, which keep a state of their own",
     ),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {}, "heads of 192 channels for queries and of 128 for values"),
-    "gpt_oss": ("GptOssForCausalLM", {}, "calls attention with s_aux, which is not known"),
     "bart": ("BartForCausalLM", {}, "cross attention"),
     "diffllama": ("DiffLlamaForCausalLM", {}, "calls attention twice"),
     "llava": ("LlavaForConditionalGeneration", {}, "has no causal language model"),
@@ -244,6 +243,14 @@ def test_refusals_say_which_way_was_tried_and_why_it_ended(name: str) -> None:
     message = str(error.value)
     assert reason in message
     assert "What you can do" in message
+
+
+def test_an_unknown_argument_of_the_attention_call() -> None:
+    config = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", **TINY, BACKEND: "transformers"}
+    with pytest.raises(
+        ValueError, match="backend is transformers: GptOssAttention calls attention with s_aux, which is"
+    ):
+        find(config)
 
 
 def test_a_gguf_file_is_not_for_transformers(tmp_path: Path) -> None:
