@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from whorl.doctor.jobs import SAMPLING
 from whorl.doctor.launch import Launch
-from whorl.doctor.promises import has_experts, invariance, model_type, place
+from whorl.doctor.promises import has_experts, invariance, is_on_in_environment, model_type, place
 from whorl.doctor.report import RotaryPath
 from whorl.rope_config import YARN_TYPES
 
@@ -216,6 +216,8 @@ def quantised(launch: Launch, path: RotaryPath) -> Fact:
 
 
 def _quantised_training(launch: Launch) -> Fact:
+    if is_on_in_environment(launch, "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"):
+        return Fact("int4", "OPEN_TRAINING_INT4_FAKE_QAT_FLAG")
     for setting in launch.inputs.settings:
         is_switch = setting.path.endswith("fp8_cfg.enabled") and setting.value is True
         is_kind = setting.path.endswith("quantization.type") or setting.key in ("fp8_format", "fp4_format")

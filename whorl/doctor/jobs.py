@@ -74,6 +74,8 @@ def _verl(launch: Launch) -> Divided:
         groups = setting.path.lstrip("+~").split(".")
         if len(groups) > 1 and (groups[0] in VERL_OTHER_MODELS or any("teacher" in group for group in groups)):
             continue
+        if "val_kwargs" in groups:
+            continue  # how it samples to evaluate, which trains nothing
         role = next((group for group in groups if group in VERL_ROLES), None)
         side = VERL_ROLES[role] if role else None
         if role is None:

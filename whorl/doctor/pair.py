@@ -12,6 +12,7 @@ from whorl.doctor.checkup import check_part, describe_model
 from whorl.doctor.inputs import Inputs, read_inputs
 from whorl.doctor.jobs import JOBS, SAMPLING, parts
 from whorl.doctor.launch import ENGINES, Launch
+from whorl.doctor.promises import EQUALITY
 from whorl.doctor.report import Aspect, Finding, Report, RotaryPath, Severity, by_severity
 from whorl.doctor.settings import BadInput
 
@@ -47,8 +48,9 @@ class Pair:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a side asks for equal bits."""
-        return any(fact.value == "yes" for fact in self.facts["batch invariance"])
+        """Whether this pair is meant to give equal bits: both sides promise it, or one asks for the other's."""
+        promised = [fact.value == "yes" for fact in self.facts["batch invariance"]]
+        return all(promised) or self.first_on(*EQUALITY) is not None
 
     @property
     def mild(self) -> Severity:
@@ -88,6 +90,8 @@ class Pair:
         own = "vllm_importance_sampling_correction"
         if self.trainer.scope.startswith("trl") and self.trainer.get(own) is None:
             return f"{own}, TRL's default"
+        if self.trainer.scope.startswith("prime-rl"):
+            return "prime-rl's loss"
         return self.first_on(*arithmetic.CORRECTIONS)
 
 
