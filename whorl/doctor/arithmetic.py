@@ -32,7 +32,9 @@ DTYPES: Final = {
     "float64": "fp64",
     "double": "fp64",
 }
+AUTOCAST: Final = "bf16, residuals in fp32"
 MEGATRON_BASE: Final = 10000.0
+MEGATRON_LLAMA3: Final = 8.0
 QUANTISED_NAME: Final = re.compile(r"[-_](fp8|awq|gptq|int4|int8|w4a16|w8a8|w4a8|nvfp4|mxfp4|mxfp8)\b", re.IGNORECASE)
 EIGHT_BITS_OR_LESS: Final = ("fp8", "int8", "nvfp4", "mxfp4", "mxfp8", "fp4", "int4")
 # Settings that name the served model.
@@ -83,10 +85,11 @@ def rotary_base(launch: Launch, path: RotaryPath) -> Fact:
 def rotary_scaling(launch: Launch, path: RotaryPath) -> Fact:
     rope = launch.rope
     if of_flags(launch):
-        for key, kind in (("use_rope_scaling", "llama3"), ("rotary_seq_len_interpolation_factor", "linear")):
-            if launch.get(key) not in (None, False):
-                scale = launch.real("rope_scaling_factor") or launch.real(key) or 8.0
-                return Fact(f"{kind} x{scale:g}", launch.where(key))
+        if launch.on("use_rope_scaling"):
+            scale = launch.real("rope_scaling_factor") or MEGATRON_LLAMA3
+            return Fact(f"llama3 x{scale:g}", launch.where("use_rope_scaling"))
+        if (scale := launch.real("rotary_seq_len_interpolation_factor") or 1.0) != 1.0:
+            return Fact(f"linear x{scale:g}", launch.where("rotary_seq_len_interpolation_factor"))
         by_flags = launch.branch == "yarn" or launch.get("rope_scaling_type") == "yarn" or launch.is_mla
         if by_flags:
             factor = launch.real("rope_scaling_factor") or launch.real("rotary_scaling_factor")
@@ -123,6 +126,8 @@ def cos_and_sin(launch: Launch, path: RotaryPath) -> Fact:
         return Fact("fp32", f"{path.operator} of the {path.runs_in}")
     if path.operator in ("mla_fused_rope", "inductor") and launch.framework != "vllm":
         return Fact()
+    if activations(launch, path).value == AUTOCAST:
+        return Fact("fp32", "computed in the dtype of residuals")
     return Fact("rounded to the activations' dtype", f"{path.operator} of the {path.runs_in}")
 
 
@@ -139,7 +144,7 @@ def activations(launch: Launch, path: RotaryPath) -> Fact:
         own = _set(launch, "dtype")
         if own.value in ("bf16", "fp16") or launch.get("bf16") is False:
             return own if own.value else Fact("fp32", launch.where("bf16"))
-        return Fact("bf16, residuals in fp32", "autocast over weights in fp32, TRL's default")
+        return Fact(AUTOCAST, "autocast over weights in fp32, TRL's default")
     if launch.train and job:
         return Fact("bf16", f"{job}'s default")
     if launch.on("bf16"):
@@ -187,7 +192,7 @@ def head(launch: Launch, path: RotaryPath) -> Fact:
             return Fact("fp32", "prime-rl's default")
     if launch.framework == "whorl":
         return Fact("fp32", "whorl's head")
-    return Fact("rounded to the activations' dtype", f"{launch.framework}'s default")
+    return Fact("rounded to the activations' dtype", f"{job or launch.framework}'s default")
 
 
 def _overrides(launch: Launch) -> dict[str, Any]:

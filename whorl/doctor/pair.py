@@ -34,7 +34,9 @@ ASPECTS: Final[dict[str, Callable[[Launch, RotaryPath], Fact]]] = {
     "prefix cache": arithmetic.prefixes,
     "batch invariance": arithmetic.promise,
 }
-UNORDERED: Final = ("logprobs", "prompts", "prefix cache")  # two texts that differ do not say that results do
+OFF: Final = (None, False, "disabled", "none")  # values of a switch
+# Two texts that differ here do not say that results do.
+UNORDERED: Final = ("rotary operator", "logprobs", "prompts", "prefix cache")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +75,14 @@ class Pair:
     def is_replayed(self) -> bool:
         """Whether the trainer takes the rollout's choices of experts."""
         settings = [*self.trainer.inputs.settings, *self.rollout.inputs.settings]
-        values = [s.value for s in settings if arithmetic.REPLAY.search(s.path.replace("-", "_"))]
-        return any(value not in (None, False, "disabled", "none") and not isinstance(value, dict) for value in values)
+        last = {s.path: s.value for s in settings if arithmetic.REPLAY.search(s.path.replace("-", "_"))}
+        return any(not isinstance(value, dict) and value not in OFF for value in last.values())
 
     def first_on(self, *keys: str) -> str | None:
         """Return the place of the first of these switches that either side has on, or None."""
         for launch in (self.trainer, self.rollout):
             for key in keys:
-                if launch.get(key) not in (None, False, "disabled", "none"):
+                if launch.get(key) not in OFF:
                     return launch.where(key)
         return None
 
