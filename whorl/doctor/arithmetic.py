@@ -212,8 +212,8 @@ def quantised(launch: Launch, path: RotaryPath) -> Fact:
                 return Fact(name, place(setting))
     for key in MODEL_NAMES:
         for setting in reversed(launch.find_all(key)):
-            if isinstance(setting.value, str) and (found := QUANTISED_NAME.search(setting.value)):
-                return Fact(found[1].lower(), place(setting))
+            if isinstance(setting.value, str) and (kind := QUANTISED_NAME.search(setting.value)):
+                return Fact(kind[1].lower(), place(setting))
     config = (launch.inputs.model or {}).get("quantization_config")
     if isinstance(config, dict):
         return Fact(str(config.get("quant_method")), f"{launch.inputs.model_where} (quantization_config)")

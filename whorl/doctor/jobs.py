@@ -109,7 +109,7 @@ SLIME_ROLLOUT: Final = {
 def _slime(launch: Launch) -> Divided:
     prefix = f"{SLIME_ENGINES[launch.framework]}_"
     for setting in launch.inputs.settings:
-        if _is_shared(setting) or setting.key in ("hf_checkpoint", "colocate"):
+        if _is_shared(setting) or setting.key in ("hf_checkpoint", "colocate", "multimodal_keys"):
             yield from _both(setting)
         elif setting.key.startswith(prefix):
             yield "rollout", _renamed(setting, setting.key.removeprefix(prefix))
