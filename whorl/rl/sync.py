@@ -7,7 +7,7 @@ thread of their own, so that the server goes on answering; the engine's thread o
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 from whorl.engine.sequence import WeightsError
 from whorl.serve.api_error import ApiError
 
-from .transfers import Batch, TransferError
+from .transfers import Announced, Batch, TransferError, announced
 from .transfers.files import read_folder
 from .transfers.group import GlooWire, GroupInfo, GroupTransfer, NcclWire
 from .transfers.memory import IpcTransfer, SharedMemoryTransfer
@@ -93,7 +93,7 @@ class Sync:
             raise ApiError(409, "no transfer is prepared: POST /init_weight_transfer_engine first", code="transfer")
         transfer, info = self._transfer, dict(update_info)
         async with self._alone():
-            await self._copy(lambda: transfer.receive(info))
+            await self._copy(lambda: transfer.receive(info), announced(info))
 
     async def finish(self, version: str | None) -> str:
         """End an update and return the version of the weights."""
@@ -133,12 +133,14 @@ class Sync:
             await asyncio.wait([task])
             raise
 
-    async def _copy(self, batches: Callable[[], Iterator[Batch]]) -> None:
+    async def _copy(self, batches: Callable[[], Iterator[Batch]], tensors: Sequence[Announced] = ()) -> None:
+        """Receive batches and copy them. tensors: what is announced, which is checked before any of it comes."""
         update = self._llm.control.update
         if update is None:
             raise WeightsError("no update is in progress: POST /start_weight_update first")
         self._stop_waiting()
         try:
+            update.check({tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors})
             await self._finished(asyncio.to_thread(self._copy_all, batches, update.copy))
         except asyncio.CancelledError:
             self._wait_for_more()

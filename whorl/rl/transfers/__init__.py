@@ -6,3 +6,4 @@ Each has a class with `receive`, which yields named tensors on the engine's devi
 from .tensors import Announced as Announced
 from .tensors import Batch as Batch
 from .tensors import TransferError as TransferError
+from .tensors import announced as announced
