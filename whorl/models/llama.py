@@ -261,7 +261,10 @@ class Llama(Module):
 
         hidden = self.hidden(packed.token_ids, mix)
         logits = self.logits(hidden[packed.scored - 1])
-        return logits if temperature == 1 else logits.float() / temperature
+        if temperature == 1:
+            return logits
+        # By a tensor: torch multiplies by the inverse of a number, which has other bits.
+        return logits.float() / torch.tensor([temperature], device=logits.device)
 
     def hidden(self, token_ids: Tensor, mix: Mix, inserted: Inserted | None = None) -> Tensor:
         """Return hidden states [T, C] of token_ids [T], after the final norm.

@@ -86,7 +86,7 @@ class _Reader:
         self._memo: dict[int, Any] = {}
 
     def result(self, is_at_end: bool) -> Any:
-        if len(self._stack) != 1 or not is_at_end:
+        if len(self._stack) != 1 or self._stack[0] is _MARK or not is_at_end:
             raise PickleRefused("pickle: expected one value, and nothing after it")
         return self._stack[0]
 
@@ -132,7 +132,8 @@ class _Reader:
         self._pop_to_mark()
 
     def repeat(self, argument: Any) -> None:
-        self._push(self._stack[-1])
+        value = self._pop()
+        self._stack += [value, value]
 
     def put(self, argument: Any) -> None:
         value = self._stack[-1]

@@ -123,7 +123,7 @@ def exact_model(path: Any, config: Any = None, **options: Any) -> Any:
 
 @functools.cache
 def _model_class() -> Callable[..., Any]:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
     class ExactModel(PreTrainedModel):  # type: ignore[misc]
         """A model of whorl as one of transformers.
@@ -138,6 +138,8 @@ def _model_class() -> Callable[..., Any]:
         def __init__(self, config: Any, model: Any) -> None:
             super().__init__(config)
             self.whorl = model
+            self.generation_config = GenerationConfig.from_model_config(config)
+            self.post_init()
             self.temperature = 1.0
             self.observe: Callable[[Sequence[int], Sequence[float]], None] = lambda token_ids, logprobs: None
 
