@@ -1,7 +1,7 @@
 """GRPO with the same arithmetic on both sides: whorl samples, and whorl's model is trained. A CPU is enough.
 
-A small model learns a task whose answers a program checks: sort the digits of the prompt. In every step the sampled
-log-probabilities are compared with those of the first training forward: with equal weights the ratio of the two
+A small model learns a task whose answers a program checks: count on from the number in the prompt. In every step the
+sampled log-probabilities are compared with those of the first training forward: with equal weights the ratio of the two
 policies is exactly 1 for every token. `--round` plants one rounding in the trainer, of its attention's output to bf16,
 as if its kernels were others than the engine's, and shows what becomes of the ratio.
 
@@ -10,6 +10,7 @@ as if its kernels were others than the engine's, and shows what becomes of the r
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -28,11 +29,11 @@ from whorl.engine.weights import random_model
 from whorl.models.qwen3 import Qwen3
 from whorl.nn.training import trainable
 
-NUM_DIGITS, NUM_SYMBOLS, EQUALS, END = 4, 5, 5, 6
-PROMPTS, COPIES, STEPS = 8, 8, 100
-CLIP, LEARNING_RATE = 0.2, 2e-3
+NUMBERS, START, ANSWER = 16, 16, 6  # numbers are tokens below 16; an answer has 6 tokens
+PROMPTS, COPIES, STEPS = 4, 8, 80
+CLIP, LEARNING_RATE = 0.2, 5e-3
 CONFIG = Qwen3.tiny(
-    vocab_size=8, hidden_size=64, intermediate_size=128, num_hidden_layers=2, max_position_embeddings=32
+    vocab_size=NUMBERS + 1, hidden_size=64, intermediate_size=128, num_hidden_layers=1, max_position_embeddings=32
 )
 
 
@@ -58,14 +59,14 @@ class Curve:
 
 
 def prompt(rng: random.Random) -> list[int]:
-    """Digits and an equals sign."""
-    return [*(rng.randrange(NUM_SYMBOLS) for _ in range(NUM_DIGITS)), EQUALS]
+    """The sign of a start, and a number."""
+    return [START, rng.randrange(NUMBERS)]
 
 
 def reward(prompt_ids: Sequence[int], answer: Sequence[int]) -> float:
-    """The share of digits that are where sorting puts them; 1 only if the answer ends there, too."""
-    expected = [*sorted(prompt_ids[:-1]), END]
-    return sum(a == b for a, b in zip(answer, expected, strict=False)) / len(expected)
+    """The share of tokens that are one more than the token before, with 0 after the highest."""
+    tokens = [prompt_ids[-1], *answer]
+    return sum(b == (a + 1) % NUMBERS for a, b in itertools.pairwise(tokens)) / len(answer)
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
@@ -75,16 +76,20 @@ def advantages(rewards: Sequence[float]) -> list[float]:
     return [(r - mean) / (spread + 1e-4) for r in rewards]
 
 
+def random_policy() -> Any:
+    return random_model(CONFIG, device="cpu", dtype=torch.float32)
+
+
 class Policy:
     """The model that is trained, and the engine that samples from it."""
 
     def __init__(self, seed: int, *, is_rounded: bool) -> None:
         torch.manual_seed(seed)
-        self.model: Any = trainable(random_model(CONFIG, device="cpu", dtype=torch.float32))
+        self.model = trainable(random_policy())
         with torch.no_grad():  # small, so that the first policy is close to uniform
             for parameter in self.model.parameters():
                 parameter.copy_(parameter if parameter.dim() < 2 else 0.5 * torch.randn_like(parameter) / 8)
-        served = random_model(CONFIG, device="cpu", dtype=torch.float32)
+        served = random_policy()
         self.llm = LLM(model=served, device="cpu", num_blocks=512, block_size=8, max_num_seqs=PROMPTS * COPIES)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         if is_rounded:
@@ -99,9 +104,7 @@ class Policy:
     def sample(self, prompts: Sequence[list[int]], seed: int) -> list[Output]:
         """Return COPIES answers to each prompt."""
         params = [
-            SamplingParams(
-                n=COPIES, max_tokens=NUM_DIGITS + 1, stop_token_ids=(END,), logprobs=0, seed=seed * len(prompts) + i
-            )
+            SamplingParams(n=COPIES, max_tokens=ANSWER, logprobs=0, seed=seed * len(prompts) + i)
             for i in range(len(prompts))
         ]
         return self.llm.generate(list(prompts), params, progress=False)

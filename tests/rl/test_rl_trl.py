@@ -3,12 +3,19 @@
 It runs where the package is: pip install trl==1.16.0 into an environment that has whorl[serve].
 """
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trainer import CONFIG, engine, model, trainable_server
+from folders import python_path
+from trainer import CONFIG, changed, engine, model, trainable_server, weights
+
+from whorl import nn
 
 pytest.importorskip("trl", reason="needs the package: pip install trl==1.16.0, in an environment of its own")
 
@@ -124,7 +131,6 @@ def test_a_temperature_needs_the_processed_form_and_then_has_equal_bits(tmp_path
 
 
 def test_transformers_own_model_trains_as_well_with_other_bits(tmp_path: Path) -> None:
-    from trainer import weights
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from whorl.rl.trl import rollout
@@ -139,3 +145,32 @@ def test_transformers_own_model_trains_as_well_with_other_bits(tmp_path: Path) -
         assert sample.num_syncs == 3
     assert 0 < recomputed.num_mismatches <= recomputed.num_tokens
     assert recomputed.largest < 1e-4
+
+
+def test_trls_own_clients_unchanged() -> None:
+    """The client of GRPO's server mode and that of AsyncGRPO, with a double of vLLM for the sender's side."""
+    here = Path(__file__).parent
+    path = python_path(here / "double", here, here.parent / "helpers", here.parents[1])
+    with trainable_server(engine(), max_logprobs=-1) as served:
+        command = [sys.executable, str(here / "use_trl_clients.py"), served.url]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path}, check=False
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        told = json.loads(done.stdout.splitlines()[-1])
+        classic, asynchronous = told["classic"], told["async"]
+        assert classic["world_size"] == 1
+        assert classic["before"]["prompt_ids"] == [[70, 71, 72], [73, 74]]
+        assert [len(ids) for ids in classic["before"]["completion_ids"]] == [5] * 4
+        assert classic["before"] == classic["again"] != classic["after"]
+        for answer in (classic["before"], classic["after"]):
+            for ids, named in zip(answer["completion_ids"], answer["logprob_token_ids"], strict=True):
+                assert [[token] for token in ids] == named
+        assert bytes(classic["regex"]["completion_ids"][0][:3]).decode("latin-1")
+        assert all(len(entries) >= 2 for entries in classic["chat"]["logprobs"][0])
+        assert [len(entries) for entries in classic["teacher"]["logprobs"][0]] == [5, 5]
+        assert asynchronous == {"max_model_len": served.llm.max_model_len, "dtype": "torch.float32", "lora": None}
+        assert served.llm.control.num_updates == 3
+        expected = changed(weights(), 6)
+        for name, place in nn.destinations(served.llm.model).items():  # type: ignore[arg-type]
+            assert torch.equal(place.into, expected[name])

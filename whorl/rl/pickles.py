@@ -57,6 +57,8 @@ def load(data: bytes, known: Mapping[Name, Known]) -> Any:
                 raise PickleRefused(f"pickle: more than {MAX_OPCODES} operations")
             if opcode.name == "STOP":
                 return reader.result(position is not None and position + 1 == len(data))
+            if opcode.name == "FRAME" and argument > len(data):  # type: ignore[operator]
+                raise PickleRefused("pickle: it ends in the middle of a frame")
             reader.step(opcode.name, argument)
     except PickleRefused:
         raise

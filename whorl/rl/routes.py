@@ -47,6 +47,7 @@ class Renamed(Strict):
 
 
 class Started(Strict):
+    is_checkpoint_format: Literal[True] = Field(True, description="tensors have the names of a checkpoint")
     partial: bool = Field(False, description="tensors that do not come keep their values; else all must come")
 
 
