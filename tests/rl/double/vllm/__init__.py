@@ -12,7 +12,11 @@ from torch import Tensor, distributed
 
 __version__ = "0.31.0"
 _WAIT = timedelta(seconds=60)
-LLM = RequestOutput = SamplingParams = StructuredOutputsParams = object  # named by TRL, not used here
+LLM = RequestOutput = SamplingParams = object  # TRL names them, and does not use them here
+
+
+class StructuredOutputsParams:
+    pass
 
 
 def get_ip() -> str:
@@ -69,6 +73,7 @@ def _module(name: str, *functions: Any) -> None:
 
 for _name in ("utils", "distributed", "distributed.weight_transfer"):
     _module(f"vllm.{_name}")
+_module("vllm.sampling_params", StructuredOutputsParams)
 _module("vllm.utils.network_utils", get_ip, get_open_port)
 _module("vllm.distributed.weight_transfer.nccl_common", trainer_init)
 _module("vllm.distributed.weight_transfer.packed_tensor", packed_nccl_broadcast_producer)
