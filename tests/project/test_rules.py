@@ -208,6 +208,7 @@ def test_public_names() -> None:
         "causal_attention",
         "causal_bounds",
         "choose_attention",
+        "delta_tensors",
         "dequantize",
         "dynamic_quant",
         "experts",

@@ -14,14 +14,13 @@ target's distribution.
 
 from collections import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from whorl import ops
 from whorl.device import HOST, lasting
-from whorl.nn import Model
 from whorl.ops.sample import gumbel, probabilities
 
 from .adjust import Adjuster
@@ -35,6 +34,12 @@ from .sequence import Logprob
 _SCORE_ROWS = 256  # rows of logits in memory at once while a prompt is scored
 
 
+class Head(Protocol):
+    """Computes the logits [N, V] of hidden states [N, C] of sequences whose adapters have these slots."""
+
+    def logits(self, hidden: Tensor, slots: abc.Sequence[int]) -> Tensor: ...
+
+
 class Token(NamedTuple):
     """A sampled token and, if requested, its log-probability."""
 
@@ -45,11 +50,11 @@ class Token(NamedTuple):
 class Sampler:
     """Samples the outputs of calls. Ids >= vocab_size pad the model's vocabulary and are never sampled.
 
-    mode: the setting `logprobs_mode`.
+    head: the runner or model whose `logits` scores prompts. mode: the setting `logprobs_mode`.
     """
 
-    def __init__(self, model: Model, vocab_size: int, *, mode: str = "raw_logprobs") -> None:
-        self.model, self.vocab_size, self.mode = model, vocab_size, mode
+    def __init__(self, head: Head, vocab_size: int, *, mode: str = "raw_logprobs") -> None:
+        self.head, self.vocab_size, self.mode = head, vocab_size, mode
         self._adjuster = Adjuster(vocab_size)
 
     @torch.inference_mode()
@@ -110,7 +115,7 @@ class Sampler:
             all_scores, hidden = [all_scores[row] for row in rows], hidden[rows]
         for start in range(0, len(all_scores), _SCORE_ROWS):
             scores = all_scores[start : start + _SCORE_ROWS]
-            logits = self.model.logits(hidden[start : start + _SCORE_ROWS])
+            logits = self.head.logits(hidden[start : start + _SCORE_ROWS], [score.sequence.slot for score in scores])
             ids = [score.sequence.token_ids[score.position + 1] for score in scores]
             counts = [score.sequence.params.prompt_logprobs for score in scores]
             logprobs = self._logprobs(logits, torch.tensor(ids, device=logits.device), counts, has_rank=True)

@@ -57,10 +57,11 @@ class SamplingParams:
     with each token (0: only the token itself). allow: a function of the output so far that returns a bool mask [V] of
     the tokens that may follow, or None for all; if it keeps state it has a method `fork`, called once for each
     sequence. cache_salt: prefixes are shared only among requests of the same salt, so that neither latency nor
-    counters reveal other requests. on_update: when the weights change before its end, it goes on with the new ones, is
-    computed again from the prompt on, or ends with the reason "abort". embed: keep the last hidden state of the
-    prompt's last token. client: whose request it is; clients take turns, see `fair_queue`. priority: lower numbers run
-    earlier; those of one client are compared, between clients a number below 0 counts as 0.
+    counters reveal other requests. lora: the name of an adapter (`LLM.load_lora`); None: the model alone. on_update:
+    when the weights change before its end, it goes on with the new ones, is computed again from the prompt on, or ends
+    with the reason "abort". embed: keep the last hidden state of the prompt's last token. client: whose request it is;
+    clients take turns, see `fair_queue`. priority: lower numbers run earlier; those of one client are compared, between
+    clients a number below 0 counts as 0.
     Raises ValueError when a value is out of range. Example: `SamplingParams(temperature=0, max_tokens=64)`
     """
 
@@ -135,6 +136,7 @@ class SamplingParams:
     allow: "Callable[[abc.Sequence[int]], Tensor | None] | None" = None
     cache_salt: str | None = None
     on_update: ON_UPDATE = "continue"
+    lora: str | None = None
     client: str | None = None
     priority: int = 0
 

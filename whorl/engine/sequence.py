@@ -186,6 +186,7 @@ class Sequence:
         self.params, self.copy, self.after = params, copy, after
         self.client, self.priority = params.client, params.priority
         self.adapter: str | None = None  # name and version of what is added to the model's weights for it
+        self.slot = -1  # that its adapter has on the device; -1: it has none
         self.is_plain = params.is_plain
         fork = getattr(params.allow, "fork", None)
         self.allow = params.allow if fork is None else fork()

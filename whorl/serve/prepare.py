@@ -10,7 +10,7 @@ from whorl.engine.grammar_masks import only
 from whorl.engine.reply_parser import END_THINK, THINK
 from whorl.engine.sequence import SamplingParams
 from whorl.media import MediaItem, Placeholder
-from whorl.media.places import PADS
+from whorl.media.families import FAMILIES
 
 from .api_error import ApiError
 from .grammar import Grammar, Grammars
@@ -63,7 +63,9 @@ class Preparer:
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self._grammars = Grammars(tokenizer, vocab_size)
         self._prompts, self._schemas, self._media = prompts, schemas, media
-        self._pads = {} if media is None else {tokenizer.token_id(pad): pad for pad in PADS.values()}
+        self._pads = (
+            {} if media is None else {tokenizer.token_id(pad): pad for pad in FAMILIES[media.family].pads.values()}
+        )
         self._form = choose_form(tool_parser, tokenizer)
         self._may_think = separates_thinking(reasoning_parser, tokenizer)
         # A grammar starts after the closing think tag, whether or not the reply separates the reasoning.
@@ -192,6 +194,7 @@ class Preparer:
             variables = {**variables, "continue_final_message": True}
         size = None if self._media is None else self._media.merge_size
         places = None if size is None else [Placeholder.for_item(item, size).to_json() for item in media]
+        family = None if self._media is None else self._media.family
 
         def work(worker: Worker) -> dict[str, Any]:
             return worker.ask(
@@ -203,6 +206,7 @@ class Preparer:
                 max_bytes=self._max_bytes if max_tokens is None else None,
                 max_tokens=self.max_model_len if max_tokens is None else max_tokens,
                 places=places,
+                family=family,
             )
 
         rendered = await self._prompts.run(work)

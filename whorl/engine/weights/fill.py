@@ -82,7 +82,8 @@ def _owners(model: Any, sources: Mapping[str, Source]) -> dict[str, _Owner]:
             destination = empty.pop(missing)
             assert destination.default is not None, missing
             with torch.no_grad():
-                destination.into.fill_(destination.default)
+                for part in destination.parts:
+                    part.into.fill_(destination.default)
         owners |= dict.fromkeys(empty, _Owner(layer, empty))
     return owners
 
