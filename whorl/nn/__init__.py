@@ -43,6 +43,7 @@ from .step import Step as Step
 from .training import Packed as Packed
 from .training import check_training as check_training
 from .training import pack as pack
+from .training import scores as scores
 from .training import trainable as trainable
 from .vocabulary import Vocabulary as Vocabulary
 from .weight import Destination as Destination

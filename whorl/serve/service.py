@@ -53,7 +53,8 @@ class Service:
         tokenizer: Any = llm.tokenizer  # the engine's type has fewer methods than the server uses
         if tokenizer is None:
             raise ValueError("serve: the model has no tokenizer")
-        self._llm, self.settings = llm, settings
+        self._llm = self.llm = llm
+        self.settings = settings
         if settings.chat_template is not None:
             tokenizer = tokenizer.with_template(settings.chat_template)
         self.tokenizer: Tokenizer = tokenizer
