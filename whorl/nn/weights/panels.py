@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn.weight import Matrix, Norm, Part
+from whorl.nn.weight import Norm, Part
 from whorl.ops.cpu import norm as native_norm
 from whorl.ops.cpu.packed import KINDS, PackedMatrix, columns_per_block, interleave
 from whorl.ops.moe.experts import activate, run_routed
@@ -43,7 +43,9 @@ class GgufPanels(GgufBlocks):
             [interleave(kind, stack[e], columns) for kind, stack in zip(kinds, stacks, strict=True)]
             for e in range(len(stacks[0]))
         ]
-        matrix.replace(**{f"panels{e}_{n}": part.panels for e, entry in enumerate(entries) for n, part in enumerate(entry)})
+        matrix.replace(
+            **{f"panels{e}_{n}": part.panels for e, entry in enumerate(entries) for n, part in enumerate(entry)}
+        )
         matrix.products = [PackedMatrix(entry, columns) for entry in entries]
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
@@ -86,5 +88,3 @@ class GgufPanels(GgufBlocks):
 
 def _rows(part: Part) -> int:
     return part.rows.stop - part.rows.start
-
-
