@@ -44,6 +44,9 @@ class Dense(Format):
             return Format.norm_linear(self, matrix, norm, x, residual, bias)
         return ops.norm_linear.unchecked(x, residual, norm.weight, matrix.weight, norm.eps)  # type: ignore[no-any-return]
 
+    def native_product(self, matrix: Matrix) -> Tensor:
+        return matrix.weight
+
     def lookup(self, matrix: Matrix, row_ids: Tensor) -> Tensor:
         return nn.functional.embedding(row_ids, matrix.weight)
 

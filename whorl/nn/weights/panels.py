@@ -60,6 +60,10 @@ class GgufPanels(GgufBlocks):
         rows = torch.arange(matrix.shape[0])[pick] if isinstance(pick, slice) else pick
         return products[0].values(rows).to(matrix.dtype)
 
+    def native_product(self, matrix: Any) -> PackedMatrix | None:
+        products: list[PackedMatrix] | None = getattr(matrix, "products", None)
+        return None if products is None or matrix.lead else products[0]
+
     def linear(self, matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         products: list[PackedMatrix] | None = getattr(matrix, "products", None)
         if products is None:
