@@ -74,12 +74,11 @@ def _parts(layer: Any, cache: Any) -> LayerParts | None:
     if not is_known or not isinstance(cache, KVCache) or cache.k_scale is not None:
         return None
     linears = mixer.qkv_proj, mixer.o_proj, mlp.gate_up_proj, mlp.down_proj
-    products = [_product(linear) for linear in linears]
+    products = [product for linear in linears if (product := _product(linear)) is not None]
     norms = layer.input_layernorm, layer.post_attention_layernorm
-    if not all(type(norm) is RMSNorm for norm in norms) or None in products:
+    if not all(type(norm) is RMSNorm for norm in norms) or len(products) < len(linears):
         return None
     qkv, out, gate_up, down = products
-    assert qkv is not None and out is not None and gate_up is not None and down is not None
     is_normed = getattr(mixer, "is_normed", False)
     return LayerParts(
         attention_norm=_norm(norms[0]),
