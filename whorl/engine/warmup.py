@@ -85,7 +85,7 @@ class WarmUp:
         self._lane = llm.scheduler.max_num_seqs  # the runner's spare lane
         self._most_seqs = llm.scheduler.max_num_seqs
         self._num_drafted = llm.proposer.k if llm.proposer else 0
-        self._sampler = Sampler(llm.model, llm.vocab_size)  # the engine's sampler holds the state of requests
+        self._sampler = Sampler(llm.runner, llm.vocab_size)  # the engine's sampler holds the state of requests
         self._longest = llm.max_model_len - 1  # a prompt leaves room for one generated token
         most_tokens = min(llm.max_prompt_tokens, llm.settings.step_tokens)
         self._most_tokens = min(most_tokens, self._most_seqs * self._longest)

@@ -21,6 +21,9 @@ from .latent_cache import LatentKV as LatentKV
 from .latent_heads import LatentHeads as LatentHeads
 from .linear import Linear as Linear
 from .linear import PlainLinear as PlainLinear
+from .low_rank import LowRanks as LowRanks
+from .low_rank import Target as Target
+from .low_rank import Update as Update
 from .mixer import Mix as Mix
 from .mixer import Mixer as Mixer
 from .mixer import Normed as Normed
@@ -32,6 +35,7 @@ from .ranks import Ranks as Ranks
 from .ranks import SharedTokens as SharedTokens
 from .ranks import Unit as Unit
 from .ranks import all_tokens as all_tokens
+from .ranks import own_tokens as own_tokens
 from .ranks import sharing as sharing
 from .step import Inserted as Inserted
 from .step import Step as Step
@@ -43,6 +47,7 @@ from .vocabulary import Vocabulary as Vocabulary
 from .weight import Destination as Destination
 from .weight import Format as Format
 from .weight import Formats as Formats
+from .weight import Forms as Forms
 from .weight import Index as Index
 from .weight import Matrix as Matrix
 from .weight import Part as Part
