@@ -382,12 +382,12 @@ const Kind KINDS[] = {
 
 // Writes the codes of a row's block of 32 to its place in a panel.
 void put_codes(const int8_t* codes, int32_t bits, int64_t r, uint8_t* to) {
-  for (int64_t i = 0; i < BLOCK; i++) {
-    const int64_t quad = i / 4;
-    if (bits == 8)
-      to[(quad * PANEL + r) * 4 + i % 4] = uint8_t(codes[i]);
-    else
-      to[(quad % 4 * PANEL + r) * 4 + i % 4] |= uint8_t(codes[i]) << (quad < 4 ? 0 : 4);
+  for (int64_t quad = 0; quad < bits; quad++) {
+    uint32_t four, later = 0;
+    memcpy(&four, codes + 4 * quad, 4);
+    if (bits == 4) memcpy(&later, codes + 16 + 4 * quad, 4);
+    four |= later << 4;  // codes of 4 bits are not negative
+    memcpy(to + (quad * PANEL + r) * 4, &four, 4);
   }
 }
 
