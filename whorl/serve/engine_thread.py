@@ -207,6 +207,26 @@ class EngineThread:
 
         self._commands.put(command)
 
+    async def run(self, work: Callable[[], Any]) -> None:
+        """Run `work` on the engine's thread, between two steps. Raises what it raises, and EngineError."""
+        self.check()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def command() -> None:
+            error: BaseException | None = None
+            try:
+                if self._refusal is not None:
+                    raise EngineError(self._refusal)
+                work()
+            except BaseException as raised:
+                error = raised
+            self._call(loop, _settle, done, error)
+
+        self._commands.put(command)
+        self.check()  # a second time, as in `submit`
+        await done
+
     def stalled_for(self) -> float:
         """Seconds for which the current step has run; 0 between steps."""
         started = self._step_started
