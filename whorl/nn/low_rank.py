@@ -95,6 +95,7 @@ class Slots:
         self.num_entries = stack[0] if stack else 1
         self.parts = matrix.entry_parts
         self.sizes = [part.rows.stop - part.rows.start for part in self.parts]
+        self.sizes[-1] += self.rows - sum(self.sizes)  # padding of a vocabulary
         self.device = next(matrix.parameters()).device
         groups = num_slots * self.num_entries
         self.ranks = torch.zeros(groups, len(self.sizes), dtype=torch.int32, device=self.device)
