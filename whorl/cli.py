@@ -80,7 +80,8 @@ def doctor(
     framework: Annotated[
         str | None,
         typer.Option(
-            help="megatron, mindspeed, mindspeed-mm, bridge, vllm, verl, hf, torchtitan or whorl. Default: guessed."
+            help="megatron, mindspeed, mindspeed-mm, bridge, vllm, sglang, hf, torchtitan, whorl, or a job's: verl, "
+            "slime, vime, nemo-rl, trl, prime-rl. Default: guessed."
         ),
     ] = None,
     settings: Annotated[

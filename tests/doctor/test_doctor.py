@@ -49,8 +49,15 @@ REQUIRED = [
 ]
 CASES: dict[str, dict[str, Any]] = {
     name: case
-    for file in ("cases.yaml", "real_launches.yaml")
+    for file in ("cases.yaml", "real_launches.yaml", "threads.yaml")
     for name, case in yaml.safe_load((HERE / file).read_text()).items()
+}
+THREADS = {name: case for name, case in CASES.items() if "right" in case}
+# Notes that are true with and without the fault of a thread.
+BESIDE = ("mrope-section-not-fused", "quantised-product", "model-not-given")
+CASES |= {
+    f"{name}_right": case | case["right"] | {"codes": [code for code in case["codes"] if code in BESIDE]}
+    for name, case in THREADS.items()
 }
 
 
@@ -79,6 +86,14 @@ def test_every_path_says_why_not_another(name: str, tmp_path: Path) -> None:
     for path in report_of(name, tmp_path)["paths"]:
         assert path["passed_over"]
         assert path["operator"] not in [other["operator"] for other in path["passed_over"]]
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_the_fault_of_a_thread_and_its_cure(name: str) -> None:
+    thread = THREADS[name]
+    assert thread["source"].startswith("https://github.com/")
+    assert thread["versions"]
+    assert set(thread["codes"]) - set(BESIDE)
 
 
 def test_enough_cases_and_healthy_ones() -> None:

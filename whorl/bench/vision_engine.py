@@ -19,7 +19,8 @@ from whorl.engine.memory import block_size
 from whorl.engine.sequence import SamplingParams
 from whorl.media import MediaItem, Processor
 from whorl.media.options import ImageOptions, Options
-from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
+from whorl.models.qwen3_vl_tower_config import TowerConfig
+from whorl.models.vision_tower_config import Grid
 
 TEXT_TOKENS = 16  # tokens of text before and after the images of a prompt
 _STEP = 8192  # most tokens of a step

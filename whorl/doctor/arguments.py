@@ -10,8 +10,8 @@ from whorl.doctor.settings import FlagWords, Setting, make_setting, parse_value
 
 # A word, or two words, that start a framework. `whorl doctor` and the like start none.
 COMMANDS: Final = (
-    r"vllm(\.entrypoints.*)?|verl\.trainer\S*|torchtitan\S*|(\S*/)?mindspeed_mm/\S+\.py"
-    r"|(\S*/)?whorl (bench|chat|generate|serve|train)"
+    r"vllm(\.entrypoints.*)?|sglang\.launch_server|sglang serve|trl (vllm-serve|grpo|rloo|online_dpo)"
+    r"|verl\.trainer\S*|torchtitan\S*|(\S*/)?mindspeed_mm/\S+\.py|(\S*/)?whorl (bench|chat|generate|serve|train)"
 )
 # A shell variable with such a name holds flags, so it is not the value of the flag before it.
 HOLDS_FLAGS: Final = r"\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\w*.*|\$\{\w+\[[@*]\]\}"

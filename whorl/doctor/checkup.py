@@ -7,6 +7,7 @@ from typing import Any
 import whorl.doctor.checks  # noqa: F401  (fills RULES)
 from whorl.doctor.build_launch import build_launch
 from whorl.doctor.inputs import read_inputs, read_text
+from whorl.doctor.jobs import parts
 from whorl.doctor.launch import Launch
 from whorl.doctor.log import explain
 from whorl.doctor.paths import predict, predict_tower
@@ -64,7 +65,7 @@ def check(
 
 def _check_parts(launch: Launch) -> tuple[tuple[RotaryPath, ...], list[Finding]]:
     paths, findings = [], []
-    for part in launch.parts():
+    for part in parts(launch):
         paths.append(predict(part))
         for rule in RULES:
             findings += [finding for finding in rule.findings(part, paths[-1]) if finding not in findings]

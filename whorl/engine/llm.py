@@ -1,5 +1,6 @@
 """The engine. Start reading at `LLM.step`: schedule, build the batch, propose drafts, run, accept, finish."""
 
+import logging
 import math
 import random
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from whorl.device import HOST, default_device, require
 from whorl.media import MediaItem
@@ -17,6 +19,7 @@ from whorl.nn import Model, Update
 from . import sequence_parallel
 from .batch import Batch
 from .blocks import BlockPool
+from .control import Control, PauseMode
 from .encoder import NO_WORK, Encoder
 from .load import load
 from .lora import Adapter, AdapterFile, Adapters
@@ -30,6 +33,7 @@ from .memory import (
     memory_left,
     named_errors,
     need_accelerator,
+    state_line,
     state_pool,
     token_bytes,
     without_states,
@@ -45,6 +49,8 @@ from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost, num_agreed
 from .tensor_parallel import Lead
 from .warmup import Kind, Warmed, WarmUp, kind_for, shown
+
+log = logging.getLogger(__name__)
 
 _COST_TOKENS = 64  # the largest decode step that is timed for `DraftLength`
 _MAX_SHARED = 24  # on a CPU: a step of two clients takes about twice as long as one that decodes a single token
@@ -119,6 +125,7 @@ class LLM:
             self._make_cache(settings, device)
             self._make_runner(settings, device)
         self._weights = WeightVersions(model)
+        self.control = Control(self)
         self._budget = StepBudget(settings.step_tokens, device=device, fixed=settings.max_prompt_tokens)
         tower = getattr(model, "tower", None)
         grid = 1 if self.pool.states is None else self.pool.states.grid
@@ -126,7 +133,7 @@ class LLM:
         counts = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": settings.step_tokens}
         max_shared = _MAX_SHARED if device == HOST else None  # on an accelerator a step costs the same for one and many
         self.scheduler = Scheduler(self.pool, **counts, max_shared=max_shared, encoder=self.encoder)
-        self.sampler = Sampler(self.runner, self.vocab_size)
+        self.sampler = Sampler(self.runner, self.vocab_size, mode=settings.logprobs_mode)
         self.eos_ids = () if tokenizer is None else tuple(tokenizer.eos_ids)
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids
         self._seeds = random.Random(settings.seed)
@@ -188,6 +195,8 @@ class LLM:
         low_ranks = self.adapters.low_ranks
         make = Runner if self._lead is None else self._lead.runner
         self.runner = make(self.model, settings, **options, sp=sp, low_ranks=low_ranks)
+        if self.runner.states is not None:
+            log.info("%s", state_line(self.cache_specs, settings.max_num_seqs, options["num_snapshots"]))
         for slot, updates in self._kept_adapters.items() if self._lead is not None else ():
             self.runner.load_adapter(slot, updates)  # on the other ranks, too
         self._kept_adapters.clear()
@@ -207,13 +216,23 @@ class LLM:
         When running ahead, the next step is launched before this step's tokens are read, so that the device never waits
         for the host. If a sequence turns out to be finished, its token of the next step is discarded.
         """
-        if not self._flights:
+        if self.control.deltas:
+            deltas, self.control.deltas = self.control.deltas, []
+            return deltas
+        is_held = self.control.is_held
+        if not self._flights and not is_held:
             self._launch()
-        if self._flights and self._may_run_ahead():
+        if self._flights and not is_held and self._may_run_ahead():
             self._launch()
         if not self._flights:
-            assert not self.has_work, f"nothing was scheduled although there is work: {self.stats()}"
+            assert is_held or not self.scheduler.has_work, (
+                f"nothing was scheduled although there is work: {self.stats()}"
+            )
             return []
+        return self.land()
+
+    def land(self) -> list[Delta]:
+        """Read the tokens of the oldest step that was launched, and return them."""
         batch, read, results = self._flights.popleft()
         tokens = read()
         deltas = [delta for chunk in batch.chunks if (delta := self._finish(chunk, tokens.get(chunk))) is not None]
@@ -237,6 +256,7 @@ class LLM:
         where they are equal. media: images and videos in the order of their placeholder tokens, of which the prompt
         has one for each feature. Raises ValueError for a request that could never run, such as too long a prompt.
         """
+        self.control.check()
         params = params or self.default_params
         prompt_ids = self._encode(prompt)
         contents = list(contents)
@@ -267,7 +287,7 @@ class LLM:
         for seq in copies:
             if adapter is not None:
                 adapter.give(seq)
-            self.scheduler.add(seq)
+            self.control.add(seq)
         return copies
 
     @property
@@ -284,7 +304,7 @@ class LLM:
         """Stop a sequence and free its blocks; a finished sequence is left as it is."""
         if not seq.is_finished:
             seq.finish(FinishReason.ABORT)
-            self.scheduler.finish(seq)
+            self.control.remove(seq)
 
     def forget(self) -> None:
         """Clear the prefix cache and recompute running sequences, because the weights have changed.
@@ -296,6 +316,54 @@ class LLM:
         self.pool.forget()
         if self.encoder is not None:
             self.encoder.forget()
+
+    def forget_weights(self) -> None:
+        """`forget`, after the weights have changed in a way that is known."""
+        self._weights.have_changed()
+        self.forget()
+
+    # ---- what a trainer does: see control.py
+
+    def update_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: str | None = None, partial: bool = False
+    ) -> str:
+        """Replace the weights by these tensors, by Hugging Face's names, and return their version.
+
+        version: default: the number of updates so far. partial: tensors that do not come keep their values; else every
+        tensor must come. Requests in progress do what their `on_update` says; no cached prefix of the old weights is
+        used again. Raises ValueError for tensors that do not fit the model. If any had been copied by then, the weights
+        are incomplete, all requests are aborted, and `WeightsError` is raised until an update succeeds.
+        Example: `llm.update_weights(model.named_parameters())`
+        """
+        return self.control.update_all(tensors, version, is_partial=partial)
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights: "0" as they were loaded, then as `update_weights` was told."""
+        return self.control.version
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Launch no further step until `resume`; new requests wait.
+
+        mode: what becomes of the requests: they are aborted ("abort"), they are finished by the steps that follow
+        ("wait"), or they stay as they are ("keep").
+        """
+        self.control.pause(mode)
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.control.resume()
+
+    @property
+    def is_flying(self) -> bool:
+        """Whether a step is launched whose tokens are not read."""
+        return bool(self._flights)
+
+    @property
+    def may_step(self) -> bool:
+        """Whether `step` would do anything now."""
+        is_ready = self.scheduler.has_work and not self.control.is_held
+        return bool(self.control.deltas or self._flights) or is_ready
 
     def load_lora(self, name: str, source: str | Path | AdapterFile, *, replace: bool = False) -> Adapter:
         """Load an adapter, so that requests may choose it: `SamplingParams(lora=name)`.
@@ -328,7 +396,7 @@ class LLM:
     @property
     def has_work(self) -> bool:
         """Whether any sequence is waiting or running."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.control.num_late > 0
 
     def generate(
         self,
@@ -372,7 +440,7 @@ class LLM:
             encoder_stats["num_encoder_tokens"] = encoder.num_held
         return {
             **encoder_stats,
-            **({} if self.pool.states is None else self.pool.states.stats()),
+            **self._state_stats(),
             "num_steps": self.num_steps,
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting),
@@ -384,6 +452,12 @@ class LLM:
             "num_drafted": self.num_drafted,
             "num_accepted": self.num_accepted,
         }
+
+    def _state_stats(self) -> dict[str, int]:
+        """Return the bytes of states and snapshots on this rank, and counters of snapshots; {} for a model without."""
+        if self.pool.states is None or self.runner.states is None:
+            return {}
+        return {"num_state_bytes": self.runner.states.num_bytes, **self.pool.states.stats()}
 
     # ---- the parts of a step
 
@@ -473,6 +547,8 @@ class LLM:
             return None
         seq.num_unread -= 1
         first = len(seq.token_ids)
+        if not seq.weight_versions or seq.weight_versions[-1][0] != self.control.version:
+            seq.weight_versions.append((self.control.version, seq.num_outputs))
         if seq.error is not None:  # these tokens were sampled without a mask
             seq.finish(FinishReason.ERROR)
             tokens = []

@@ -47,6 +47,11 @@ class LoadOptions:
         "Unpack quantized weights to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
         "--unpack/--no-unpack",
     )
+    backend: Literal["auto", "native", "transformers"] = of_model(
+        "auto",
+        "Code of the model: whorl's own file, or that of transformers, which auto takes for models that have none.",
+        vllm=("--model-impl",),
+    )
     max_model_len: int | None = of_model(
         None,
         "Longest sequence, prompt and answer together, in tokens. Default: what fits.",
@@ -193,6 +198,12 @@ class EngineSettings(LoadOptions):
     warmup: Literal["full", "short", "off"] | None = switch(
         None,
         "Warm up all sizes, common ones or none. Default: full for whorl serve on an accelerator, else off.",
+    )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = of_steps(
+        "raw_logprobs",
+        "Log-probabilities of answers: the model's, or those of the distribution that was sampled from, after "
+        "penalties, temperature and filters.",
+        vllm=("--logprobs-mode",),
     )
     seed: int | None = of_steps(None, "Seed of requests without one. Default: a new one each time.", vllm=("--seed",))
 

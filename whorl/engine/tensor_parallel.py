@@ -80,7 +80,8 @@ def load(
 
     formats.check_scheme(settings.quantize, torch.device(device).type)
     ranks = Ranks(rank=0, size=place.size)
-    with open_checkpoint(path) as checkpoint:  # raises here, before any rank starts, if the model cannot be sharded
+    # Raises here, before any rank starts, if the model cannot be sharded.
+    with open_checkpoint(path, backend=settings.backend) as checkpoint:
         config = rounded(checkpoint, settings.quantize).config
         meta = build(config, device="meta", dtype=torch.float32, tp=ranks, max_length=settings.max_model_len)
         cache_specs(meta, settings.kv_cache_dtype)

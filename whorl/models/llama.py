@@ -41,23 +41,28 @@ class Attention(Mixer):
     def __init__(self, config: LlamaConfig, layer: int, ranks: Ranks) -> None:
         super().__init__()
         width, dim = config.hidden_size, config.head_dim
-        sizes = [dim * n for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
         heads = ranks.heads(config.num_attention_heads, config.num_key_value_heads)
         q, kv = (slice(part.start * dim, part.stop * dim) for part in heads)
-        self.qkv_proj = Linear(
-            width,
-            dict(zip(MERGED["qkv_proj"], sizes, strict=True)),
+        self.qkv_proj = self.projections(config, q, kv, ranks)
+        inner = dim * config.num_attention_heads
+        self.o_proj = Linear(inner, width, bias=config.output_bias, shard="row", parts=(q,), ranks=ranks)
+        self.layer, self.mixed_size = layer, self.o_proj.shape[1]
+        self.num_heads, self.num_kv_heads = ((part.stop - part.start) // dim for part in (q, kv))
+        self.rope, self.window = config.rope, config.windows[layer]
+        self.scale = dim**-0.5 * config.rope.softmax_scale_correction
+        self.head_dim = dim
+
+    def projections(self, config: Any, q: slice, kv: slice, ranks: Ranks) -> Linear:
+        """Return the layer that projects to queries, keys and values; q, kv: this rank's rows of each."""
+        counts = config.num_attention_heads, *[config.num_key_value_heads] * 2
+        return Linear(
+            config.hidden_size,
+            {name: config.head_dim * n for name, n in zip(MERGED["qkv_proj"], counts, strict=True)},
             bias=config.attention_bias,
             shard="column",
             parts=(q, kv, kv),
             ranks=ranks,
         )
-        self.o_proj = Linear(sizes[0], width, bias=config.output_bias, shard="row", parts=(q,), ranks=ranks)
-        self.layer, self.mixed_size = layer, self.o_proj.shape[1]
-        self.num_heads, self.num_kv_heads, _ = (size // dim for size in self.qkv_proj.splits)
-        self.rope, self.window = config.rope, config.windows[layer]
-        self.scale = dim**-0.5 * config.rope.softmax_scale_correction
-        self.head_dim = dim
 
     def cache_spec(self, dtype: torch.dtype) -> PagedKV:
         return PagedKV(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype, window=self.window)
@@ -189,6 +194,8 @@ class Llama(Module):
     layer_class: type[Layer] = Layer
     # Ends of the names of tensors that some checkpoints have and that are not loaded, because they are computed here.
     ignored = ("rotary_emb.inv_freq",)
+    # Beginnings of names that some checkpoints have, each with the one that the model has in its place.
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def __init__(
         self,
@@ -235,9 +242,9 @@ class Llama(Module):
         parts = [(self.rope.rows(part), part) for part in step.parts()]
         sizes = [len(part.token_ids) for _, part in parts]
 
-        def mix(mixer: Mixer, projected: Tensor) -> Tensor:
-            cache = caches[mixer.layer]
-            outputs = [mixer.mix(x, *part, cache) for x, part in zip(projected.split(sizes), parts, strict=True)]
+        def mix(mixer: Mixer, *projected: Tensor) -> Tensor:
+            cache, by_part = caches[mixer.layer], zip(*(x.split(sizes) for x in projected), strict=True)
+            outputs = [mixer.mix(*x, *part, cache) for x, part in zip(by_part, parts, strict=True)]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
         return self.hidden(step.token_ids, mix, step.inserted)
@@ -250,8 +257,8 @@ class Llama(Module):
         check_training(packed.token_ids.device.type)
         rotary = self.rope.rows(packed)
 
-        def mix(mixer: Mixer, projected: Tensor) -> Tensor:
-            return mixer.mix_packed(projected, rotary, packed)
+        def mix(mixer: Mixer, *projected: Tensor) -> Tensor:
+            return mixer.mix_packed(*projected, rotary, packed)
 
         hidden = self.hidden(packed.token_ids, mix)
         logits = self.logits(hidden[packed.scored - 1])

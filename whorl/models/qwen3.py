@@ -39,13 +39,14 @@ class Qwen3Config(LlamaConfig):
         is_sparse = values.get("model_type") in ("qwen3_moe", "qwen3_vl_moe")
         if not is_sparse:
             values = {"head_dim": 128, **values}  # the default of Hugging Face's dense class; its sparse one has none
-        experts = _experts(values) if is_sparse else None
+        experts = experts_of(values) if is_sparse else None
         # As in transformers, whose sparse class applies the window to all layers.
         windows = layer_windows(values, first=0, named=False) if is_sparse else layer_windows(values)
         return LlamaConfig.read(values) | {"windows": windows, "experts": experts}
 
 
-def _experts(values: Mapping[str, Any]) -> ExpertsConfig:
+def experts_of(values: Mapping[str, Any]) -> ExpertsConfig:
+    """Read the fields about experts."""
     name = "num_local_experts" if values.get("num_experts") is None else "num_experts"
     dense_layers = values.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list) or not all(isinstance(layer, int) for layer in dense_layers):

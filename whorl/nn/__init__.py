@@ -35,6 +35,7 @@ from .ranks import Ranks as Ranks
 from .ranks import SharedTokens as SharedTokens
 from .ranks import Unit as Unit
 from .ranks import all_tokens as all_tokens
+from .ranks import own_tokens as own_tokens
 from .ranks import sharing as sharing
 from .step import Inserted as Inserted
 from .step import Step as Step
@@ -47,6 +48,7 @@ from .vocabulary import Vocabulary as Vocabulary
 from .weight import Destination as Destination
 from .weight import Format as Format
 from .weight import Formats as Formats
+from .weight import Forms as Forms
 from .weight import Index as Index
 from .weight import Matrix as Matrix
 from .weight import Part as Part

@@ -53,7 +53,7 @@ class AdaptersApi:
             raise ApiError(400, message, param="lora_name", code="already_loaded")
         file = await asyncio.to_thread(read_adapter, request.lora_path)
         try:
-            await self._service.engine.run(lambda: llm.load_lora(name, file, replace=request.load_inplace))
+            await self._service.engine.on_engine(lambda: llm.load_lora(name, file, replace=request.load_inplace))
         except OutOfMemory as error:
             raise ApiError(503, str(error), code="out_of_memory") from error
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -64,7 +64,7 @@ class AdaptersApi:
         name, llm = request.lora_name, self._service.llm
         if name not in llm.adapters.by_name:
             raise ApiError(404, f"no adapter is named {name!r}", param="lora_name", code="model_not_found")
-        await self._service.engine.run(lambda: llm.unload_lora(name))
+        await self._service.engine.on_engine(lambda: llm.unload_lora(name))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _check(self) -> None:

@@ -1,7 +1,7 @@
 """Turns a validated request into token ids and sampling parameters for the engine."""
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from whorl.engine.grammar_masks import only
 from whorl.engine.reply_parser import END_THINK, THINK
 from whorl.engine.sequence import SamplingParams
 from whorl.media import MediaItem, Placeholder
-from whorl.media.places import PADS
+from whorl.media.families import FAMILIES
 
 from .api_error import ApiError
 from .grammar import Grammar, Grammars
@@ -63,7 +63,9 @@ class Preparer:
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self._grammars = Grammars(tokenizer, vocab_size)
         self._prompts, self._schemas, self._media = prompts, schemas, media
-        self._pads = {} if media is None else {tokenizer.token_id(pad): pad for pad in PADS.values()}
+        self._pads = (
+            {} if media is None else {tokenizer.token_id(pad): pad for pad in FAMILIES[media.family].pads.values()}
+        )
         self._form = choose_form(tool_parser, tokenizer)
         self._may_think = separates_thinking(reasoning_parser, tokenizer)
         # A grammar starts after the closing think tag, whether or not the reply separates the reasoning.
@@ -75,7 +77,9 @@ class Preparer:
     async def chat(self, request: ChatRequest) -> Prepared:
         """Prepare a conversation: read its media, render the template, compile the grammar."""
         max_tokens = request.max_completion_tokens or request.max_tokens
-        params = self._params(request, max_tokens=max_tokens, logprobs=request.num_top)
+        params = self._params(
+            request, max_tokens=max_tokens, logprobs=request.num_top, prompt_logprobs=request.prompt_logprobs
+        )
         items = await self.media(request.messages)
         longest = MAX_IDS if request.truncate_prompt_tokens is not None else None
         rendered = await self._render_request(request, items, max_tokens=longest)
@@ -132,25 +136,15 @@ class Preparer:
             request,
             max_tokens=None if request.max_tokens is None else max(request.max_tokens, 1),
             logprobs=request.logprobs,
-            prompt_logprobs=request.logprobs if request.echo else None,
+            prompt_logprobs=request.logprobs
+            if request.echo and request.logprobs is not None
+            else request.prompt_logprobs,
         )
         prompts, texts = await self._prompts.run(lambda worker: self._ids(request, worker))
         allow = await self._compile_grammar(
             request, lambda worker: self._format_grammar(request, worker), is_thinking=False
         )
         return Prepared(prompts=prompts, params=replace(params, allow=allow), texts=texts)
-
-    def tokens(self, prompt_logprobs: int | None) -> Callable[[CompletionRequest], Awaitable[Prepared]]:
-        """Return a function that prepares a prompt of token ids.
-
-        prompt_logprobs: how many alternatives to report for each prompt token; None: the prompt is not scored.
-        """
-
-        async def prepare(request: CompletionRequest) -> Prepared:
-            prepared = await self.completion(request)
-            return replace(prepared, params=replace(prepared.params, prompt_logprobs=prompt_logprobs))
-
-        return prepare
 
     def _ids(self, request: CompletionRequest, worker: Worker) -> tuple[list[list[int]], list[str]]:
         """Return the ids of each prompt and, for echo, the text of each prompt."""
@@ -200,6 +194,7 @@ class Preparer:
             variables = {**variables, "continue_final_message": True}
         size = None if self._media is None else self._media.merge_size
         places = None if size is None else [Placeholder.for_item(item, size).to_json() for item in media]
+        family = None if self._media is None else self._media.family
 
         def work(worker: Worker) -> dict[str, Any]:
             return worker.ask(
@@ -211,6 +206,7 @@ class Preparer:
                 max_bytes=self._max_bytes if max_tokens is None else None,
                 max_tokens=self.max_model_len if max_tokens is None else max_tokens,
                 places=places,
+                family=family,
             )
 
         rendered = await self._prompts.run(work)
@@ -264,6 +260,7 @@ class Preparer:
             stop_token_ids=tuple(request.stop_token_ids or ()),
             include_stop=request.include_stop_str_in_output,
             skip_special=request.skip_special_tokens,
+            on_update=request.on_update,
             **fields,
         )
 

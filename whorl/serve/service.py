@@ -124,6 +124,7 @@ class Service:
         model = self.model_name(request.model)
         self.engine.check()
         self.engine.check_size((request.n or 1) * request.num_prompts)
+        self._check_logprobs(request)
         deadline = asyncio.get_running_loop().time() + self.settings.timeout
         async with asyncio.timeout_at(deadline):
             prepared = await prepare(request)
@@ -145,6 +146,7 @@ class Service:
             request_id=http.scope[REQUEST_ID],
             texts=self._texts,
             end_think=self.tokenizer.token_id(END_THINK),
+            has_versions=self.settings.rl,
         )
         formatter = reply(run)
         if request.stream:
@@ -154,6 +156,13 @@ class Service:
             return JSONResponse(await formatter.complete(deadline))
         finally:
             close()
+
+    def _check_logprobs(self, request: Sampling) -> None:
+        most = self.settings.max_logprobs
+        for name, count in (("logprobs", request.num_top), ("prompt_logprobs", request.prompt_logprobs)):
+            if count is not None and 0 <= most < count:
+                message = f"{name}: {count} alternatives are asked for, and this server reports up to {most}"
+                raise ApiError(400, f"{message}: --max-logprobs", param=name)
 
     def _salt(self, request: Sampling, http: Request) -> str | None:
         """Return the salt of the prefix cache: requests share it only with the same API key and the same salt."""

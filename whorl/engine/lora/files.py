@@ -129,14 +129,9 @@ def write_adapter(folder: str | Path, trained: TrainedUpdates, *, base: str = ""
         tensors[f"{_PREFIX}{module}.lora_A.weight"] = a.cpu().contiguous()
         tensors[f"{_PREFIX}{module}.lora_B.weight"] = b.cpu().contiguous()
     modules = [name for name, target in trained.targets.items() if not target.is_stack]
-    values: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "bias": "none",
-    }
+    values: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
     values |= {"r": trained.rank, "lora_alpha": trained.alpha, "init_lora_weights": True, "inference_mode": True}
-    values |= {"target_modules": modules, "target_parameters": sorted(stacks) or None}
+    values |= {"target_modules": modules, "target_parameters": sorted(stacks) or None, "bias": "none"}
     with output_folder(Path(folder)) as path:
         (path / "adapter_config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
         save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -5,7 +5,7 @@ small default model. No code from a checkpoint is ever run; the only pickle that
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,10 +26,12 @@ from ..settings import LoadOptions
 from . import dcp
 from .checkpoint import Checkpoint, read_config
 from .checkpoint import Source as Source
+from .converted import converted
 from .fill import check_fit, fill
 from .hub import resolve
 from .quantize import quantized
 from .safetensors import open_safetensors
+from .stacks import separate
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,7 +68,7 @@ def load_model(
     path = resolve(path_or_id)
     if (tp or ONE).rank == 0:
         dcp.check_digests(path)
-    with open_checkpoint(path, device=device) as checkpoint:
+    with open_checkpoint(path, device=device, backend=options.backend) as checkpoint:
         kind = _dtype(options.dtype, checkpoint.config, device)
         checkpoint = _with_stored(rounded(checkpoint, quantize), kind, device)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
@@ -158,11 +160,15 @@ def build(
 
 
 def _allocated(model: Any, device: torch.device) -> Any:
-    """Allocate the weights on `device`. `to_empty` would call `empty_like` on meta tensors, which imports sympy and
-    takes half a second at every start."""
+    """Allocate the weights on `device`; what has values already is moved. `to_empty` would call `empty_like` on meta
+    tensors, which imports sympy and takes half a second at every start."""
     if device.type == "meta":
         return model
-    return model._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device))
+
+    def allocated(t: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) if t.is_meta else t.to(device)
+
+    return model._apply(allocated)
 
 
 def random_model(
@@ -226,14 +232,22 @@ def _unpacks(model: Any, checkpoint: Checkpoint, device: torch.device, reserve: 
 
 
 @contextmanager
-def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterator[Checkpoint]:
-    """Open a checkpoint; its tensors are read later. path: from `resolve`. device: where safetensors are read to."""
+def open_checkpoint(
+    path: Path, *, device: str | torch.device = HOST, backend: str = "auto"
+) -> Iterator[Checkpoint]:  # fmt: skip
+    """Open a checkpoint; its tensors are read later.
+
+    path: from `resolve`. device: where safetensors are read to. backend: as of `LoadOptions`.
+    """
     if path.suffix == ".gguf":
+        if backend == "transformers":
+            raise ValueError(f"{path}: backend is transformers, which takes safetensors, and this is a GGUF file")
         from .gguf import open_gguf
 
         yield _check_counts(open_gguf(path))
         return
     config = read_config(path)
+    config |= {} if backend == "auto" else {models.BACKEND: backend}
     model_class = models.find(config)
     with ExitStack() as stack:
         if (path / METADATA).is_file() and not any(path.glob("*.safetensors")):
@@ -242,7 +256,20 @@ def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterato
             sources = dcp.open_dcp(path, getattr(model_class, "trained_names", None), rename)
         else:
             sources = open_safetensors(path, torch.device(device), stack)
+        sources = separate(sources) if getattr(model_class, "separates_experts", False) else sources
+        sources = _renamed(sources, getattr(model_class, "renamed", ()))
+        if getattr(model_class, "is_converted", False):
+            sources = converted(config, sources)
         yield _check_counts(Checkpoint(path=path, config=config, sources=sources))
+
+
+def _renamed(sources: dict[str, Source], beginnings: Sequence[tuple[str, str]]) -> dict[str, Source]:
+    """Return the tensors by the model's names. beginnings: of names in the file, and those of the model."""
+    names = {name: name for name in sources}
+    for name in sources:
+        old, new = next((pair for pair in beginnings if name.startswith(pair[0])), ("", ""))
+        names[name] = new + name.removeprefix(old)
+    return {names[name]: source for name, source in sources.items()}
 
 
 def _check_counts(checkpoint: Checkpoint) -> Checkpoint:

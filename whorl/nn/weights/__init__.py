@@ -12,6 +12,7 @@ from whorl.nn.weight import Formats
 
 from .dense import ALL_DENSE
 from .dense import DENSE as DENSE
+from .quantised import NEVER_QUANTISED as NEVER_QUANTISED
 
 if TYPE_CHECKING:
     import torch

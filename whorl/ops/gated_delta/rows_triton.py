@@ -1,0 +1,252 @@
+# mypy: allow-untyped-defs
+"""The gated delta rule of decoding sequences in Triton: new rows are computed from the stored ones."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from whorl.device import is_interpreting, multiprocessors
+
+from .._launch_triton import launched
+from .._rows import ceil_div, power_of_2, unit_stride
+from ..linear_triton import dot
+from . import rule_triton
+from .chunks_triton import BLOCK, BLOCKS, CHUNK, entry, load_rows, row_of_inverse
+from .layout import MOST_ROWS, RECENT
+
+
+@launched
+@triton.jit
+def _delta_rows_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    beta_ptr,
+    out_ptr,
+    state_ptr,
+    rounded_ptr,
+    keys_ptr,
+    deltas_ptr,
+    decays_ptr,
+    errors_ptr,
+    inverses_ptr,
+    lanes_ptr,
+    starts_ptr,
+    lengths_ptr,
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    g_stride,
+    beta_stride,
+    out_stride_t,
+    out_stride_h,
+    state_stride,
+    rounded_stride,
+    keys_stride,
+    deltas_stride,
+    decays_stride,
+    errors_stride,
+    inverses_stride,
+    scale,
+    DV,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BV: tl.constexpr,
+    RECENT: tl.constexpr,
+    SKIPS_ALIGNED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Compute the new rows of one sequence and value head, for BV of its value channels, a block of rows at a time.
+
+    SKIPS_ALIGNED: sequences that begin at a multiple of CHUNK are left to the kernels of prompts. Programs of one head
+    write what they share with equal values, and read back what they have written themselves alone.
+    """
+    part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, stop = tl.load(starts_ptr + b), tl.load(starts_ptr + b + 1)
+    row = (tl.load(lengths_ptr + b) - (stop - first)) % CHUNK
+    if stop > first and not (SKIPS_ALIGNED and row == 0):
+        lane = tl.load(lanes_ptr + b).to(tl.int64)
+        values, channels = part * BV + tl.arange(0, BV), tl.arange(0, BLOCK_D)
+        rows, own = tl.arange(0, CHUNK), tl.arange(0, BLOCK)
+        is_value, is_channel = values < DV, channels < D
+        in_lane = (head * D + channels)[:, None] * DV + values[None, :]
+        is_state = is_channel[:, None] & is_value[None, :]
+        state_ptr += lane * state_stride + in_lane
+        rounded_ptr += lane * rounded_stride + in_lane
+        keys_ptr += lane * keys_stride + head // G * CHUNK * D
+        deltas_ptr += lane * deltas_stride + head * CHUNK * DV
+        decays_ptr += lane * decays_stride + head * CHUNK
+        errors_ptr += lane * errors_stride + head * RECENT * DV
+        inverses_ptr += lane * inverses_stride + head * RECENT * BLOCK
+        q_ptr += head // G * q_stride_h
+        k_ptr += head // G * k_stride_h
+        if row == 0:
+            state = tl.load(state_ptr, mask=is_state, other=0.0).to(rounded_ptr.dtype.element_ty)
+            tl.store(rounded_ptr, state, mask=is_state)
+        else:
+            state = tl.load(rounded_ptr, mask=is_state, other=0.0)
+        new_row = row  # where the new rows of this chunk begin
+        while first < stop:
+            base = row // BLOCK * BLOCK
+            count = tl.minimum(base + BLOCK - row, stop - first)
+            at, token = base + own, first - row + base + own
+            is_old, is_new = at < row, (at >= row) & (at < row + count)
+            k = load_rows(k_ptr, token, k_stride_t, is_new, channels, D)
+            q = load_rows(q_ptr, token, q_stride_t, is_new, channels, D)
+            v = load_rows(v_ptr + head * v_stride_h, token, v_stride_t, is_new, values, DV).to(tl.float32)
+            beta = tl.load(beta_ptr + head + token.to(tl.int64) * beta_stride, mask=is_new, other=0.0)[:, None]
+            # Keys of this call are read from its tokens: another program stores them.
+            keys = load_rows(keys_ptr, rows, D, rows < new_row, channels, D)
+            of_call = (rows >= new_row) & (rows < row + count)
+            keys = tl.where(
+                of_call[:, None], load_rows(k_ptr, first - row + rows, k_stride_t, of_call, channels, D), keys
+            )
+            deltas = load_rows(deltas_ptr, rows, DV, rows < base, values, DV)
+            own_deltas = load_rows(deltas_ptr, at, DV, is_old, values, DV)
+            errors = load_rows(errors_ptr, at % RECENT, DV, is_old, values, DV)
+            inverse = load_rows(inverses_ptr, at % RECENT, BLOCK, is_old, own, BLOCK)
+            decays = tl.load(decays_ptr + rows, mask=rows < row, other=0.0)
+            total = tl.sum(tl.where(rows == row - 1, decays, 0.0), 0)
+            for i in range(row, row + count):
+                total += tl.load(g_ptr + head + (first + i - row).to(tl.int64) * g_stride)
+                decays = tl.where(rows == i, total, decays)
+
+            zero = tl.zeros((BLOCK, CHUNK), tl.float32)
+            own_decays = tl.sum(tl.where((rows[None, :] == at[:, None]), decays[None, :], 0.0), 1)[:, None]
+            is_seen = (rows[None, :] <= at[:, None]) & is_new[:, None]
+            decay = tl.where(is_seen, tl.exp(tl.where(is_seen, own_decays - decays[None, :], 0.0)), 0.0)
+            lower = beta * (decay * dot(k, tl.trans(keys), zero, WIDEN))
+            lower = tl.where(rows[None, :] < at[:, None], lower, 0.0)
+            weights = decay * dot(q, tl.trans(keys), zero, WIDEN)
+            is_before = (rows < base)[None, :]
+            empty = tl.zeros((BLOCK, BV), tl.float32)
+            growth = tl.exp(own_decays)
+            y = beta * (v - growth * dot(k, state, empty, WIDEN))
+            y -= dot(tl.where(is_before, lower, 0.0).to(k.dtype), deltas, empty, WIDEN)
+            y = tl.where(is_old[:, None], errors, y.to(k.dtype))
+            lower = _of_block(lower, base)
+            for i in range(row - base, row - base + count):
+                weights_of_row = entry(lower, i, BLOCK)[None, :]
+                new = row_of_inverse(weights_of_row, inverse[None, :, :], (own == i)[None, :], 1)
+                inverse = tl.where((own == i)[:, None], new, inverse)
+            d = dot(inverse.to(k.dtype), y, empty, WIDEN).to(k.dtype)
+            d = tl.where(is_old[:, None], own_deltas, d)
+            of_rows = dot(tl.where(is_before, weights, 0.0).to(k.dtype), deltas, empty, WIDEN)
+            of_rows = dot(_of_block(weights, base).to(k.dtype), d, of_rows, WIDEN)
+            out = scale * (growth * dot(q, state, empty, WIDEN) + of_rows)
+
+            is_stored = is_new[:, None] & is_value[None, :]
+            to = out_ptr + head * out_stride_h + token.to(tl.int64)[:, None] * out_stride_t + values[None, :]
+            tl.store(to, out.to(out_ptr.dtype.element_ty), mask=is_stored)
+            row += count
+            first += count
+            if row == CHUNK:
+                tl.debug_barrier()
+                d = tl.where((rows >= base)[:, None], _in_chunk(d, base), deltas)
+                last = tl.sum(tl.where(rows == CHUNK - 1, decays, 0.0), 0)
+                d = (tl.exp(last - decays)[:, None] * d.to(tl.float32)).to(k.dtype)
+                moved = dot(tl.trans(keys), d, tl.zeros((BLOCK_D, BV), tl.float32), WIDEN)
+                wide = tl.exp(last) * tl.load(state_ptr, mask=is_state, other=0.0) + moved
+                tl.store(state_ptr, wide, mask=is_state)
+                state = wide.to(k.dtype)
+                if first < stop:
+                    tl.store(rounded_ptr, state, mask=is_state)
+                row = 0
+                new_row = 0
+            else:
+                tl.store(deltas_ptr + at[:, None] * DV + values[None, :], d, mask=is_stored)
+                tl.store(errors_ptr + (at % RECENT)[:, None] * DV + values[None, :], y, mask=is_stored)
+                tl.store(decays_ptr + rows, decays, mask=of_call)
+                if part == 0:
+                    to = inverses_ptr + (at % RECENT)[:, None] * BLOCK + own[None, :]
+                    tl.store(to, inverse, mask=is_new[:, None])
+                    if head % G == 0:
+                        to = keys_ptr + at[:, None] * D + channels[None, :]
+                        tl.store(to, k, mask=is_new[:, None] & is_channel[None, :])
+                tl.debug_barrier()  # the next block reads what other threads have stored
+
+
+@triton.jit
+def _of_block(x, base):
+    """Return the columns base to base + BLOCK of x [BLOCK, CHUNK]."""
+    blocks = tl.arange(0, BLOCKS)[None, :, None]
+    return tl.sum(tl.where(blocks == base // BLOCK, tl.reshape(x, (BLOCK, BLOCKS, BLOCK)), 0.0), 1)
+
+
+@triton.jit
+def _in_chunk(x, base):
+    """Return [CHUNK, BV] with x [BLOCK, BV] in every block."""
+    x = tl.broadcast_to(x[None, :, :], (BLOCKS, BLOCK, x.shape[1]))
+    return tl.reshape(x, (CHUNK, x.shape[2]))
+
+
+def compute(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    out: Tensor,
+    lanes: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    **states: Tensor,
+) -> None:
+    """Compute `gated_delta_lanes`: by rows where sequences have few tokens, else prompts by chunks.
+
+    Either takes any sequences: a call for prompts also launches the kernel of rows, for those that begin elsewhere.
+    """
+    count = len(lanes)
+    out.zero_()
+    if not len(q) or not count:
+        return
+    is_prompt = len(q) > MOST_ROWS * count
+    starts, lengths = query_starts.contiguous(), context_lens.contiguous()
+    states["lanes"] = lanes.contiguous()
+    if is_prompt:
+        rule_triton._chunks(q, k, v, g, beta, out, starts, lengths, states, scale)
+    q, k, v, g, beta = (unit_stride(x) for x in (q, k, v, g, beta))
+    heads, (value_heads, value_dim) = k.shape[1], v.shape[1:]
+    part = _part(count * value_heads, value_dim, multiprocessors(q.device))
+    strides: dict[str, Any] = {f"{name}_stride": x.stride(0) for name, x in states.items() if name != "lanes"}
+    for name, x in {"q": q, "k": k, "v": v, "out": out}.items():
+        strides |= {f"{name}_stride_t": x.stride(0), f"{name}_stride_h": x.stride(1)}
+    _delta_rows_kernel[(ceil_div(value_dim, part), value_heads, count)](
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        g_ptr=g,
+        beta_ptr=beta,
+        out_ptr=out,
+        starts_ptr=starts,
+        lengths_ptr=lengths,
+        **{f"{name}_ptr": x for name, x in states.items()},
+        **strides,
+        g_stride=g.stride(0),
+        beta_stride=beta.stride(0),
+        scale=scale,
+        DV=value_dim,
+        G=value_heads // heads,
+        D=q.shape[2],
+        BLOCK_D=max(16, power_of_2(q.shape[2])),
+        BV=part,
+        RECENT=RECENT,
+        SKIPS_ALIGNED=is_prompt,
+        WIDEN=is_interpreting(),
+        enable_fp_fusion=False,
+        num_warps=4,
+    )
+
+
+def _part(num_heads: int, value_dim: int, processors: int) -> int:
+    """Return the value channels of a program: few heads are shared by several programs."""
+    most = max(16, power_of_2(value_dim))
+    return max(16, min(most, 32 if num_heads * ceil_div(value_dim, 64) < processors else 64))
