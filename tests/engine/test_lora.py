@@ -264,3 +264,19 @@ def test_a_config_that_cannot_be_served_is_refused(fault: str, tmp_path: Path) -
     (folder / "adapter_config.json").write_text(json.dumps(values | fields))
     with pytest.raises(ValueError, match=message):
         engine(model, lora={"a": str(folder)})
+
+
+def test_a_warm_up_runs_steps_with_adapters(tmp_path: Path) -> None:
+    """They change no sequence, and their adapters are those of nobody."""
+    model = built("dense")
+    folder = write_adapter(tmp_path / "a", model, LINEAR)
+    expected = logits_of(engine(model, lora={"a": str(folder)}), PROMPT, SamplingParams(lora="a", **GREEDY))
+    llm = engine(model, lora={"a": str(folder)})
+    adapted: list[bool] = []
+    run_call = llm.runner.run_call
+    llm.runner.run_call = lambda call, *rest: adapted.append(call.is_adapted) or run_call(call, *rest)  # type: ignore
+    llm.warm_up("short", progress=False)
+    llm.runner.run_call = run_call  # type: ignore[method-assign]
+    assert True in adapted
+    assert False in adapted
+    assert torch.equal(logits_of(llm, PROMPT, SamplingParams(lora="a", **GREEDY)), expected)
