@@ -20,6 +20,7 @@ from whorl.device import HOST, accelerator, default_device, numbered
 from whorl.host_memory import free_memory
 from whorl.nn import ONE, Matrix, Model, Ranks, create_parameters, weighted
 from whorl.nn import weights as formats
+from whorl.ops.cpu import library as cpu_library
 
 from .. import memory
 from ..settings import LoadOptions
@@ -77,7 +78,7 @@ def load_model(
         if unpack is None:
             unpack = _unpacks(model, checkpoint, device, reserve, num_ranks=num_ranks)
         if checkpoint.packed is not None and not unpack:
-            checkpoint = checkpoint.packed()
+            checkpoint = _for_kernels(checkpoint.packed(), kind, device)
             model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
             check_fit(model, checkpoint)
         memory.check_weights(model, checkpoint.path, device, unpack=unpack, reserve=reserve, num_ranks=num_ranks)
@@ -218,6 +219,8 @@ def _unpacks(model: Any, checkpoint: Checkpoint, device: torch.device, reserve: 
     """
     if accelerator(device.type) is not None:
         return checkpoint.packed is not None
+    if _has_kernels(checkpoint.path, device) and model.dtype == torch.float32 and checkpoint.packed is not None:
+        return False
     num_bytes, free = num_ranks * memory.weight_bytes(model, unpack=True), free_memory()
     if formats.find(checkpoint.config) is formats.ALL_DENSE and checkpoint.path.suffix != ".gguf":
         unpacks = free is None or num_bytes + memory.largest_bytes(model) + reserve <= free
@@ -229,6 +232,19 @@ def _unpacks(model: Any, checkpoint: Checkpoint, device: torch.device, reserve: 
             )
         return unpacks
     return free is None or 2 * num_bytes <= free
+
+
+def _has_kernels(path: Path, device: torch.device) -> bool:
+    """Return whether whorl's CPU kernels multiply the weights of a GGUF file as they are."""
+    return path.suffix == ".gguf" and accelerator(device.type) is None and cpu_library.missing() is None
+
+
+def _for_kernels(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Checkpoint:
+    """Return a checkpoint of packed weights, to be multiplied by tokens in 8 bits where the CPU kernels do that."""
+    if not _has_kernels(checkpoint.path, device) or dtype != torch.float32:
+        return checkpoint
+    settings = {**checkpoint.config["quantization_config"], "activations": "int8"}
+    return replace(checkpoint, config={**checkpoint.config, "quantization_config": settings})
 
 
 @contextmanager

@@ -46,6 +46,9 @@ class Dense(Format):
             x, residual, norm.weight, matrix.weight, norm.eps, plus_one=norm.plus_one
         )
 
+    def native_product(self, matrix: Matrix) -> Tensor:
+        return matrix.weight
+
     def lookup(self, matrix: Matrix, row_ids: Tensor) -> Tensor:
         return nn.functional.embedding(row_ids, matrix.weight)
 
