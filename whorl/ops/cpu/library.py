@@ -5,7 +5,6 @@ import functools
 import os
 import platform
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
-from pathlib import Path
 
 import torch
 from torch import Tensor
