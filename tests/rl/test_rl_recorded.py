@@ -83,7 +83,7 @@ def test_prime_rl_by_files(served: Served, tmp_path: Any) -> None:
 
 
 def test_prime_rl_by_a_group(served: Served) -> None:
-    """worker/nccl.py: a count, and for each part the size of a pickled table, the table, and a tensor for each dtype."""
+    """worker/nccl.py: a count, and of each part the size of a pickled table, the table, a tensor for each dtype."""
     tensors, port, wait = changed(weights()), free_port(), timedelta(seconds=30)
     store = distributed.TCPStore(
         "127.0.0.1", port, 2, is_master=True, timeout=wait, wait_for_workers=False, use_libuv=False

@@ -65,6 +65,22 @@ class Attention(Structure):
     )
 
 
+class Product(Structure):
+    _fields_ = (("packed", POINTER(Matrix)), ("plain", POINTER(Plain)), ("bias", c_void_p))
+
+
+class Layer(Structure):
+    """A layer of a decoder: see kernels.h."""
+
+    _fields_ = (
+        *((f"{name}_norm", Norm) for name in ("attention", "q", "k", "mlp")),
+        *((name, Product) for name in ("qkv", "out", "gate_up", "down")),
+        ("cache", Cache),
+        *((name, c_int64) for name in ("heads", "kv_heads", "dim", "window", "inner")),
+        ("scale", c_float),
+    )
+
+
 # Arguments of the functions: p a pointer, i an int64, n an int32, f a float.
 _FUNCTIONS = {
     "linear_packed": "ppiipip",
@@ -76,6 +92,7 @@ _FUNCTIONS = {
     "write": "piipiiiiipp",
     "attention": "p",
     "glu": "ppiiiinp",
+    "layers": "pipppppiip",
     "pack": "npiip",
     "set_threads": "n",
 }

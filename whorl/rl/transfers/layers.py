@@ -1,4 +1,4 @@
-"""prime-rl's form: a number of parts, and of each a table of its tensors, then all values of each dtype in one tensor."""
+"""prime-rl's form: a number of parts; of each a table of its tensors, and the values of each dtype in one tensor."""
 
 from collections.abc import Iterator
 
