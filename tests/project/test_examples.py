@@ -88,6 +88,17 @@ def test_fewer_bits_change_little() -> None:
 
 
 @pytest.mark.slow
+def test_reinforcement_learning_with_equal_bits() -> None:
+    said = run("rl_exact.py", "--seeds", "0")
+    (first, last), (other, total) = (
+        re.findall(r"reward ([\d.]+) .* to ([\d.]+)", said)[0],
+        re.findall(r"mismatches (\d+) of (\d+)", said)[0],
+    )
+    assert float(last) >= 2 * float(first)
+    assert (int(other), int(total) > 1000) == (0, True)
+
+
+@pytest.mark.slow
 def test_sequence_parallelism() -> None:
     said = run("sequence_parallel.py")
     assert "3 of 3 collectives rewritten" in said

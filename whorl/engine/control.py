@@ -124,6 +124,7 @@ class Control:
         if mode == "abort":
             self.abort_all()
         llm.forget()
+        self._places = None  # views of the weights, which would keep their memory
         self._sleeper = Sleeper(llm.model, llm.runner.caches, llm.runner.device)
         self._sleeper.free_cache()
         self._sleeper.free_weights(is_saved=level == 1)
