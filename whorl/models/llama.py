@@ -30,6 +30,7 @@ from whorl.nn import (
     all_tokens,
     attend,
     check_training,
+    scores,
 )
 
 if TYPE_CHECKING:
@@ -267,6 +268,11 @@ class Llama(Module):
 
         They equal, bit for bit, those that the engine returns for the same tokens: docs/arithmetic.md.
         """
+        return scores(self.scored_logits(packed), packed)
+
+    def scored_logits(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
+        """Return the logits [T - B, V] that `logprobs` is computed from, divided by the temperature as the engine does
+        for `processed_logprobs`."""
         check_training(packed.token_ids.device.type)
         rotary = self.rope.rows(packed)
 
@@ -275,7 +281,10 @@ class Llama(Module):
 
         hidden = self.hidden(packed.token_ids, mix)
         logits = self.logits(hidden[packed.scored - 1])
-        return ops.token_logprobs(logits, packed.token_ids[packed.scored])  # type: ignore[no-any-return]
+        if temperature == 1:
+            return logits
+        # By a tensor: torch multiplies by the inverse of a number, which has other bits.
+        return logits.float() / torch.tensor([temperature], device=logits.device)
 
     def hidden(self, token_ids: Tensor, mix: Mix, inserted: Inserted | None = None) -> Tensor:
         """Return hidden states [T, C] of token_ids [T], after the final norm.

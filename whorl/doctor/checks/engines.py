@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from whorl.doctor.launch import Launch, dotted
-from whorl.doctor.promises import has_experts, is_on_in_environment, model_type
+from whorl.doctor.promises import has_experts, has_only_text, is_on_in_environment, model_type
 from whorl.doctor.report import Finding, RotaryPath
 from whorl.doctor.rules import rule
 from whorl.doctor.vllm_paths import is_310p
@@ -30,7 +30,9 @@ def gated_kernel_reads_one_row(launch: Launch, path: RotaryPath) -> Iterator[Fin
     if version is not None and not oldest <= version[:3] <= newest:
         return
     yield Finding(
-        found=f"{model_type(launch)} on SGLang" + ("" if version is None else f" {dotted(version)}"),
+        found=f"{model_type(launch)} on SGLang"
+        + ("" if version is None else f" {dotted(version)}")
+        + (", in a job that names no pictures" if has_only_text(launch) else ""),
         expected="SGLang before 0.5.15, or a build with #34446",
         why="fused_qk_gemma_rmsnorm_rope_gate reads only the temporal row of [3, T] positions. Nothing fails, text is "
         "right, and places in pictures are off by about 90 pixels: 26.7% instead of 81.7% of clicks "
@@ -40,7 +42,7 @@ def gated_kernel_reads_one_row(launch: Launch, path: RotaryPath) -> Iterator[Fin
             "or vLLM for the rollout",
             "or call forward_prepare_fused_gate where positions.ndim is 2",
         ),
-        severity="error" if version is not None else "warning",
+        severity="note" if has_only_text(launch) else "error" if version is not None else "warning",
     )
 
 

@@ -222,6 +222,10 @@ _BENCH: list[Values] = [
 ]
 _BENCH += [case | {"format": name} for name in FORMATS for case in _BENCH[:3]]
 _BENCH += [{"queries": (1,), "contexts": (32768,), **_QWEN}]
+_OSS = {"heads": 64, "kv_heads": 8, "dim": 64, "block": 16, "sinks": True}
+_BENCH += [{"queries": (n,), "contexts": (4096,), "window": 128, **_OSS} for n in (1, 4096)]
+_GEMMA2 = {"heads": 16, "kv_heads": 8, "dim": 256, "block": 16, "softcap": 50.0}  # of 9B
+_BENCH += [{"queries": (n,), "contexts": (4096,), **_GEMMA2} for n in (1, 2048)]
 
 
 @paged_attention.inputs(cases=_CASES, bench=_BENCH, words={"heads": "G*HK", "dim": "D"})
