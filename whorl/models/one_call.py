@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whorl.device import HOST
-from whorl.nn import KVCache, Linear, RMSNorm, Step
+from whorl.nn import KVCache, Linear, RMSNorm, Rope, Step
 from whorl.nn.ranks import SHARED
 from whorl.nn.weight import changes
 from whorl.ops.cpu import library
@@ -45,8 +45,12 @@ class OneCall:
         return self._stack(self._model.embed(step.token_ids), self._model.rope.rows(step), sequences)
 
     def _build(self, caches: Sequence[Any]) -> LayerStack | None:
-        decoder, layers = self._model.decoder, []
-        if library.missing() is not None or self._model.dtype != torch.float32:
+        model, layers = self._model, []
+        is_plain = type(model).hidden is llama.Llama.hidden and type(model.rope) is Rope
+        if library.missing() is not None or model.dtype != torch.float32 or not is_plain:
+            return None
+        decoder = model.decoder
+        if len(decoder.layers) != len(caches):
             return None
         for layer, cache in zip(decoder.layers, caches, strict=True):
             parts = _parts(layer, cache)
@@ -54,7 +58,7 @@ class OneCall:
                 return None
             layers.append(parts)
         self._linears = [module for module in decoder.layers.modules() if isinstance(module, Linear)]
-        style = self._model.config.rope
+        style = model.config.rope
         if style.where != "leading" or any(_has_hooks(module) for module in decoder.modules()):
             return None
         try:
@@ -69,9 +73,12 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 
 def _parts(layer: Any, cache: Any) -> LayerParts | None:
     """Return what a layer is made of; None if it has another form."""
+    if type(layer).forward is not llama.Layer.forward:
+        return None
     mixer, mlp = layer.mixer, layer.mlp
-    is_known = type(layer).forward is llama.Layer.forward and type(mixer) in ATTENTIONS and type(mlp) is llama.MLP
-    if not is_known or not isinstance(cache, KVCache) or cache.k_scale is not None:
+    if type(mixer) not in ATTENTIONS or type(mlp) is not llama.MLP:
+        return None
+    if not isinstance(cache, KVCache) or cache.k_scale is not None:
         return None
     linears = mixer.qkv_proj, mixer.o_proj, mlp.gate_up_proj, mlp.down_proj
     products = [product for linear in linears if (product := _product(linear)) is not None]

@@ -22,16 +22,19 @@ def paged_attention(
     context_lens: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     k_cache, v_cache = (x if x.stride(-1) == 1 else x.contiguous() for x in (k_cache, v_cache))
     cache = cache_of(k_cache, v_cache, k_scale, v_scale, q.dtype)
     tables = block_tables if block_tables.stride(-1) == 1 or block_tables.shape[-1] == 1 else block_tables.contiguous()
     sequences = tables, query_starts.contiguous(), context_lens.contiguous()
-    out, _ = _attend(q, cache, *sequences, kv_heads=k_cache.shape[2], scale=scale, window=window)
-    return out
+    tops = None if sinks is None else plain(sinks).contiguous()
+    options = {"kv_heads": k_cache.shape[2], "scale": scale, "window": window, "softcap": softcap}
+    return _attend(q, cache, *sequences, sinks=tops, **options)[0]  # type: ignore[arg-type]
 
 
 def causal_attention(
@@ -54,6 +57,8 @@ def _attend(
     kv_heads: int,
     scale: float,
     window: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     has_sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return out like q, and log-sum-exps [T, HQ], which have values only if `has_sums`.
@@ -71,7 +76,8 @@ def _attend(
     call = Attention(
         *(queries.data_ptr(), queries.stride(0), queries.stride(1), cache, address(tables)),
         *(starts.data_ptr(), lengths.data_ptr(), 0 if tables is None else tables.stride(0)),
-        *(len(starts) - 1, heads, kv_heads, dim, window, scale, tables is None, out.data_ptr(), address(lse)),
+        *(len(starts) - 1, heads, kv_heads, dim, window, scale, softcap, address(sinks)),
+        *(tables is None, out.data_ptr(), address(lse)),
     )
     use_threads()
     library().whorl_cpu_attention(byref(call))

@@ -492,6 +492,20 @@ INLINE void add_values(const float* weights, int low, int high, const float* val
   UNROLL for (int c = 0; c < CHUNKS; c++) store(out + c * LANES, y[c]);
 }
 
+// tanh to about 1 ulp: a polynomial where a difference of exponentials would cancel.
+INLINE F tanh_of(F x) {
+  const F z = mul(x, x);
+  F p = set1(-5.70498872745e-3f);
+  p = fma(p, z, set1(2.06390887954e-2f));
+  p = fma(p, z, set1(-5.37397155531e-2f));
+  p = fma(p, z, set1(1.33314422036e-1f));
+  p = fma(p, z, set1(-3.33332819422e-1f));
+  p = fma(mul(p, z), x, x);
+  const F size = abs(x), twice = add(size, size);
+  const F far = sub(set1(1.0f), div(set1(2.0f), add(exp_of(twice), set1(1.0f))));
+  return if_less(size, set1(0.625f), p, if_less(x, zero(), sub(zero(), far), far));
+}
+
 struct RowState {
   float top;
   float weights[LANES];  // sums by lane
@@ -572,7 +586,8 @@ void attend(const Attention& a, int64_t sequence, int64_t kv_head, int64_t first
         for (int i = 0; i < pair; i++, r++) {
           const int high = int(least(position(r) + 1 - key, LANES));
           const int low = a.window ? int(most(0, position(r) - a.window + 1 - key)) : 0;
-          if (low < high) add_block(scores[i], low, high, keys, width, states[r], &sums[r * (2 + width) + 2]);
+          const F capped = a.softcap > 0 ? mul(set1(a.softcap), tanh_of(div(scores[i], set1(a.softcap)))) : scores[i];
+          if (low < high) add_block(capped, low, high, keys, width, states[r], &sums[r * (2 + width) + 2]);
         }
       }
     }
@@ -593,6 +608,12 @@ void fold(const Attention& a, int64_t sequence, int64_t kv_head, int64_t row, co
   float* state = memory.get(2 + width);
   memcpy(state, partials, (2 + width) * sizeof(float));
   for (int64_t i = 1; i < count; i++) fold_state(state, partials + i * stride, width);
+  if (a.sinks) {  // as a key without a value
+    const float sink = a.sinks[kv_head * group + row % group], top = state[0] < sink ? sink : state[0];
+    const float keep = exp_of(state[0] - top);
+    state[0] = top, state[1] = fmaf(state[1], keep, exp_of(sink - top));
+    for (int64_t d = 0; d < width; d += LANES) store(state + 2 + d, mul(load(state + 2 + d), set1(keep)));
+  }
   const F total = set1(state[1]);
   for (int64_t d = 0; d < a.dim; d += LANES)
     store_n(a.out + at * a.dim + d, div(load(&state[2 + d]), total), int(least(a.dim - d, LANES)));

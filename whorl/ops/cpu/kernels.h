@@ -80,7 +80,8 @@ struct Attention {
   const int32_t *tables, *starts, *lengths;
   int64_t table_stride;
   int64_t num_sequences, heads, kv_heads, dim, window;
-  float scale;
+  float scale, softcap;  // 0: none
+  const float* sinks;  // [heads] or null
   int32_t is_contiguous;  // keys of sequence b begin at token starts[b] of k and v: there are no tables
   float *out, *lse;  // [T, heads, dim] contiguous, [T, heads] or null
 };

@@ -402,11 +402,12 @@ void pack_block(int kind, const uint8_t* from, int64_t r, uint8_t* to) {
   uint32_t fifth = 0;
   if (kind == Q5_0 || kind == Q5_1) memcpy(&fifth, at, 4), at += 4;
   int8_t codes[BLOCK];
-  for (int i = 0; i < BLOCK; i++) {
-    const int nibble = i < 16 ? at[i] & 15 : at[i - 16] >> 4;
-    codes[i] = kind == Q8_0 ? int8_t(at[i])
-               : kind == Q5_0 || kind == Q5_1 ? int8_t((nibble | (fifth >> i & 1) << 4) - (kind == Q5_0 ? 16 : 0))
-                                              : int8_t(nibble);
+  if (kind == Q8_0) {
+    memcpy(codes, at, BLOCK);
+  } else {
+    for (int i = 0; i < 16; i++) codes[i] = at[i] & 15, codes[16 + i] = at[i] >> 4;
+    if (kind == Q5_0 || kind == Q5_1)
+      for (int i = 0; i < BLOCK; i++) codes[i] = int8_t((codes[i] | (fifth >> i & 1) << 4) - (kind == Q5_0 ? 16 : 0));
   }
   put_codes(codes, p.bits, r, to + (p.has_minima ? 64 : 32));
 }

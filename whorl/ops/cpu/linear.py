@@ -27,9 +27,9 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor, eps: float = 1e-6
+    x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor, eps: float = 1e-6, plus_one: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     from .norm import add_rms_norm
 
-    normed, total = add_rms_norm(x, residual, norm_weight, eps)
+    normed, total = add_rms_norm(x, residual, norm_weight, eps, plus_one=plus_one)
     return linear(normed, weight), normed, total
