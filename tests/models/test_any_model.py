@@ -83,6 +83,7 @@ def load(folder: Path, **options: Any) -> Any:
     return load_model(folder, **{"device": "cpu", "dtype": "float32", "progress": False, **options})
 
 
+@pytest.mark.sampled(keep=4)
 @pytest.mark.parametrize("name", [*NAMED, *OTHERS])
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     """40 greedy steps: the tokens are equal, and the logits of every step are close."""
@@ -99,6 +100,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     close(logits, expected)
 
 
+@pytest.mark.sampled("dtype", keep=2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*NAMED, *OTHERS])
 def test_one_arithmetic(name: str, dtype: str, tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ def test_adapters_give_the_logits_of_a_merged_model(name: str, kinds: tuple[str,
     save(tmp_path / "model", config_of(name, WIDE))
     model = load(tmp_path / "model")
     folder = write_adapter(tmp_path / "adapter", model, kinds)
-    params = {"temperature": 0, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
+    params: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
     llm = engine(model, lora={"a": str(folder)})
     (plain,) = llm.generate([PROMPT], SamplingParams(**params), progress=False)
     (output,) = llm.generate([PROMPT], SamplingParams(lora="a", **params), progress=False)
@@ -270,6 +272,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sampled(keep=4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_say_which_way_was_tried_and_why_it_ended(name: str) -> None:
     architecture, changes, reason = REFUSED[name]
