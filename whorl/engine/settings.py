@@ -77,7 +77,7 @@ class EngineSettings(LoadOptions):
 
     lora: tuple[str, ...] = of_model(
         (),
-        "Adapter of PEFT (LoRA) that requests may choose by its name; may be repeated.",
+        "Adapter of PEFT (LoRA) that requests may choose by its name; may be repeated. generate and chat use the last.",
         "--lora",
         vllm=("--lora-modules",),
         metavar="NAME=PATH",

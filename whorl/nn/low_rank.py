@@ -98,6 +98,7 @@ class Slots:
         self.num_entries = stack[0] if stack else 1
         self.parts = matrix.entry_parts
         self.sizes = [part.rows.stop - part.rows.start for part in self.parts]
+        self.sizes[-1] += self.rows - sum(self.sizes)  # padding of a vocabulary
         self.device = next(matrix.parameters()).device
         groups = num_slots * self.num_entries
         self.ranks = torch.zeros(groups, len(self.sizes), dtype=torch.int32, device=self.device)
@@ -139,8 +140,9 @@ class Slots:
             own = slice(rows.start + part.rows.start, rows.start + part.rows.stop)
             self.a[groups, index, :rank] = update.a[..., part.columns].to(self.a)
             self.b[groups, columns, :rank] = update.b[..., own, :].to(self.b)
-            if self.bias is not None:
-                self.bias[groups, columns] = 0 if update.bias is None else update.bias[..., own].to(self.bias)
+            if self.bias is not None:  # of outputs that are summed over ranks, the first rank adds it
+                has_bias = update.bias is not None and part.columns.start == 0
+                self.bias[groups, columns] = update.bias[..., own].to(self.bias) if has_bias else 0  # type: ignore[index]
             self.scales[groups, index] = update.scale
             self.ranks[groups, index] = rank
 
