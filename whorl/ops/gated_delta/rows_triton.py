@@ -206,7 +206,7 @@ def compute(
     starts, lengths = query_starts.contiguous(), context_lens.contiguous()
     states["lanes"] = lanes.contiguous()
     if is_prompt:
-        rule_triton._chunks(q, k, v, g, beta, out, starts, lengths, states, scale)
+        rule_triton.compute(q, k, v, g, beta, out, starts, lengths, states, scale)
     q, k, v, g, beta = (unit_stride(x) for x in (q, k, v, g, beta))
     heads, (value_heads, value_dim) = k.shape[1], v.shape[1:]
     part = _part(count * value_heads, value_dim, multiprocessors(q.device))
