@@ -23,12 +23,12 @@ from .._op import Values, narrow, operator, widen
 from ..attention.packed import Starts, check_starts, head_reason, read, sequences
 from .arithmetic import Rows, rounded
 from .layout import BLOCK, CHUNK
-from .rule import BENCH, CASES, GATES, KEYS, QUERIES, SCALE, VALUES, gated_delta, special_inputs
+from .rule import BENCH, CASES, GATES, KEYS, QUERIES, SCALE, VALUES, WITHOUT, gated_delta, special_inputs
 
 _LIKE_KEYS = Annotated[Tensor, "[T, HK>0, D] q"]
 
 
-@operator(check=lambda q, starts, **_: check_starts("gated_delta_backward", q, starts))
+@operator(check=lambda q, starts, **_: check_starts("gated_delta_backward", q, starts), without=WITHOUT)
 def gated_delta_backward(
     dout: VALUES, q: QUERIES, k: KEYS, v: VALUES, g: GATES, beta: GATES, starts: Starts, *, scale: SCALE
 ) -> tuple[_LIKE_KEYS, _LIKE_KEYS, VALUES, GATES, GATES]:

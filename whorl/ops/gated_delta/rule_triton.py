@@ -397,7 +397,7 @@ def compute(
     _delta_chunk_kernel[(heads, num_chunks)](
         **common, g_ptr=g, g_stride=g.stride(0), **named("keys", "decays", "inverses"), num_warps=4
     )
-    plan = _plan(value_dim, q.dtype)
+    plan = _plan(value_dim, q.dtype, keeps=kept is not None)
     part = plan["BV"]
     _delta_state_kernel[(ceil_div(value_dim, part), heads, count)](
         **common,
@@ -418,7 +418,10 @@ def compute(
     return lower, weights, sums
 
 
-def _plan(value_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the constants of the state's kernel: the value channels of a program, its stages and warps."""
+def _plan(value_dim: int, dtype: torch.dtype, *, keeps: bool) -> dict[str, int]:
+    """Return the constants of the state's kernel: the value channels of a program, its stages and warps.
+
+    keeps: it stores what a backward needs, for which four warps have too few registers.
+    """
     part = min(64 if dtype.itemsize == 2 else 32, max(16, power_of_2(value_dim)))
-    return {"BV": part, "STAGES": 2, "num_warps": 4}
+    return {"BV": part, "STAGES": 2, "num_warps": 8 if keeps else 4}
