@@ -371,12 +371,19 @@ def serve(
         from whorl.serve import openai
 
         if cluster.on is None:
-            run = openai.build_server(chosen, engine, drafting=drafting, report=report, **server.settings())
+            settings = server.settings()
+            if server.rl:
+                from whorl.rl.routes import add_routes
+
+                settings["more_routes"] = (add_routes,)
+            run = openai.build_server(chosen, engine, drafting=drafting, report=report, **settings)
         else:
             from whorl.cluster import command
 
             if report:
                 stop("serve: --report reports on one engine; leave it out with --on ray")
+            if server.rl:
+                stop("serve: --rl steers one engine; leave out --on ray, and start a server for each GPU")
             run = command.build_server(chosen, engine, cluster, drafting=drafting, **server.settings())
     sys.exit(run())
 
