@@ -8,10 +8,12 @@ another update.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 from .output import Delta
 from .sequence import FinishReason, Sequence, WeightsError
+from .sleep import TAGS, Sleeper
 from .weights.update import Places, Update
 
 if TYPE_CHECKING:
@@ -36,13 +38,15 @@ class Control:
         self.update: Update | None = None
         self.pause_mode: PauseMode | None = None
         self._places: Places | None = None
+        self._sleeper: Sleeper | None = None
+        self.asleep: set[str] = set()  # what has given its memory back
         self._late: list[Sequence] = []  # came during a pause that waits for those before them
 
     @property
     def is_held(self) -> bool:
         """Whether no step may be launched now."""
         is_paused = self.pause_mode is not None and self.pause_mode != "wait"
-        return is_paused or self.update is not None or self.torn is not None
+        return is_paused or self.update is not None or self.torn is not None or bool(self.asleep)
 
     @property
     def num_late(self) -> int:
@@ -102,6 +106,43 @@ class Control:
         while self._llm.is_flying:
             self.deltas += self._llm.land()
 
+    # ---- sleep
+
+    def sleep(self, level: int, mode: PauseMode) -> None:
+        llm = self._llm
+        if level not in (1, 2):
+            raise ValueError(f"sleep: level is {level}, expected 1 or 2; to hold the engine with its memory, pause it")
+        if self.update is not None:
+            raise WeightsError("sleep: an update is in progress; finish it first")
+        if self.asleep:
+            raise WeightsError("sleep: the engine sleeps already")
+        if llm.proposer is not None or not isinstance(llm.model, torch.nn.Module):
+            raise ValueError("sleep: with a draft model, or with tensor parallelism, the engine cannot sleep")
+        if mode == "wait" and llm.has_work:
+            raise WeightsError("sleep: requests are in progress; pause with mode wait first, until they have ended")
+        self._land_all()
+        if mode == "abort":
+            self.abort_all()
+        llm.forget()
+        self._places = None  # views of the weights, which would keep their memory
+        self._sleeper = Sleeper(llm.model, llm.runner.caches, llm.runner.device)
+        self._sleeper.free_cache()
+        self._sleeper.free_weights(is_saved=level == 1)
+        self.asleep = set(TAGS)
+        if level == 2:
+            self.torn = "they were discarded by sleep at level 2"
+
+    def wake(self, tags: Iterable[str] | None) -> None:
+        chosen = TAGS if tags is None else tuple(tags)
+        if unknown := [tag for tag in chosen if tag not in TAGS]:
+            raise ValueError(f"wake: {unknown[0]!r} is unknown, expected {' or '.join(TAGS)}")
+        for tag in self.asleep.intersection(chosen):
+            assert self._sleeper is not None
+            self._sleeper.take(tag)
+            self.asleep.remove(tag)
+        self._llm.runner.drop_graphs()
+        self._llm.renew_addresses()
+
     # ---- weights
 
     def begin(self, *, is_partial: bool = False) -> Update:
@@ -110,6 +151,8 @@ class Control:
             raise WeightsError("update_weights: another update is in progress; finish it first")
         if is_partial:
             self.check()
+        if "weights" in self.asleep:
+            raise WeightsError("update_weights: the engine sleeps without its weights; wake them first")
         if self._places is None:
             self._places = Places(self._llm.model)
         self._land_all()

@@ -354,6 +354,22 @@ class LLM:
         """End a pause."""
         self.control.resume()
 
+    def sleep(self, level: int = 1, *, mode: PauseMode = "abort") -> None:
+        """Give memory back to the device until `wake`: that of the cache, and that of the weights.
+
+        level: 1 keeps the weights in the host's memory, 2 discards them, so that an update must follow. mode: what
+        becomes of the requests, as for `pause`; those that are kept are computed again from their tokens.
+        """
+        self.control.sleep(level, mode)
+
+    def wake(self, tags: Iterable[str] | None = None) -> None:
+        """Take memory again for "weights" and "kv_cache", or for one of the two; steps need both."""
+        self.control.wake(tags)
+
+    def renew_addresses(self) -> None:
+        """Note where the weights are now, after their memory was allocated anew."""
+        self._weights = WeightVersions(self.model)
+
     @property
     def is_flying(self) -> bool:
         """Whether a step is launched whose tokens are not read."""

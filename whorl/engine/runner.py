@@ -118,8 +118,15 @@ class Runner:
         channels = getattr(model, "state_size", 0)
         self._states = torch.zeros(DECODING[-1], channels, dtype=model.dtype, device=device) if channels else None
         tower = getattr(model, "tower", None)
-        self.features = None if tower is None else Features(tower, device)
+        self.features = None if tower is None else Features(tower, device, low_ranks)
         self.prompts = None if sp is None else PromptForward(model, device, SPSettings(**sp))
+
+    def drop_graphs(self) -> None:
+        """Forget the recorded graphs, because memory that they use is elsewhere now; they are recorded again."""
+        self._graphs.clear()
+        self._prompt_graphs.clear()
+        self._prompt_outputs = None
+        self._pool, self._prompt_pool = (graph_pool(self.device) if self._use_graphs else None for _ in range(2))
 
     def encode(self, work: Work) -> None:
         """Run the vision tower's part of a step, before `run`."""
@@ -245,6 +252,7 @@ class Runner:
             states=states,
             decoding_from=decoding_from,
             lanes=None if self.states is None else inputs["entry_lanes"],
+            is_decode=is_decode,
         )
         with self._adapters(inputs["lanes"], is_adapted):
             hidden = self._forward(step, is_decode, is_adapted)

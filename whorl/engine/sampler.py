@@ -133,12 +133,16 @@ class Sampler:
             return logits
         if all(p.is_unfiltered and p.temperature in (0.0, 1.0) for p in params):
             return logits
-        logits = self._adjuster.adjust(logits.float(), samples)
+        adjusted = self._adjuster.adjust(logits.float(), samples)
         filters = _filters(params, logits.device)
         scale = torch.where(filters["temperature"] > 0, filters["temperature"], 1)[:, None]
-        is_cut = probabilities(logits, **filters) == 0
+        # Ids that pad the vocabulary are part of the model's softmax, and so of the trainer's.
+        reported = logits.float() / scale
+        reported[:, : self.vocab_size] = adjusted / scale
+        is_cut = torch.ones_like(reported, dtype=torch.bool)
+        is_cut[:, : self.vocab_size] = probabilities(adjusted, **filters) == 0
         has_filter = torch.tensor([p.has_filter for p in params], device=logits.device)[:, None]
-        return (logits / scale).masked_fill(is_cut & has_filter, -torch.inf)
+        return reported.masked_fill(is_cut & has_filter, -torch.inf)
 
     def _logprobs(
         self, logits: Tensor, ids: Tensor, counts: abc.Sequence[int | None], *, has_rank: bool = False

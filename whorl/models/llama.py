@@ -1,7 +1,8 @@
 """Llama: embedding, layers of attention and SwiGLU, each after an RMSNorm and added to the residual, then the head."""
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,11 @@ from whorl.nn import (
     all_tokens,
     attend,
     check_training,
+    scores,
 )
+
+if TYPE_CHECKING:
+    from .one_call import OneCall
 
 # Projections that are separate in a checkpoint and one matrix product here.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -235,10 +240,19 @@ class Llama(Module):
     def cache_specs(self) -> list[CacheSpec | StateSpec]:
         return [mixer.cache_spec(self.dtype) for mixer in self.mixers]
 
+    @functools.cached_property
+    def one_call(self) -> "OneCall":
+        """Runs all layers in one call, on a CPU."""
+        from .one_call import OneCall  # it knows the classes of this module
+
+        return OneCall(self)
+
     def attention_flops(self, num_tokens: int) -> float:
         return sum(mixer.flops(num_tokens) for mixer in self.mixers)
 
     def forward(self, step: Step, caches: Sequence[Any]) -> Tensor:
+        if (hidden := self.one_call(step, caches)) is not None:
+            return hidden
         parts = [(self.rope.rows(part), part) for part in step.parts()]
         sizes = [len(part.token_ids) for _, part in parts]
 
@@ -254,6 +268,11 @@ class Llama(Module):
 
         They equal, bit for bit, those that the engine returns for the same tokens: docs/arithmetic.md.
         """
+        return scores(self.scored_logits(packed), packed)
+
+    def scored_logits(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
+        """Return the logits [T - B, V] that `logprobs` is computed from, divided by the temperature as the engine does
+        for `processed_logprobs`."""
         check_training(packed.token_ids.device.type)
         rotary = self.rope.rows(packed)
 
@@ -262,7 +281,10 @@ class Llama(Module):
 
         hidden = self.hidden(packed.token_ids, mix)
         logits = self.logits(hidden[packed.scored - 1])
-        return ops.token_logprobs(logits, packed.token_ids[packed.scored])  # type: ignore[no-any-return]
+        if temperature == 1:
+            return logits
+        # By a tensor: torch multiplies by the inverse of a number, which has other bits.
+        return logits.float() / torch.tensor([temperature], device=logits.device)
 
     def hidden(self, token_ids: Tensor, mix: Mix, inserted: Inserted | None = None) -> Tensor:
         """Return hidden states [T, C] of token_ids [T], after the final norm.

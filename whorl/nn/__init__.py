@@ -40,9 +40,11 @@ from .ranks import own_tokens as own_tokens
 from .ranks import sharing as sharing
 from .step import Inserted as Inserted
 from .step import Step as Step
+from .trained_update import TrainedUpdates as TrainedUpdates
 from .training import Packed as Packed
 from .training import check_training as check_training
 from .training import pack as pack
+from .training import scores as scores
 from .training import trainable as trainable
 from .vocabulary import Vocabulary as Vocabulary
 from .weight import Destination as Destination

@@ -1,8 +1,8 @@
 """Read what other programs have pickled, as data: nothing is imported and nothing is called.
 
 Trainers that were made for vLLM send an NCCL id and tables of tensors as pickles. Python's own reader of them runs
-whatever code a pickle names. This one knows numbers, texts, bytes, tuples, lists and dicts, and a few names, each with a
-function of ours that builds plain data in place of the object; anything else is refused.
+whatever code a pickle names. This one knows numbers, texts, bytes, tuples, lists and dicts, and a few names, each with
+a function of ours that builds plain data in place of the object; anything else is refused.
 """
 
 import pickletools
@@ -56,7 +56,9 @@ def load(data: bytes, known: Mapping[Name, Known]) -> Any:
             if count >= MAX_OPCODES:
                 raise PickleRefused(f"pickle: more than {MAX_OPCODES} operations")
             if opcode.name == "STOP":
-                return reader.result(position + 1 == len(data))
+                return reader.result(position is not None and position + 1 == len(data))
+            if opcode.name == "FRAME" and argument > len(data):  # type: ignore[operator]
+                raise PickleRefused("pickle: it ends in the middle of a frame")
             reader.step(opcode.name, argument)
     except PickleRefused:
         raise
@@ -67,8 +69,11 @@ def load(data: bytes, known: Mapping[Name, Known]) -> Any:
 
 # The argument of these is the value.
 _VALUES = frozenset(
-    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 "
-    "UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 FLOAT BINFLOAT BYTEARRAY8".split()
+    {
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+        *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+        *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+    }
 )
 _CONSTANTS: Mapping[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _PLAIN = (int, float, str, bytes, tuple, type(None), Named)  # what a key of a dict may be
@@ -83,7 +88,7 @@ class _Reader:
         self._memo: dict[int, Any] = {}
 
     def result(self, is_at_end: bool) -> Any:
-        if len(self._stack) != 1 or not is_at_end:
+        if len(self._stack) != 1 or self._stack[0] is _MARK or not is_at_end:
             raise PickleRefused("pickle: expected one value, and nothing after it")
         return self._stack[0]
 
@@ -125,8 +130,12 @@ class _Reader:
     def drop(self, argument: Any) -> None:
         self._stack.pop()
 
+    def drop_to_mark(self, argument: Any) -> None:
+        self._pop_to_mark()
+
     def repeat(self, argument: Any) -> None:
-        self._push(self._stack[-1])
+        value = self._pop()
+        self._stack += [value, value]
 
     def put(self, argument: Any) -> None:
         value = self._stack[-1]
@@ -217,7 +226,7 @@ _HANDLERS: Mapping[str, Callable[[_Reader, Any], None]] = {
     "FRAME": _Reader.ignore,
     "MARK": _Reader.mark,
     "POP": _Reader.drop,
-    "POP_MARK": lambda reader, _: reader._pop_to_mark() and None,
+    "POP_MARK": _Reader.drop_to_mark,
     "DUP": _Reader.repeat,
     "MEMOIZE": _Reader.put,
     "PUT": _Reader.put,
@@ -321,5 +330,5 @@ _IPC_NAMES |= {("torch.storage", name): Known() for name in ("UntypedStorage", "
 
 
 def ipc_handles(data: bytes) -> Any:
-    """Return CUDA IPC handles: lists and dicts of the arguments with which torch rebuilds a tensor; see transfers/ipc."""
+    """Return CUDA IPC handles: lists and dicts of the arguments with which torch rebuilds a tensor."""
     return load(data, _TORCH_DATA | _IPC_NAMES)

@@ -18,7 +18,9 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 NAME = "_library"  # of the built file, before the ending of the platform
 # -ffp-contract=off: an fma is written where one is meant, or variants would not give the same bits.
-FLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -fno-trapping-math".split()
+FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
+# The second: GCC would reorder the integer additions of a block and run out of registers.
+FLAGS += ["-fno-trapping-math", *(["-fno-tree-reassoc"] if platform.system() == "Linux" else [])]
 AVX2 = "-mavx2 -mfma -mf16c"
 # By machine: the name of each variant and its flags. `plain` runs anywhere.
 VARIANTS = {

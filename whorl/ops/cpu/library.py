@@ -5,7 +5,6 @@ import functools
 import os
 import platform
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -62,7 +61,24 @@ class Attention(Structure):
         *(("q", c_void_p), ("q_token_stride", c_int64), ("q_head_stride", c_int64), ("cache", Cache)),
         *((name, c_void_p) for name in ("tables", "starts", "lengths")),
         *((name, c_int64) for name in ("table_stride", "num_sequences", "heads", "kv_heads", "dim", "window")),
-        *(("scale", c_float), ("is_contiguous", c_int32), ("out", c_void_p), ("lse", c_void_p)),
+        *(("scale", c_float), ("softcap", c_float), ("sinks", c_void_p)),
+        *(("is_contiguous", c_int32), ("out", c_void_p), ("lse", c_void_p)),
+    )
+
+
+class Product(Structure):
+    _fields_ = (("packed", POINTER(Matrix)), ("plain", POINTER(Plain)), ("bias", c_void_p))
+
+
+class Layer(Structure):
+    """A layer of a decoder: see kernels.h."""
+
+    _fields_ = (
+        *((f"{name}_norm", Norm) for name in ("attention", "q", "k", "mlp")),
+        *((name, Product) for name in ("qkv", "out", "gate_up", "down")),
+        ("cache", Cache),
+        *((name, c_int64) for name in ("heads", "kv_heads", "dim", "window", "inner")),
+        ("scale", c_float),
     )
 
 
@@ -77,6 +93,7 @@ _FUNCTIONS = {
     "write": "piipiiiiipp",
     "attention": "p",
     "glu": "ppiiiinp",
+    "layers": "pipppppiip",
     "pack": "npiip",
     "set_threads": "n",
 }
