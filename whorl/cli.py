@@ -93,14 +93,28 @@ def doctor(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A torch profiler trace: report which rotary operators ran.")
     ] = None,
+    trainer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A trainer to compare with its rollout; PATH is then the model of both. Without --rollout, FILE is a "
+            "job that starts both.",
+        ),
+    ] = None,
+    rollout: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The launch of the trainer's rollout: vLLM, SGLang or whorl.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Report which rotary path a configuration takes, and what is wrong with it, before anything runs."""
-    if path is None and log is None and trace is None:
-        stop("doctor: nothing to check; give a PATH, --log FILE or --trace FILE")
+    """Report which rotary path a configuration takes, and what is wrong with it, before anything runs.
+
+    With --trainer and --rollout: what the two sides of a training compute differently, by which mechanism, and the fix.
+    """
+    if not any((path, log, trace, trainer, rollout)):
+        stop("doctor: nothing to check; give a PATH, --log FILE, --trace FILE or --trainer FILE")
     from whorl.doctor.command import run
 
-    sys.exit(run(path, framework, settings, train, device, log, trace, as_json))
+    sys.exit(run(path, framework, settings, train, device, log, trace, as_json, trainer, rollout))
 
 
 class Scheme(StrEnum):

@@ -51,7 +51,7 @@ def write_adapter(
         tensors[f"{at}.lora_B.weight"] = torch.randn(rows, count * rank) * scale * rank**-0.5
         if fields.get("lora_bias"):
             tensors[f"{at}.lora_B.bias"] = torch.randn(rows)
-    linear = sorted({name.rpartition(".")[2] for name, target in chosen.items() if not target.is_stack})
+    linear = [name for name, target in chosen.items() if not target.is_stack]
     stacks = sorted({kind for kind in EXPERTS for name in chosen if name.endswith(kind)})
     config = {"r": rank, "target_modules": linear, **({"target_parameters": stacks} if stacks else {})}
     write_files(folder, CONFIG | config | fields, tensors)

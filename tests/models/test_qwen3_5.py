@@ -96,5 +96,5 @@ def test_training_has_transformers_gradients(both: tuple[Any, Any]) -> None:
     (-actual.mean()).backward()
     gradients = dict(theirs.named_parameters())
     for name in ("model.embed_tokens.weight", "model.layers.0.linear_attn.out_proj.weight", "model.norm.weight"):
-        close(dict(ours.named_parameters())[name].grad, gradients[name].grad)
+        close(dict(ours.named_parameters())[name].grad, gradients[name].grad, 5e-5)
     ours.requires_grad_(False)

@@ -95,7 +95,7 @@ def test_the_terminal_with_drafts_and_without(folder: Path, tmp_path: Path) -> N
     arguments += ["--temperature", "0", "--max-tokens", "20"]
     plain = CliRunner().invoke(app, arguments)
     assert plain.exit_code == 0, plain.output
-    drafted = CliRunner().invoke(app, [*arguments, "--draft", "mtp"])
+    drafted = CliRunner().invoke(app, [*arguments, "--speculate", "mtp"])
     assert drafted.exit_code == 0, drafted.output
     assert drafted.stdout == plain.stdout
 
@@ -107,7 +107,7 @@ def test_a_quantised_copy(folder: Path, tmp_path: Path, scheme: str) -> None:
     out = tmp_path / "copy"
     done = CliRunner().invoke(app, ["quantize", str(folder), str(out), "--format", scheme])
     assert done.exit_code == 0, done.output
-    arguments = ["generate", str(out), "-p", "abc", "--device", "cpu", "--max-tokens", "4", "--draft", "mtp"]
+    arguments = ["generate", str(out), "-p", "abc", "--device", "cpu", "--max-tokens", "4", "--speculate", "mtp"]
     said = CliRunner().invoke(app, arguments)
     assert said.exit_code == 0, said.output
 

@@ -11,6 +11,7 @@ import torch
 from checkpoints import write_checkpoints
 from one_sequence import Runner, close
 from quant_checkpoints import CASES, write
+from safetensors.torch import load_file, save_file
 from test_quant_formats import load
 from torch import Tensor
 
@@ -77,8 +78,16 @@ KEPT = ("conv1d", "in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate", 
 HEADS = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 16}
 
 
+class WideExperts(Qwen3Next):
+    """With experts that groups of columns divide."""
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> dict[str, Any]:
+        return super().tiny(moe_intermediate_size=64, shared_expert_intermediate_size=80, **changes)
+
+
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq", pytest.param("gptq", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [Qwen3_5Text, Qwen3Next], ids=["dense", "next"])
+@pytest.mark.parametrize("kind", [Qwen3_5Text, WideExperts], ids=["dense", "next"])
 def test_quantised_weights_are_those_of_the_dequantised_model(name: str, kind: Any, tmp_path: Path) -> None:
     """Rows of q, k and v, of queries and their gates, are blocks of their own in the files of both forms."""
     case = CASES[name]
@@ -91,7 +100,7 @@ def test_a_projection_that_cannot_be_cut_says_so(tmp_path: Path) -> None:
     """AWQ packs eight rows into a word, and a key has twelve."""
     case = CASES["awq"]
     heads = {**HEADS, "linear_key_head_dim": 12, "linear_value_head_dim": 8}
-    path, _ = write(tmp_path, replace(case, kept=(*case.kept, *KEPT), sizes=case.sizes | heads), Qwen3Next)
+    path, _ = write(tmp_path, replace(case, kept=(*case.kept, *KEPT), sizes=case.sizes | heads), WideExperts)
     with pytest.raises(ValueError, match=r"in_proj_qkvz: a part of it is rows 0 to 12 of .* leaves this layer unquant"):
         load(path)
 
@@ -102,6 +111,27 @@ def test_weights_rounded_while_they_are_read(tmp_path: Path) -> None:
     rounded, plain = (sequence(load(path, quantize=scheme)) for scheme in ("w4a16", None))
     error = float((rounded - plain).norm() / plain.norm())
     assert 1e-3 < error < 0.9, error
+
+
+@pytest.mark.parametrize("make", [Qwen3Next.tiny, Qwen3_5Text.tiny])
+def test_low_rank_updates_are_those_of_merged_weights(make: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Of projections whose rows are in another order than in the checkpoint."""
+    (path,) = write_checkpoints(tmp_path, {"base": make()}).values()
+    model = load(path)
+    low_ranks, generator = nn.LowRanks(model, 1), torch.Generator().manual_seed(0)
+    updates, tensors = {}, load_file(path / "model.safetensors")
+    for name, target in low_ranks.targets.items():
+        if "linear_attn" in name or "self_attn" in name:
+            rows, columns = target.shape
+            a, b = torch.randn(3, columns, generator=generator), torch.randn(rows, 3, generator=generator)
+            updates[name] = nn.Update(a=0.1 * a, b=0.1 * b, scale=2.0)
+            tensors[f"{name}.weight"] += 0.02 * b @ a
+    assert {name.rpartition(".")[2] for name in updates} > {"q_proj", "o_proj", "out_proj"}
+    low_ranks.load(0, updates)
+    with low_ranks.chosen(0):
+        actual = sequence(model)
+    save_file(tensors, path / "model.safetensors")
+    close(actual, sequence(load(path)))
 
 
 @pytest.mark.parametrize("make", [Qwen3Next.tiny, Qwen3_5Text.tiny, Qwen3_5.tiny])

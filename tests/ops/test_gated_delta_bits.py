@@ -19,7 +19,9 @@ MIXED = [64, 65, 66, 70, 86, 102, 118, 127, 128, 144, 150, 166, 182, 192, 200]
 def random_cuts(seed: int) -> list[int]:
     generator, cuts = random.Random(seed), [0]
     while cuts[-1] < LENGTH:
-        cuts.append(min(LENGTH, cuts[-1] + generator.randint(1, 50)))
+        start = cuts[-1]
+        end = min(LENGTH, start + generator.randint(1, 90))
+        cuts.append(min(end, start + CHUNK - start % CHUNK) if start % CHUNK else end)
     return cuts[1:]
 
 

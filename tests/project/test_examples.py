@@ -69,6 +69,16 @@ def test_a_trainer_has_the_samplers_numbers() -> None:
 
 @needs_model
 @pytest.mark.slow
+def test_an_adapter_is_trained_and_served() -> None:
+    said = run("train_adapter.py")
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", said)]
+    assert losses[-1] < losses[0] / 4
+    assert said.count("Whorl") == 2, said
+    assert "base:    My name is Whorl" not in said
+
+
+@needs_model
+@pytest.mark.slow
 def test_fewer_bits_change_little() -> None:
     said = run("quantisation_quality.py", "--tokens", "128", "--formats", "kv-fp8,kv-int8,w8a8")
     divergence = {line.split()[0]: float(line.split()[2]) for line in said.splitlines()[2:]}

@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "ascend": {"ops", "contracts"},
     "collectives": {"ops"},
     "nn": {"device", "collectives", "rope_config", "rope_table", "ops"},
-    "models": {"nn", "ops", "rope_config", "rope_table", "positions"},
+    "models": {"device", "nn", "ops", "rope_config", "rope_table", "positions"},
     "passes": {"collectives", "ops", "device", "contracts"},
     "media": {"extras", "sandbox"},
     "engine": {

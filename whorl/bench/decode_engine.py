@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from whorl import device as devices
+from whorl import models
 from whorl.bench.filled_cache import fill
 from whorl.bench.options import DecodeOptions, check_peer, parse_counts
 from whorl.bench.provenance import Document, provenance
@@ -114,12 +115,14 @@ def load(settings: DecodeSettings) -> tuple[Any, Any]:
     if settings.config is not None:
         named = settings.config.get("dtype") or settings.config.get("torch_dtype") or "bfloat16"
         dtype = settings.dtype or DTYPES[named]
+        config = {**settings.config, models.BACKEND: settings.engine.backend}
         with torch.inference_mode():
-            return random_model(settings.config, device=settings.device, dtype=dtype), None
+            return random_model(config, device=settings.device, dtype=dtype), None
     from whorl.engine.tokenizer import Tokenizer
 
     folder = resolve(settings.path)
-    return load_model(folder, device=settings.device, dtype=settings.dtype), Tokenizer.from_path(folder)
+    model = load_model(folder, device=settings.device, dtype=settings.dtype, backend=settings.engine.backend)
+    return model, Tokenizer.from_path(folder)
 
 
 def header(settings: DecodeSettings, model: Any) -> Document:

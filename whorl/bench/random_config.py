@@ -54,6 +54,28 @@ PRESETS: dict[str, dict[str, Any]] = {
     "Qwen3-8B": _QWEN3 | _sizes(4096, 36, 32, 8, 12288),
     "Qwen3-235B-A22B": _QWEN3_MOE | _sizes(4096, 94, 64, 4, 12288, 1536),
 }
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """Return the config of gpt-oss as it is published, its experts in MXFP4."""
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        **_sizes(2880, layers, 64, 8, 2880),
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        },
+        "dtype": "bfloat16",
+    }
+
+
+PRESETS |= {"gpt-oss-20b": _gpt_oss(24, 32), "gpt-oss-120b": _gpt_oss(36, 128)}
 _VISION = {
     "depth": 27,
     "hidden_size": 1152,

@@ -16,6 +16,8 @@ COMMANDS: Final = (
 # A shell variable with such a name holds flags, so it is not the value of the flag before it.
 HOLDS_FLAGS: Final = r"\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\w*.*|\$\{\w+\[[@*]\]\}"
 
+# An environment variable inside a JSON text, as in ray's --runtime-env-json.
+RUNTIME_ENV: Final = re.compile(r'\\?"([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)\\?"\s*:\s*\\?"([^"\\]*)\\?"')
 RUNS_A_SCRIPT: Final = r"[a-z]?[a-z]?c"  # the flag of a shell whose value is a script: bash -c, bash -lc
 
 
@@ -35,6 +37,7 @@ def read_arguments(text: str, where: str, *, values_may_wrap: bool = False) -> l
         if not (values_may_wrap or continued):
             settings, flag = settings + _flag_settings(flag), None
         continued = line.rstrip().endswith("\\")
+        settings += [make_setting(name, value, "environment", place) for name, value in RUNTIME_ENV.findall(line)]
         for word in _shell_words(_substitute(line, variables)):
             if re.match(r"-+[A-Za-z]", word):
                 settings += _flag_settings(flag)

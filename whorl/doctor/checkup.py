@@ -66,12 +66,18 @@ def check(
 def _check_parts(launch: Launch) -> tuple[tuple[RotaryPath, ...], list[Finding]]:
     paths, findings = [], []
     for part in parts(launch):
-        paths.append(predict(part))
-        for rule in RULES:
-            findings += [finding for finding in rule.findings(part, paths[-1]) if finding not in findings]
+        path, alone = check_part(part)
+        paths.append(path)
+        findings += [finding for finding in alone if finding not in findings]
     if (tower := predict_tower(launch)) is not None:
         paths.append(tower)
     return tuple(paths), findings
+
+
+def check_part(part: Launch) -> tuple[RotaryPath, list[Finding]]:
+    """Return the rotary path of a launch that is not a job, and the findings of all checks."""
+    path = predict(part)
+    return path, list(dict.fromkeys(finding for rule in RULES for finding in rule.findings(part, path)))
 
 
 def describe_model(launch: Launch) -> str:

@@ -34,6 +34,10 @@ PACKAGES: Final = (
     "mindspeed_mm", "nemo_rl", "prime_rl", "sglang", "slime", "torch_npu", "torchtitan", "transformer_engine",
     "transformers", "triton_ascend", "trl", "verl", "vime", "vllm", "vllm_ascend",
 )  # fmt: skip
+# The path after `source` or a dot, without the variable or command for the script's own folder in front of it.
+SOURCED: Final = re.compile(
+    r"""^\s*(?:source|\.)\s+["']?(?:\$\{?\w+\}?/|\$\([^\n]*\)/)?([\w.-][\w./-]*\.(?:sh|bash|env))""", re.MULTILINE
+)
 LONG_FILE: Final = 20_000_000  # bytes; launch files and logs worth reading are far smaller
 MOST_FOLDERS: Final = 8  # of a message
 DEEPEST: Final = 3  # levels of folders that are searched for something to read
@@ -131,7 +135,18 @@ def _read_file(file: Path, inputs: Inputs) -> None:
     elif _is_requirements(file):
         inputs.settings += _read_requirements(text, file.name)
     else:
+        _read_sourced(text, file, inputs)
         inputs.settings += read_arguments(text, file.name, values_may_wrap=file.suffix in (".txt", ".args"))
+
+
+def _read_sourced(text: str, file: Path, inputs: Inputs) -> None:
+    """Read the scripts beside a script that it sources, such as slime's models/qwen3-8B.sh, before its own settings."""
+    for name in SOURCED.findall(text):
+        script = file.parent / name
+        if script.is_file():
+            inputs.bases.add(file.resolve())  # so that a circle of files ends
+            _read_file(script, inputs)
+            inputs.bases.add(script.resolve())
 
 
 def read_text(file: str | Path) -> str:

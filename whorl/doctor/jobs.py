@@ -74,6 +74,8 @@ def _verl(launch: Launch) -> Divided:
         groups = setting.path.lstrip("+~").split(".")
         if len(groups) > 1 and (groups[0] in VERL_OTHER_MODELS or any("teacher" in group for group in groups)):
             continue
+        if "val_kwargs" in groups:
+            continue  # how it samples to evaluate, which trains nothing
         role = next((group for group in groups if group in VERL_ROLES), None)
         side = VERL_ROLES[role] if role else None
         if role is None:
@@ -107,7 +109,7 @@ SLIME_ROLLOUT: Final = {
 def _slime(launch: Launch) -> Divided:
     prefix = f"{SLIME_ENGINES[launch.framework]}_"
     for setting in launch.inputs.settings:
-        if _is_shared(setting) or setting.key in ("hf_checkpoint", "colocate"):
+        if _is_shared(setting) or setting.key in ("hf_checkpoint", "colocate", "multimodal_keys"):
             yield from _both(setting)
         elif setting.key.startswith(prefix):
             yield "rollout", _renamed(setting, setting.key.removeprefix(prefix))

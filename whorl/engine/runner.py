@@ -118,7 +118,7 @@ class Runner:
         channels = getattr(model, "state_size", 0)
         self._states = torch.zeros(DECODING[-1], channels, dtype=model.dtype, device=device) if channels else None
         tower = getattr(model, "tower", None)
-        self.features = None if tower is None else Features(tower, device)
+        self.features = None if tower is None else Features(tower, device, low_ranks)
         self.prompts = None if sp is None else PromptForward(model, device, SPSettings(**sp))
 
     def drop_graphs(self) -> None:
@@ -252,6 +252,7 @@ class Runner:
             states=states,
             decoding_from=decoding_from,
             lanes=None if self.states is None else inputs["entry_lanes"],
+            is_decode=is_decode,
         )
         with self._adapters(inputs["lanes"], is_adapted):
             hidden = self._forward(step, is_decode, is_adapted)

@@ -187,6 +187,7 @@ class Sequence:
         self.client, self.priority = params.client, params.priority
         self.adapter: str | None = None  # name and version of what is added to the model's weights for it
         self.slot = -1  # that its adapter has on the device; -1: it has none
+        self.vision_slot = -1  # the same, if its adapter updates the vision tower
         self.is_plain = params.is_plain
         fork = getattr(params.allow, "fork", None)
         self.allow = params.allow if fork is None else fork()

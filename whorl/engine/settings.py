@@ -44,7 +44,7 @@ class LoadOptions:
     )
     unpack: bool | None = of_model(
         None,
-        "Unpack quantized weights to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
+        "Unpack quantized weights to plain ones. Default: on a CPU if they fit, but for GGUF files; elsewhere only those.",
         "--unpack/--no-unpack",
     )
     backend: Literal["auto", "native", "transformers"] = of_model(
@@ -77,7 +77,7 @@ class EngineSettings(LoadOptions):
 
     lora: tuple[str, ...] = of_model(
         (),
-        "Adapter of PEFT (LoRA) that requests may choose by its name; may be repeated.",
+        "Adapter of PEFT (LoRA) that requests may choose by its name; may be repeated. generate and chat use the last.",
         "--lora",
         vllm=("--lora-modules",),
         metavar="NAME=PATH",

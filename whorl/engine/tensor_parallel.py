@@ -161,7 +161,7 @@ class LeadRunner(Runner):
         """Encode images on all ranks: every rank has the whole vision tower and the features of every image."""
         with self.group.together():
             images = [None if job.item is None else (job.item.grid, job.item.patches.shape[1]) for job in work.jobs]
-            jobs = [(job.number, job.layers, image) for job, image in zip(work.jobs, images, strict=True)]
+            jobs = [(job.number, job.layers, job.slot, image) for job, image in zip(work.jobs, images, strict=True)]
             send(self.group, "encode", work.dropped, jobs)
             for job in work.jobs:
                 if job.item is not None:
@@ -219,16 +219,16 @@ class FollowRunner(Runner):
                 dropped, jobs = arguments
                 self.encode(Work(dropped, [self._job(rank, *job) for job in jobs], 0))
 
-    def _job(self, rank: Rank, number: int, layers: int, image: tuple[list[int], int] | None) -> Job:
+    def _job(self, rank: Rank, number: int, layers: int, slot: int, image: tuple[list[int], int] | None) -> Job:
         """Return the job of a message. image: if it is new, its grid and the numbers of a patch; the patches follow."""
         if image is None:
-            return Job(number=number, layers=layers)
+            return Job(number=number, layers=layers, slot=slot)
         (frames, rows, columns), width = image
         patches = torch.empty(frames * rows * columns, width)
         distributed.broadcast(patches, 0, group=rank.control)
         # The digest, which identifies the image, is needed on rank 0 only.
         item = MediaItem(kind="image", patches=patches.numpy(), grid=(frames, rows, columns), digest=b"")
-        return Job(number=number, layers=layers, item=item)
+        return Job(number=number, layers=layers, slot=slot, item=item)
 
     def _draft_call(self, call: Call) -> None:
         """Receive the hidden states of a call of the draft head, and run it."""

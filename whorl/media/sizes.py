@@ -102,8 +102,13 @@ class Sampled(NamedTuple):
 
 
 def frame_indices(total: int, fps: float, options: VideoOptions) -> list[int]:
-    """Return the indices of the frames to sample; a frame may be taken twice. total, fps: of the video itself."""
-    return _SAMPLINGS[options.sampling](total, fps, options)
+    """Return the indices of the frames to sample; a frame may be taken twice. total, fps: of the video itself.
+
+    Raises DecodeError where none would be taken.
+    """
+    if not (indices := _SAMPLINGS[options.sampling](total, fps, options)):
+        raise DecodeError("few_frames", total, options.frames.temporal_patch_size)
+    return indices
 
 
 def _ends(total: int, fps: float, options: VideoOptions) -> list[int]:
@@ -117,11 +122,8 @@ def _steps(total: int, fps: float, options: VideoOptions) -> list[int]:
     size = options.frames.temporal_patch_size
     most = min(options.max_frames, total) // size * size
     count = math.floor(min(max(total / fps * options.fps, options.min_frames), most, total) / size) * size
-    if not count:
-        raise DecodeError("few_frames", total, size)
-    # transformers computes them with torch.arange, in fp32.
-    steps = (np.arange(math.ceil(total / (total / count))) * (total / count)).astype(np.float32)
-    return steps.astype(int)[:count].tolist()
+    # transformers computes them with torch.arange, in fp32; it may take one more, past the end.
+    return (np.arange(count) * (total / max(count, 1))).astype(np.float32).astype(int).tolist()
 
 
 def _seconds(total: int, fps: float, options: VideoOptions) -> list[int]:
@@ -156,7 +158,7 @@ def _dynamic(total: int, fps: float, options: VideoOptions) -> list[int]:
             indices.append(index)
             if second >= int(duration):
                 break
-    if len(indices) < count:
+    if indices and len(indices) < count:
         indices = np.linspace(indices[0], indices[-1], count, dtype=int).tolist()
     elif len(indices) > count:
         indices = np.linspace(0, total - 1, count, dtype=int).tolist()

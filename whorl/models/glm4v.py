@@ -4,7 +4,7 @@ The small models have a dense text model with norms around each part, which rota
 ones have GLM-4.5-Air, which rotates halves. The features come from the tower in glm4v_tower.py.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from whorl.models.fields import count, flag, section
 from whorl.models.glm4v_tower import Tower, TowerConfig
 from whorl.models.llama_config import BIASES, LlamaConfig
 from whorl.models.vision_tower_config import check_width
-from whorl.nn import Destination, Linear, Mix, Normed, Part, Ranks, RMSNorm
+from whorl.nn import Linear, Mix, Normed, Part, Ranks, RMSNorm
 from whorl.positions import PositionRule
 
 # ---- configurations
@@ -101,13 +101,6 @@ class FusedLinear(Linear):
             replace(gate, name="", shape=shape),
             replace(up, name="", shape=shape, rows=rows),
         )
-
-    def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
-        ranges: dict[str, list[Destination]] = {}
-        for source, destination in super().destinations(name):
-            ranges.setdefault(source, []).append(destination)
-        for source, (first, *more) in ranges.items():
-            yield source, replace(first, more=tuple(more))
 
 
 class MLP(llama.MLP):

@@ -1,7 +1,8 @@
 """Llama: embedding, layers of attention and SwiGLU, each after an RMSNorm and added to the residual, then the head."""
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ from whorl.nn import (
     check_training,
     scores,
 )
+
+if TYPE_CHECKING:
+    from .one_call import OneCall
 
 # Projections that are separate in a checkpoint and one matrix product here.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -236,10 +240,19 @@ class Llama(Module):
     def cache_specs(self) -> list[CacheSpec | StateSpec]:
         return [mixer.cache_spec(self.dtype) for mixer in self.mixers]
 
+    @functools.cached_property
+    def one_call(self) -> "OneCall":
+        """Runs all layers in one call, on a CPU."""
+        from .one_call import OneCall  # it knows the classes of this module
+
+        return OneCall(self)
+
     def attention_flops(self, num_tokens: int) -> float:
         return sum(mixer.flops(num_tokens) for mixer in self.mixers)
 
     def forward(self, step: Step, caches: Sequence[Any]) -> Tensor:
+        if (hidden := self.one_call(step, caches)) is not None:
+            return hidden
         parts = [(self.rope.rows(part), part) for part in step.parts()]
         sizes = [len(part.token_ids) for _, part in parts]
 

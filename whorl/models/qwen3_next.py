@@ -13,7 +13,7 @@ from whorl.models.deepseek import MLP
 from whorl.models.gated_delta import GatedDelta, GatedDeltaByHead, shifted
 from whorl.models.qwen3_next_config import LINEAR, Qwen3NextConfig
 from whorl.models.qwen3_next_mtp import Prediction
-from whorl.nn import ONE, Linear, Mix, Mixer, PlainLinear, Ranks, RMSNorm, own_tokens
+from whorl.nn import ONE, Linear, Mix, Mixer, Ranks, RMSNorm, own_tokens
 
 
 class Attention(qwen3.Attention):
@@ -49,17 +49,19 @@ class Attention(qwen3.Attention):
 
 
 class MoE(qwen3.MoE):
-    """Qwen3's experts, and one that every token uses, multiplied by the sigmoid of its own gate."""
+    """Qwen3's experts, and one that every token uses, multiplied by the sigmoid of its own gate.
+
+    `gate` has the router's rows, then that of the shared expert's gate.
+    """
 
     def __init__(self, config: Any, experts: qwen3.ExpertsConfig, ranks: Ranks) -> None:
         super().__init__(config, experts, ranks)
+        self.gate = Linear(config.hidden_size, {"gate": experts.num_experts, "shared_expert_gate": 1})
         self.shared_expert = MLP(config.hidden_size, config.shared_expert_size, ranks)
-        self.shared_expert_gate = PlainLinear(config.hidden_size, 1)
 
     def _route(self, x: Tensor, logits: Tensor) -> Tensor:
-        shared = self.shared_expert(x)
-        gate = own_tokens(self.shared_expert_gate(x)).expand_as(shared)
-        return super()._route(x, logits) + ops.output_gate.unchecked(shared, gate)  # type: ignore[no-any-return]
+        routed = super()._route(x, logits[:, :-1])
+        return ops.gated_add.unchecked(routed, self.shared_expert(x), own_tokens(logits)[:, -1])  # type: ignore[no-any-return]
 
 
 class Layer(qwen3.Layer):

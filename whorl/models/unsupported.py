@@ -48,9 +48,6 @@ UNSUPPORTED: dict[str, Known] = {
     "GPTNeoXForCausalLM": Known(_PARALLEL, _LLAMA, ("gptneox",)),
     "FalconH1ForCausalLM": Known(_STATE, _LLAMA, ("falcon-h1",)),
     "GPT2LMHeadModel": Known("learned positions in place of a rotation", _LLAMA, ("gpt2",)),
-    "GptOssForCausalLM": Known(
-        "attention sinks, experts with biases and a clamped SwiGLU, and weights in MXFP4", _MOE, ("gpt-oss", "gptoss")
-    ),
     "GraniteForCausalLM": Known("factors of embeddings, residuals, attention and logits", _LLAMA, ("granite",)),
     "HunYuanDenseV1ForCausalLM": Known("norms of heads after the rotation", "Qwen3ForCausalLM", ("hunyuan-dense",)),
     "HunYuanMoEV1ForCausalLM": Known(f"{_SHARED}, and norms of heads after the rotation", _MOE, ("hunyuan-moe",)),
@@ -95,6 +92,9 @@ _BY_GGUF |= dict.fromkeys(
     Known("llama.cpp's order of value heads", "Qwen3_5ForCausalLM, from safetensors"),
 )
 _BY_GGUF["deepseek2"] = Known("llama.cpp's layout of latent attention", "DeepseekV3ForCausalLM, from safetensors")
+_BY_GGUF |= dict.fromkeys(
+    ("gpt-oss", "gptoss"), Known("llama.cpp's layout of experts", "GptOssForCausalLM, from safetensors")
+)
 _BY_GGUF["glm4moe"] = Known("llama.cpp's layout of experts", "Glm4MoeForCausalLM, from safetensors")
 _BY_GGUF["qwen2vl"] = Known("a file of its own for the tower", "Qwen2VLForConditionalGeneration, from safetensors")
 

@@ -13,6 +13,7 @@ from .cache import KVFormat as KVFormat
 from .cache import PagedKV as PagedKV
 from .cache import States as States
 from .cache import StateSpec as StateSpec
+from .clipped_experts import ClippedExperts as ClippedExperts
 from .experts import Experts as Experts
 from .experts import Router as Router
 from .experts import StackedExperts as StackedExperts
@@ -39,6 +40,7 @@ from .ranks import own_tokens as own_tokens
 from .ranks import sharing as sharing
 from .step import Inserted as Inserted
 from .step import Step as Step
+from .trained_update import TrainedUpdates as TrainedUpdates
 from .training import Packed as Packed
 from .training import check_training as check_training
 from .training import pack as pack

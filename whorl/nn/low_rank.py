@@ -73,9 +73,12 @@ def targets(model: object) -> dict[str, Target]:
         if getattr(matrix, "is_embedding", False) and not matrix.is_head:  # it looks rows up
             continue
         key = "lm_head" if getattr(matrix, "is_head", False) else name
+        by_source: dict[str, list[Part]] = {}
         for part in matrix.parts:
-            source = part.source(key)
-            result[source] = Target(source, matrix, (part,), (slice(0, part.shape[0]),))
+            by_source.setdefault(part.source(key), []).append(part)
+        for source, parts in by_source.items():  # several, where a projection's rows are in another order here
+            whole = slice(0, parts[0].shape[0])
+            result[source] = Target(source, matrix, tuple(parts), (whole,) * len(parts))
         if len(matrix.shape) == 3:
             ends = [sum(part.shape[0] for part in matrix.entry_parts[: i + 1]) for i in range(len(matrix.entry_parts))]
             rows = [slice(end - part.shape[0], end) for end, part in zip(ends, matrix.entry_parts, strict=True)]
@@ -95,6 +98,7 @@ class Slots:
         self.num_entries = stack[0] if stack else 1
         self.parts = matrix.entry_parts
         self.sizes = [part.rows.stop - part.rows.start for part in self.parts]
+        self.sizes[-1] += self.rows - sum(self.sizes)  # padding of a vocabulary
         self.device = next(matrix.parameters()).device
         groups = num_slots * self.num_entries
         self.ranks = torch.zeros(groups, len(self.sizes), dtype=torch.int32, device=self.device)
@@ -136,8 +140,9 @@ class Slots:
             own = slice(rows.start + part.rows.start, rows.start + part.rows.stop)
             self.a[groups, index, :rank] = update.a[..., part.columns].to(self.a)
             self.b[groups, columns, :rank] = update.b[..., own, :].to(self.b)
-            if self.bias is not None:
-                self.bias[groups, columns] = 0 if update.bias is None else update.bias[..., own].to(self.bias)
+            if self.bias is not None:  # of outputs that are summed over ranks, the first rank adds it
+                has_bias = update.bias is not None and part.columns.start == 0
+                self.bias[groups, columns] = update.bias[..., own].to(self.bias) if has_bias else 0  # type: ignore[index]
             self.scales[groups, index] = update.scale
             self.ranks[groups, index] = rank
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -173,6 +173,10 @@ class Format(ABC):
         """Return the product of normed = norm(x + residual) with W, then normed, then x + residual."""
         normed, total = norm(x, residual)
         return self.linear(matrix, normed, bias), normed, total
+
+    def native_product(self, matrix: "Matrix") -> Any:
+        """Return the matrix as whorl's CPU kernels multiply it, plain or a `PackedMatrix`; None: they do not."""
+        return None
 
     def experts(self, gate_up: "Matrix", down: "Matrix", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Return the output of the experts, as `ops.experts` does."""
@@ -342,6 +346,7 @@ class Matrix(Weighted):
 
     def replace(self, **tensors: Tensor) -> None:
         """Replace all parameters but the bias by these."""
+        _note_change()
         for key in [key for key in self._parameters if key != "bias"]:
             delattr(self, key)
         for key, tensor in tensors.items():
@@ -353,6 +358,19 @@ class Matrix(Weighted):
 
     def prompt_flops(self, num_tokens: int) -> float:
         return 2 * math.prod(self.shape) * num_tokens
+
+
+_num_changes = 0
+
+
+def changes() -> int:
+    """Return a number that grows whenever a matrix gets other parameters."""
+    return _num_changes
+
+
+def _note_change() -> None:
+    global _num_changes
+    _num_changes += 1
 
 
 def weighted(model: nn.Module, name: str = "") -> Iterator[tuple[str, Weighted]]:

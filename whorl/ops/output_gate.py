@@ -35,6 +35,10 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     return {"x": dx, "gate": dgate}
 
 
+output_gate.impl("triton", "whorl.ops.gated_delta.heads_triton:output_gate")
+output_gate_backward.impl("triton", "whorl.ops.gated_delta.heads_triton:output_gate_backward")
+
+
 _CASES: list[Values] = [
     {"shape": (1, 8)},
     {"shape": (17, 128), "scale": 0.01},

@@ -199,6 +199,7 @@ class ModelCard(Answer):
     owned_by: str
     root: str
     max_model_len: int
+    parent: str | None = None  # of an adapter: the model
 
 
 class ModelList(Answer):

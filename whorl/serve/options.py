@@ -35,6 +35,11 @@ class ServerFields:
     strict_model_name: bool = option(
         False, "Refuse requests for a model of another name with 404. Default: answer them, with a warning in the log."
     )
+    runtime_lora: bool = option(
+        False,
+        "Let clients load adapters of this machine's folders and of the hub, and unload them: /v1/load_lora_adapter.",
+        env="VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    )
     tool_parser: str = option(
         "auto",
         "How the model writes tool calls: deepseek_v32, qwen3_coder, hermes, llama3; auto: as its template says.",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from whorl.engine.call_forms import CallReader
 from whorl.engine.grammar_masks import only
+from whorl.engine.harmony import is_harmony, last_ids
 from whorl.engine.reply_parser import END_THINK, THINK
 from whorl.engine.sequence import SamplingParams
 from whorl.media import MediaItem, Placeholder
@@ -38,6 +39,7 @@ class Prepared:
     may_think: bool = False  # the reply parser separates reasoning from content
     is_thinking: bool = False  # the prompt ends with an opening think tag
     form: type[CallReader] | None = None  # how the model writes tool calls; None: the request has no tools
+    is_harmony: bool = False  # the model writes replies in harmony, `whorl.engine.harmony`
     media: Sequence[MediaItem] = ()  # pictures and videos; only a request with one prompt has any
 
 
@@ -67,6 +69,7 @@ class Preparer:
             {} if media is None else {tokenizer.token_id(pad): pad for pad in FAMILIES[media.family].pads.values()}
         )
         self._form = choose_form(tool_parser, tokenizer)
+        self._is_harmony = is_harmony(tokenizer)
         self._may_think = separates_thinking(reasoning_parser, tokenizer)
         # A grammar starts after the closing think tag, whether or not the reply separates the reasoning.
         self._has_think = tokenizer.token_id(END_THINK) is not None
@@ -80,6 +83,11 @@ class Preparer:
         params = self._params(
             request, max_tokens=max_tokens, logprobs=request.num_top, prompt_logprobs=request.prompt_logprobs
         )
+        if self._is_harmony:
+            ends = (*params.stop_token_ids, *last_ids(self.tokenizer))
+            params = replace(params, skip_special=False, stop_token_ids=ends)
+            if request.forces_a_tool:
+                raise ApiError(400, "tool_choice: calls in harmony have no grammar that could force one: use auto")
         items = await self.media(request.messages)
         longest = MAX_IDS if request.truncate_prompt_tokens is not None else None
         rendered = await self._render_request(request, items, max_tokens=longest)
@@ -99,6 +107,7 @@ class Preparer:
             may_think=self._may_think,
             is_thinking=is_thinking,
             form=self._form if request.uses_tools else None,
+            is_harmony=self._is_harmony,
             media=items,
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from whorl import __version__
 from whorl.engine.call_forms import CallPart
+from whorl.engine.harmony import HarmonyParser
 from whorl.engine.reply_parser import Parts, ReplyParser
 from whorl.engine.sequence import Logprob, Sequence
 
@@ -164,6 +165,19 @@ class Reply:
         raise NotImplementedError
 
 
+def _parser(request: ChatRequest, prepared: Prepared) -> ReplyParser | HarmonyParser:
+    is_parallel = request.parallel_tool_calls is not False
+    if prepared.is_harmony:
+        return HarmonyParser(may_think=prepared.may_think, has_tools=prepared.form is not None, is_parallel=is_parallel)
+    return ReplyParser(
+        may_think=prepared.may_think,
+        is_thinking=prepared.is_thinking,
+        form=prepared.form,
+        schemas={tool.function.name: tool.function.parameters or {} for tool in request.tools or ()},
+        is_parallel=is_parallel,
+    )
+
+
 class ParsedReply(Reply):
     """A reply to a conversation: separates reasoning, text and tool calls."""
 
@@ -171,16 +185,7 @@ class ParsedReply(Reply):
         super().__init__(request, run)
         self._end_think, self._details = run.end_think, details
         count = len(self.job.sequences)
-        self._parsers = [
-            ReplyParser(
-                may_think=self.prepared.may_think,
-                is_thinking=self.prepared.is_thinking,
-                form=self.prepared.form,
-                schemas={tool.function.name: tool.function.parameters or {} for tool in request.tools or ()},
-                is_parallel=request.parallel_tool_calls is not False,
-            )
-            for _ in range(count)
-        ]
+        self._parsers = [_parser(request, self.prepared) for _ in range(count)]
         self._logprobs: list[list[Logprob]] = [[] for _ in range(count)]  # not sent yet
         self._num_read = [0] * count  # tokens of each sequence so far
         self._num_reasoning: dict[Sequence, int] = {}  # kept up to date, as a stream may report usage in every chunk

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from whorl.doctor.launch import Launch, dotted
-from whorl.doctor.promises import has_experts, is_on_in_environment, model_type
+from whorl.doctor.promises import has_experts, has_only_text, is_on_in_environment, model_type
 from whorl.doctor.report import Finding, RotaryPath
 from whorl.doctor.rules import rule
 from whorl.doctor.vllm_paths import is_310p
@@ -16,21 +16,18 @@ FLASHCOMM_QWEN3_5: Final = (0, 19, 1)  # the newest release in the threads
 DEEPSTACK: Final = ("qwen3_vl", "qwen3_omni")
 
 
-def _is_text_only(launch: Launch) -> bool:
-    names = (launch.inputs.model or {}).get("architectures") or []
-    return bool(names) and not any("ConditionalGeneration" in str(name) for name in names)
-
-
 @rule("mrope-positions-dropped")
 def gated_kernel_reads_one_row(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
     version = launch.version("sglang")
     oldest, newest = GATED_ROPE_BROKEN
-    if path.operator != "sglang_gated_rope" or not launch.is_mrope or _is_text_only(launch):
+    if path.operator != "sglang_gated_rope" or not launch.is_mrope or launch.is_text_only:
         return
     if version is not None and not oldest <= version[:3] <= newest:
         return
     yield Finding(
-        found=f"{model_type(launch)} on SGLang" + ("" if version is None else f" {dotted(version)}"),
+        found=f"{model_type(launch)} on SGLang"
+        + ("" if version is None else f" {dotted(version)}")
+        + (", in a job that names no pictures" if has_only_text(launch) else ""),
         expected="SGLang before 0.5.15, or a build with #34446",
         why="fused_qk_gemma_rmsnorm_rope_gate reads only the temporal row of [3, T] positions. Nothing fails, text is "
         "right, and places in pictures are off by about 90 pixels: 26.7% instead of 81.7% of clicks "
@@ -40,13 +37,13 @@ def gated_kernel_reads_one_row(launch: Launch, path: RotaryPath) -> Iterator[Fin
             "or vLLM for the rollout",
             "or call forward_prepare_fused_gate where positions.ndim is 2",
         ),
-        severity="error" if version is not None else "warning",
+        severity="note" if has_only_text(launch) else "error" if version is not None else "warning",
     )
 
 
 @rule("mrope-positions-dropped", "warning")
 def npu_operator_without_sections(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
-    if launch.framework == "sglang" and path.operator == "npu_mrope" and launch.is_mrope and not _is_text_only(launch):
+    if launch.framework == "sglang" and path.operator == "npu_mrope" and launch.is_mrope and not launch.is_text_only:
         yield Finding(
             found=f"npu_mrope with mrope_section=[0, 0, 0] for a model of sections {list(launch.sections or ())}",
             expected="the native forward, or the Triton kernel of #35817 for Qwen3.5 and 3.6",

@@ -183,7 +183,7 @@ def megatron_refuses(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
         return
     if wrong := _megatron_violations(launch):
         yield Finding(
-            found="batch_invariant_mode with " + ", ".join(found for found, _ in wrong),
+            found="batch_invariant_mode with " + ", ".join(what for what, _ in wrong),
             expected=", ".join(fix for _, fix in wrong),
             why="Megatron Core's TransformerConfig refuses these one by one, late in the set-up: each is a kernel "
             "whose sums depend on the batch.",
@@ -214,7 +214,7 @@ def _megatron_violations(launch: Launch) -> list[tuple[str, str]]:
             "inference_moe_token_dispatcher_type=nvls",
         ),
     ]
-    return [(found, fix) for is_wrong, found, fix in conditions if is_wrong]
+    return [(what, fix) for is_wrong, what, fix in conditions if is_wrong]
 
 
 def _is_other(launch: Launch, key: str, value: str) -> bool:
@@ -233,7 +233,7 @@ def nemo_refuses(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
     )
     if wrong:
         yield Finding(
-            found="zero_train_gen_mismatch with " + ", ".join(found for found, _ in wrong),
+            found="zero_train_gen_mismatch with " + ", ".join(what for what, _ in wrong),
             expected=", ".join(fix for _, fix in wrong),
             why="NeMo-RL certifies equal bits of generation and training on one rank of tensor parallelism, with whole "
             "prompts and Transformer Engine 2.18, and refuses the rest (NVIDIA-NeMo/RL#3208).",

@@ -46,6 +46,7 @@ class Adapter:
     def give(self, seq: Sequence) -> None:
         """Let a new sequence use this adapter."""
         seq.adapter, seq.slot = self.identity, self.slot
+        seq.vision_slot = self.slot if self.sees else -1
         self.sequences.add(seq)
 
     @property

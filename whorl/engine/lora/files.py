@@ -1,16 +1,19 @@
 """The matrices of a PEFT adapter, read from its folder and checked against its config."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from whorl.device import HOST
-from whorl.nn import Update
+from whorl.files import output_folder
+from whorl.nn import TrainedUpdates, Update
 
 from ..weights.checkpoint import some
 from ..weights.hub import adapter_folder
@@ -104,3 +107,31 @@ def _check_pair(folder: Path, config: LoraConfig, module: str, tensors: Mapping[
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ValueError(f"{folder}: {module}: lora_{name} has values that are not finite")
+
+
+def write_adapter(folder: str | Path, trained: TrainedUpdates, *, base: str = "") -> None:
+    """Write trained updates to a folder, as PEFT's save_pretrained does. base: the path or id of the model.
+
+    Raises ValueError if the folder has files, CannotWrite if it cannot be made.
+    """
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    stacks = set()
+    for name, update in trained.updates().items():
+        a, b, module = update.a.detach(), update.b.detach(), name
+        if a.dim() == 3:  # PEFT's order, and its wrappers: that of gate and up is inside of that of down
+            module, _, parameter = name.rpartition(".")
+            stacks.add(f"{module.rpartition('.')[2]}.{parameter}")
+            is_inner = parameter == "gate_up_proj" and f"{module}.down_proj" in trained.targets
+            module += ".base_layer" if is_inner else ""
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        tensors[f"{_PREFIX}{module}.lora_A.weight"] = a.cpu().contiguous()
+        tensors[f"{_PREFIX}{module}.lora_B.weight"] = b.cpu().contiguous()
+    modules = [name for name, target in trained.targets.items() if not target.is_stack]
+    values: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
+    values |= {"r": trained.rank, "lora_alpha": trained.alpha, "init_lora_weights": True, "inference_mode": True}
+    values |= {"target_modules": modules, "target_parameters": sorted(stacks) or None, "bias": "none"}
+    with output_folder(Path(folder)) as path:
+        (path / "adapter_config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
+        save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})

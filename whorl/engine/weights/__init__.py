@@ -20,6 +20,7 @@ from whorl.device import HOST, accelerator, default_device, numbered
 from whorl.host_memory import free_memory
 from whorl.nn import ONE, Matrix, Model, Ranks, create_parameters, weighted
 from whorl.nn import weights as formats
+from whorl.ops.cpu import library as cpu_library
 
 from .. import memory
 from ..settings import LoadOptions
@@ -54,7 +55,9 @@ def load_model(
     dtype: every weight is converted to it; default: what config.json says (GGUF: bf16), and fp32 on a CPU.
     quantize: rounds weights as they are read, as `whorl quantize` does.
     unpack: hold quantised weights, and on a CPU those of 16 bits, as plain values in `dtype`; default: on a CPU if they
-    fit into memory, and elsewhere for GGUF files. It changes memory and speed, but no result.
+    fit into memory, and elsewhere for GGUF files. It changes memory and speed, but no result, with one exception: on a
+    CPU with whorl's kernels (docs/cpu.md) a GGUF file's weights stay in its bits by default, and their products take
+    tokens in 8 bits. True and False give those of fp32.
     max_model_len: the longest sequence; default: the model's context length, see `whorl.nn.Rope`.
     tp: read only this rank's shard of the weights.
     reserve: bytes of memory that are needed for other things than weights.
@@ -74,10 +77,11 @@ def load_model(
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
         check_fit(model, checkpoint)  # before memory is allocated for the sizes in config.json
         num_ranks = (tp or ONE).size
+        kernels = unpack is None and num_ranks == 1 and _has_kernels(checkpoint, kind, device)
         if unpack is None:
-            unpack = _unpacks(model, checkpoint, device, reserve, num_ranks=num_ranks)
+            unpack = not kernels and _unpacks(model, checkpoint, device, reserve, num_ranks=num_ranks)
         if checkpoint.packed is not None and not unpack:
-            checkpoint = checkpoint.packed()
+            checkpoint = _for_kernels(checkpoint.packed()) if kernels else checkpoint.packed()
             model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
             check_fit(model, checkpoint)
         memory.check_weights(model, checkpoint.path, device, unpack=unpack, reserve=reserve, num_ranks=num_ranks)
@@ -229,6 +233,28 @@ def _unpacks(model: Any, checkpoint: Checkpoint, device: torch.device, reserve: 
             )
         return unpacks
     return free is None or 2 * num_bytes <= free
+
+
+def _has_kernels(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the weights of a GGUF file stay in its bits, to be multiplied by tokens in 8 bits. Log why."""
+    if checkpoint.path.suffix != ".gguf" or accelerator(device.type) is not None or dtype != torch.float32:
+        return False
+    if checkpoint.packed is None:  # they are rounded otherwise
+        return False
+    if (reason := cpu_library.missing()) is not None:
+        log.warning("whorl has no CPU kernels here, so that this takes several times as long: %s", reason)
+        return False
+    log.warning(
+        "%s: weights in the file's own bits, tokens in 8 bits (%s); --unpack computes with both in fp32",
+        *(checkpoint.path.name, cpu_library.variant()),
+    )
+    return True
+
+
+def _for_kernels(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint of packed weights, whose products take tokens in 8 bits."""
+    settings = {**checkpoint.config["quantization_config"], "activations": "int8"}
+    return replace(checkpoint, config={**checkpoint.config, "quantization_config": settings})
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whorl.nn import Ranks
+from whorl.nn import ONE, Ranks
 
 from . import meaning
 from .layers import (
@@ -25,8 +25,9 @@ from .layers import (
 from .skeleton import RefusedError
 from .trial import Attention, Trial
 
+# Styles of transformers' tensor-parallel plans for linear layers, and those of weights that every rank has.
 _SHARED = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
-_EXPERTS = ("packed_colwise", "moe_tp_experts", "rowwise", "grouped_gemm")
+_WHOLE = (None, "replicated_with_grad_allreduce")
 
 
 def replace_layers(hf: Any, requests: Trial, dtype: torch.dtype, ranks: Ranks) -> set[nn.Module]:
@@ -49,7 +50,7 @@ def replace_layers(hf: Any, requests: Trial, dtype: torch.dtype, ranks: Ranks) -
     for module, name in _named(hf).items():
         if module in done:
             hf.set_submodule(name, done[module])
-    _hold_rest(hf, dtype)
+    _hold_rest(hf, dtype, styles)
     return set(done)
 
 
@@ -65,18 +66,26 @@ class _Plan:
         if ranks.size == 1:
             return
         self.plan = dict(hf._tp_plan or {})
-        if not self.plan:
-            raise RefusedError(
-                f"transformers has no tensor-parallel plan for {type(hf).__name__}, so it takes one rank"
-            )
-        unknown = sorted(set(self.plan.values()) - {*_SHARED, *_EXPERTS})
-        if unknown:
-            raise RefusedError(f"its tensor-parallel plan has {', '.join(unknown)}, which is not known: take one rank")
+        if not any(".*." in name for name in self.plan):  # one of the head alone shares no layer
+            kind = type(hf).__name__
+            raise RefusedError(f"transformers has no tensor-parallel plan for the layers of {kind}: take one rank")
 
-    def style(self, name: str) -> str | None:
-        """Return a module's style; None: every rank has all of it."""
+    def style(self, name: str, *known: str) -> str | None:
+        """Return the style of a module or of a parameter; None: every rank has all of it. known: those it may have."""
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        return self.plan.get(name) or self.plan.get(pattern)
+        style = self.plan.get(name) or self.plan.get(pattern)
+        if style in _WHOLE:
+            return None
+        if style not in known:
+            raise RefusedError(f"the tensor-parallel plan of {pattern} is {style}, which is not known: take one rank")
+        return style
+
+    def of_experts(self, name: str) -> Ranks:
+        """Return the ranks that share the matrices of experts."""
+        styles = [self.style(f"{name}.{each}", "packed_colwise", "rowwise") for each in ("gate_up_proj", "down_proj")]
+        if styles not in ([None, None], ["packed_colwise", "rowwise"]):
+            raise RefusedError(f"the tensor-parallel plan of {name} is {styles}, which is not known: take one rank")
+        return self.ranks if styles[0] else ONE
 
 
 def _own(name: str, module: nn.Module, requests: Trial, plan: _Plan) -> nn.Module | None:
@@ -85,7 +94,7 @@ def _own(name: str, module: nn.Module, requests: Trial, plan: _Plan) -> nn.Modul
         weight: Any = module.weight
         rows, columns = weight.shape if form == "plain" else weight.shape[::-1]
         kind = OwnLinear if form == "plain" else TransposedLinear
-        return kind(columns, rows, bias=module.bias is not None, **shares(plan.ranks, plan.style(name)))
+        return kind(columns, rows, bias=module.bias is not None, **shares(plan.ranks, plan.style(name, *_SHARED)))
     if (numbers := meaning.norm(module)) is not None:
         shapes = {key: tuple(each.shape) for key, each in module._parameters.items() if each is not None}
         eps, plus_one, is_centered = numbers
@@ -95,7 +104,7 @@ def _own(name: str, module: nn.Module, requests: Trial, plan: _Plan) -> nn.Modul
     if module in requests.per_token and meaning.is_swiglu(module):
         stack: Any = module.gate_up_proj
         num, double, width = stack.shape
-        return OwnExperts(num, width, double // 2, per_token=requests.per_token[module], ranks=plan.ranks)
+        return OwnExperts(num, width, double // 2, per_token=requests.per_token[module], ranks=plan.of_experts(name))
     return None
 
 
@@ -120,7 +129,7 @@ def _own_head(head: nn.Module, embedding: OwnEmbedding | None, *, is_tied: bool,
     return OwnLinear(columns, rows, bias=True)
 
 
-def _hold_rest(hf: Any, dtype: torch.dtype) -> None:
+def _hold_rest(hf: Any, dtype: torch.dtype, plan: _Plan) -> None:
     """Make layers of the modules that keep their own code and have tensors in the checkpoint."""
     in_fp32 = list(getattr(hf, "_keep_in_fp32_modules_strict", None) or [])
     in_fp32 += list(getattr(hf, "_keep_in_fp32_modules", None) or []) if dtype == torch.float16 else []
@@ -138,6 +147,8 @@ def _hold_rest(hf: Any, dtype: torch.dtype) -> None:
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 kept[key] = buffer.dtype
         if kept:
+            for key in kept:
+                plan.style(f"{name}.{key}")  # raises for one that ranks share
             hold(module, kept)
     if any(each is not None for each in (*hf._parameters.values(), *hf._buffers.values())):
         raise RefusedError(f"{type(hf).__name__} has weights beside its parts")

@@ -52,8 +52,9 @@ def _check_states(hf: Any) -> None:
     """Raise RefusedError if layers keep a state beside keys and values."""
     kinds = {str(kind) for kind in getattr(hf.config, "layer_types", None) or []}
     recurrent = sorted(kind for kind in kinds if not kind.endswith("attention") or kind == "linear_attention")
-    if recurrent:
-        raise RefusedError(f"it has {', '.join(recurrent)} layers, which keep a recurrent state")
+    convolutions = sorted({type(each).__name__ for each in hf.modules() if isinstance(each, nn.Conv1d)})
+    if recurrent or convolutions:
+        raise RefusedError(f"it has layers of {', '.join(recurrent or convolutions)}, which keep a state of their own")
     if getattr(hf, "_is_stateful", False):
         raise RefusedError(f"{type(hf).__name__} keeps a recurrent state, or a cache of its own")
 
@@ -87,6 +88,8 @@ def _class_of(values: Mapping[str, Any]) -> tuple[Any, Any]:
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RefusedError(f"{installed} has no causal language model of model_type {model_type!r}")
     hf_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    if not isinstance(names, list):
+        raise RefusedError(f"architectures is {names!r}, expected a list")
     if names and hf_class.__name__ not in names:
         raise RefusedError(f"architectures is {names}, and the causal language model is {hf_class.__name__}")
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):

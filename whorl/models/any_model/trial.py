@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import interface
+from .interface import QKV
 from .row_invariant import ELEMENTWISE, MIXERS, PRODUCTS, SUMS
 from .skeleton import RefusedError
 
@@ -42,10 +43,8 @@ class Trial:
     per_token: dict[nn.Module, int] = field(default_factory=dict)
     windows: tuple[int, ...] = ()
 
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
-    ) -> Tensor:  # fmt: skip
-        options, kind = dict(options), type(module).__name__
+    def attend(self, module: nn.Module, qkv: QKV, mask: Any, options: dict[str, Any]) -> Tensor:
+        (q, k, v), options, kind = qkv, dict(options), type(module).__name__
         scale, softcap = options.pop("scaling", None), options.pop("softcap", None)
         options.pop("sliding_window", None)  # as in transformers' own attention, the mask decides
         if options:

@@ -40,9 +40,14 @@ class Dense(Format):
         self, matrix: Matrix, norm: Norm, x: Tensor, residual: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         is_fused = x.is_cuda and x.shape[0] <= FEW and residual is not None and bias is None
-        if not is_fused or norm.plus_one or torch.is_grad_enabled():
+        if not is_fused or torch.is_grad_enabled():
             return Format.norm_linear(self, matrix, norm, x, residual, bias)
-        return ops.norm_linear.unchecked(x, residual, norm.weight, matrix.weight, norm.eps)  # type: ignore[no-any-return]
+        return ops.norm_linear.unchecked(  # type: ignore[no-any-return]
+            x, residual, norm.weight, matrix.weight, norm.eps, plus_one=norm.plus_one
+        )
+
+    def native_product(self, matrix: Matrix) -> Tensor:
+        return matrix.weight
 
     def lookup(self, matrix: Matrix, row_ids: Tensor) -> Tensor:
         return nn.functional.embedding(row_ids, matrix.weight)

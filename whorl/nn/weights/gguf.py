@@ -11,7 +11,7 @@ from torch import Tensor
 from whorl.nn.ranks import Unit
 from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
 
-from .quantised import Dim, Pick, Quantised, setting
+from .quantised import Dim, Pick, Quantised, one_of, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,10 @@ def formats(settings: Mapping[str, Any]) -> Formats:
     if not kinds:
         raise ValueError("quantization_config: gguf without the kinds of its tensors: name the .gguf file itself")
     blocks: Format = GgufBlocks(kinds)
+    if one_of(settings, "activations", (None, "int8"), None) == "int8":
+        from .panels import GgufPanels  # which loads the CPU kernels
+
+        blocks = GgufPanels(kinds)
     return Formats(of=lambda name: blocks, unit=blocks.unit)
 
 

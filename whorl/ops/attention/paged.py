@@ -179,6 +179,7 @@ def _triton_reason(q: Tensor, scale: float, **_: object) -> str | None:
     return head_reason(q)
 
 
+paged_attention.impl("native", "whorl.ops.cpu.attention:paged_attention")
 paged_attention.impl("triton", "paged_triton:attention", accepts=_triton_reason)
 paged_attention.impl("torch_npu", "paged_torch_npu:attention", accepts=paged_torch_npu.reason)
 
@@ -221,6 +222,10 @@ _BENCH: list[Values] = [
 ]
 _BENCH += [case | {"format": name} for name in FORMATS for case in _BENCH[:3]]
 _BENCH += [{"queries": (1,), "contexts": (32768,), **_QWEN}]
+_OSS = {"heads": 64, "kv_heads": 8, "dim": 64, "block": 16, "sinks": True}
+_BENCH += [{"queries": (n,), "contexts": (4096,), "window": 128, **_OSS} for n in (1, 4096)]
+_GEMMA2 = {"heads": 16, "kv_heads": 8, "dim": 256, "block": 16, "softcap": 50.0}  # of 9B
+_BENCH += [{"queries": (n,), "contexts": (4096,), **_GEMMA2} for n in (1, 2048)]
 
 
 @paged_attention.inputs(cases=_CASES, bench=_BENCH, words={"heads": "G*HK", "dim": "D"})

@@ -167,7 +167,8 @@ def prompt(
         CUT=cut_of(q.dtype),
         WIDEN=is_interpreting(),
         CAPPED=softcap > 0,
-        num_warps=8 if queries > 32 or (is_wide and scales[0] is not None) else 4,  # dequantising takes registers
+        # Dequantising and a softcap take registers.
+        num_warps=8 if queries > 32 or (is_wide and (scales[0] is not None or softcap > 0)) else 4,
         num_stages=2 if has_room and not is_wide else 1,
         **shapes,
     )

@@ -54,7 +54,8 @@ def attend(
     """Compute causal attention of one sequence, whose queries have the last n positions.
 
     q: [n, HK, G, D], G query heads for each key head; k, v: [HK, length, D]; sinks: [HK, G]; all in the dtype of
-    accumulation. Returns out in the shape of q, and for each tile of rows the highest scores and sums that `log_sum_exp` takes.
+    accumulation. Returns out in the shape of q, and for each tile of rows the highest scores and sums that
+    `log_sum_exp` takes.
     """
     length, (count, heads, group, dim) = k.shape[1], q.shape
     k, v = _padded(k), _padded(v)

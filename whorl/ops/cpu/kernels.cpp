@@ -73,7 +73,7 @@ template <int BITS, int SCALES, bool MINIMA, int COUNT>
 INLINE void panel_product(const uint8_t* at, int64_t blocks, int zero_code, const Rounded& x, int64_t token, F* out) {
   const int8_t* codes[COUNT];
   F y[COUNT];
-  for (int t = 0; t < COUNT; t++) codes[t] = x.codes + (token + t) * x.columns, y[t] = zero();
+  UNROLL for (int t = 0; t < COUNT; t++) codes[t] = x.codes + (token + t) * x.columns, y[t] = zero();
   const float* scales = x.scales + token * blocks;
   const int32_t* sums = x.sums + token * blocks * 2;
   const int shift = zero_code + code_shift<BITS>();
@@ -92,7 +92,7 @@ INLINE void panel_product(const uint8_t* at, int64_t blocks, int zero_code, cons
       I low[COUNT], high[COUNT];
       block_product<BITS, 0, 4, COUNT>(at, codes, low);
       block_product<BITS, 4, 8, COUNT>(at, codes, high);
-      for (int t = 0; t < COUNT; t++) {
+      UNROLL for (int t = 0; t < COUNT; t++) {
         const int32_t* pair = sums + (t * blocks + b) * 2;
         whole[t] = iadd(imul(first, isub(low[t], iset(shift * pair[0]))), imul(second, isub(high[t], iset(shift * pair[1]))));
       }
@@ -109,13 +109,13 @@ INLINE void panel_product(const uint8_t* at, int64_t blocks, int zero_code, cons
       }
       block_product<BITS, 0, 8, COUNT>(at, codes, whole);
       if (shift)
-        for (int t = 0; t < COUNT; t++) {
+        UNROLL for (int t = 0; t < COUNT; t++) {
           const int32_t* pair = sums + (t * blocks + b) * 2;
           whole[t] = isub(whole[t], iset(shift * (pair[0] + pair[1])));
         }
     }
     at += BLOCK * BITS / 8 * PANEL;
-    for (int t = 0; t < COUNT; t++) {
+    UNROLL for (int t = 0; t < COUNT; t++) {
       const float of_token = scales[t * blocks + b];
       y[t] = fma(mul(scale, set1(of_token)), to_float(whole[t]), y[t]);
       if (MINIMA) {
@@ -124,9 +124,9 @@ INLINE void panel_product(const uint8_t* at, int64_t blocks, int zero_code, cons
         y[t] = fma(minimum, set1(SCALES == SUB_SCALES ? -total : total), y[t]);
       }
     }
-    for (int t = 0; t < COUNT; t++) codes[t] += BLOCK;
+    UNROLL for (int t = 0; t < COUNT; t++) codes[t] += BLOCK;
   }
-  for (int t = 0; t < COUNT; t++) out[t] = y[t];
+  UNROLL for (int t = 0; t < COUNT; t++) out[t] = y[t];
 }
 
 template <int BITS, int SCALES, bool MINIMA>
@@ -216,27 +216,27 @@ INLINE void tile_product(const Plain& w, int64_t row, const float* const* x, flo
   const int64_t width = TYPE == FP32 ? 4 : 2;
   const uint8_t* weights[ROWS];
   F y[ROWS][COUNT];
-  for (int r = 0; r < ROWS; r++) {
+  UNROLL for (int r = 0; r < ROWS; r++) {
     weights[r] = w.data + (row + r) * w.stride * width;
-    for (int t = 0; t < COUNT; t++) y[r][t] = zero();
+    UNROLL for (int t = 0; t < COUNT; t++) y[r][t] = zero();
   }
   int64_t k = 0;
   for (; k + LANES <= w.columns; k += LANES) {
     F tokens[COUNT];
-    for (int t = 0; t < COUNT; t++) tokens[t] = load(x[t] + k);
-    for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int t = 0; t < COUNT; t++) tokens[t] = load(x[t] + k);
+    UNROLL for (int r = 0; r < ROWS; r++) {
       const F values = load_weight<TYPE>(weights[r], k);
-      for (int t = 0; t < COUNT; t++) y[r][t] = fma(values, tokens[t], y[r][t]);
+      UNROLL for (int t = 0; t < COUNT; t++) y[r][t] = fma(values, tokens[t], y[r][t]);
     }
   }
   if (const int left = int(w.columns - k)) {
-    for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
       const F values = load_weight_n<TYPE>(weights[r], k, left);
-      for (int t = 0; t < COUNT; t++) y[r][t] = fma(values, load_n(x[t] + k, left), y[r][t]);
+      UNROLL for (int t = 0; t < COUNT; t++) y[r][t] = fma(values, load_n(x[t] + k, left), y[r][t]);
     }
   }
-  for (int r = 0; r < ROWS; r++)
-    for (int t = 0; t < COUNT; t++) out[t][r] = sum(y[r][t]);
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int t = 0; t < COUNT; t++) out[t][r] = sum(y[r][t]);
 }
 
 #if defined(WHORL_AVX512) || defined(WHORL_NEON)
@@ -250,11 +250,11 @@ void multiply_tile(const Plain& w, const float* const* x, int64_t first_row, int
   float* to[COUNT];
   int64_t row = first_row;
   for (; row + TILE_ROWS <= last_row; row += TILE_ROWS) {
-    for (int t = 0; t < COUNT; t++) to[t] = out[t] + row;
+    UNROLL for (int t = 0; t < COUNT; t++) to[t] = out[t] + row;
     tile_product<TYPE, TILE_ROWS, COUNT>(w, row, x, to);
   }
   for (; row < last_row; row++) {
-    for (int t = 0; t < COUNT; t++) to[t] = out[t] + row;
+    UNROLL for (int t = 0; t < COUNT; t++) to[t] = out[t] + row;
     tile_product<TYPE, 1, COUNT>(w, row, x, to);
   }
 }
@@ -470,26 +470,40 @@ struct Keys {  // a block of 16 keys of one head
 template <int ROWS>
 INLINE void scores_of(const float* queries, int64_t width, const float* transposed, F* out) {
   F even[ROWS], odd[ROWS];
-  for (int r = 0; r < ROWS; r++) even[r] = odd[r] = zero();
+  UNROLL for (int r = 0; r < ROWS; r++) even[r] = odd[r] = zero();
   for (int64_t d = 0; d < width; d += 2) {
     const F k = load(transposed + d * LANES), next = load(transposed + (d + 1) * LANES);
-    for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
       even[r] = fma(set1(queries[r * width + d]), k, even[r]);
       odd[r] = fma(set1(queries[r * width + d + 1]), next, odd[r]);
     }
   }
-  for (int r = 0; r < ROWS; r++) out[r] = add(even[r], odd[r]);
+  UNROLL for (int r = 0; r < ROWS; r++) out[r] = add(even[r], odd[r]);
 }
 
 template <int CHUNKS>
 INLINE void add_values(const float* weights, int low, int high, const float* values, int64_t width, float keep, float* out) {
   F y[CHUNKS];
-  for (int c = 0; c < CHUNKS; c++) y[c] = mul(load(out + c * LANES), set1(keep));
+  UNROLL for (int c = 0; c < CHUNKS; c++) y[c] = mul(load(out + c * LANES), set1(keep));
   for (int j = low; j < high; j++) {
     const F weight = set1(weights[j]);
-    for (int c = 0; c < CHUNKS; c++) y[c] = fma(weight, load(values + j * width + c * LANES), y[c]);
+    UNROLL for (int c = 0; c < CHUNKS; c++) y[c] = fma(weight, load(values + j * width + c * LANES), y[c]);
   }
-  for (int c = 0; c < CHUNKS; c++) store(out + c * LANES, y[c]);
+  UNROLL for (int c = 0; c < CHUNKS; c++) store(out + c * LANES, y[c]);
+}
+
+// tanh to about 1 ulp: a polynomial where a difference of exponentials would cancel.
+INLINE F tanh_of(F x) {
+  const F z = mul(x, x);
+  F p = set1(-5.70498872745e-3f);
+  p = fma(p, z, set1(2.06390887954e-2f));
+  p = fma(p, z, set1(-5.37397155531e-2f));
+  p = fma(p, z, set1(1.33314422036e-1f));
+  p = fma(p, z, set1(-3.33332819422e-1f));
+  p = fma(mul(p, z), x, x);
+  const F size = abs(x), twice = add(size, size);
+  const F far = sub(set1(1.0f), div(set1(2.0f), add(exp_of(twice), set1(1.0f))));
+  return if_less(size, set1(0.625f), p, if_less(x, zero(), sub(zero(), far), far));
 }
 
 struct RowState {
@@ -572,7 +586,8 @@ void attend(const Attention& a, int64_t sequence, int64_t kv_head, int64_t first
         for (int i = 0; i < pair; i++, r++) {
           const int high = int(least(position(r) + 1 - key, LANES));
           const int low = a.window ? int(most(0, position(r) - a.window + 1 - key)) : 0;
-          if (low < high) add_block(scores[i], low, high, keys, width, states[r], &sums[r * (2 + width) + 2]);
+          const F capped = a.softcap > 0 ? mul(set1(a.softcap), tanh_of(div(scores[i], set1(a.softcap)))) : scores[i];
+          if (low < high) add_block(capped, low, high, keys, width, states[r], &sums[r * (2 + width) + 2]);
         }
       }
     }
@@ -593,6 +608,12 @@ void fold(const Attention& a, int64_t sequence, int64_t kv_head, int64_t row, co
   float* state = memory.get(2 + width);
   memcpy(state, partials, (2 + width) * sizeof(float));
   for (int64_t i = 1; i < count; i++) fold_state(state, partials + i * stride, width);
+  if (a.sinks) {  // as a key without a value
+    const float sink = a.sinks[kv_head * group + row % group], top = state[0] < sink ? sink : state[0];
+    const float keep = exp_of(state[0] - top);
+    state[0] = top, state[1] = fmaf(state[1], keep, exp_of(sink - top));
+    for (int64_t d = 0; d < width; d += LANES) store(state + 2 + d, mul(load(state + 2 + d), set1(keep)));
+  }
   const F total = set1(state[1]);
   for (int64_t d = 0; d < a.dim; d += LANES)
     store_n(a.out + at * a.dim + d, div(load(&state[2 + d]), total), int(least(a.dim - d, LANES)));

@@ -80,26 +80,26 @@ struct Attention {
   const int32_t *tables, *starts, *lengths;
   int64_t table_stride;
   int64_t num_sequences, heads, kv_heads, dim, window;
-  float scale;
+  float scale, softcap;  // 0: none
+  const float* sinks;  // [heads] or null
   int32_t is_contiguous;  // keys of sequence b begin at token starts[b] of k and v: there are no tables
   float *out, *lse;  // [T, heads, dim] contiguous, [T, heads] or null
 };
 
-struct Experts {
-  const Matrix *gate_up, *down;  // one of each for every expert; null: plain
-  const Plain *plain_gate_up, *plain_down;
-  int64_t num_experts, width, inner, k;
-  const int32_t* ids;  // [T, k]
-  const float* weights;
-  int32_t rounding;
+// A product, with packed or with plain weights: one of the two is null.
+struct Product {
+  const Matrix* packed;
+  const Plain* plain;
+  const float* bias;
 };
 
-struct Sampling {
-  const float* logits;
-  int64_t stride, size;
-  const float *temperature, *top_p, *min_p, *top_n_sigma;
-  const int32_t* top_k;
-  const int64_t *seeds, *steps;
+// A layer of a decoder: norm, attention and out, then norm, gate and up, activation and down.
+struct Layer {
+  Norm attention_norm, q_norm, k_norm, mlp_norm;  // without weights: no norm of heads
+  Product qkv, out, gate_up, down;
+  Cache cache;
+  int64_t heads, kv_heads, dim, window, inner;
+  float scale;
 };
 
 struct Kernels {

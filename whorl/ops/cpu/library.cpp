@@ -197,42 +197,9 @@ API void whorl_cpu_rope(float* x, int64_t count, int64_t heads, int64_t dim, int
   });
 }
 
-// qkv: [T, (heads + 2 kv_heads) dim]. Queries and keys are normalised, if there are weights, and rotated.
-API void whorl_cpu_norm_rope(const float* qkv, int64_t count, int64_t stride, int64_t heads, int64_t kv_heads,
-                             int64_t dim, const Norm* q_norm, const Norm* k_norm, const Rotation* rotation, float* q,
-                             int64_t q_stride, float* k, int64_t k_stride) {
-  ranges(count, (heads + 2 * kv_heads) * dim * 4, [&](int64_t first, int64_t last) {
-    thread_local Scratch<float> memory;
-    float* normed = memory.get(dim);
-    for (int64_t t = first; t < last; t++)
-      for (int64_t h = 0; h < heads + kv_heads; h++) {
-        const float* from = qkv + t * stride + h * dim;
-        const Norm* norm = h < heads ? q_norm : k_norm;
-        if (norm->weight) kernels->norm_row(from, nullptr, *norm, dim, normed, nullptr), from = normed;
-        float* to = h < heads ? q + t * q_stride + h * dim : k + t * k_stride + (h - heads) * dim;
-        kernels->rotate_head(from, rotation->table + t * rotation->size, *rotation, dim, to);
-      }
-  });
-}
+namespace {
 
-// k, v: fp32 [T, kv_heads, dim]; the caches hold fp32.
-API void whorl_cpu_write(const float* k, int64_t k_token, int64_t k_head, const float* v, int64_t v_token,
-                         int64_t v_head, int64_t count, int64_t kv_heads, int64_t dim, const Cache* cache,
-                         const int64_t* slots) {
-  for (int64_t t = 0; t < count; t++) {
-    if (slots[t] < 0) continue;
-    const int64_t block = slots[t] / cache->size, offset = slots[t] % cache->size;
-    for (int64_t h = 0; h < kv_heads; h++) {
-      float* to = (float*)cache->k + block * cache->block_stride + offset * cache->slot_stride + h * cache->head_stride;
-      memcpy(to, k + t * k_token + h * k_head, dim * sizeof(float));
-      to = (float*)cache->v + block * cache->v_block_stride + offset * cache->v_slot_stride + h * cache->v_head_stride;
-      memcpy(to, v + t * v_token + h * v_head, dim * sizeof(float));
-    }
-  }
-}
-
-API void whorl_cpu_attention(const Attention* attention) {
-  const Attention& a = *attention;
+void attend_all(const Attention& a) {
   const int64_t group = a.heads / a.kv_heads, width = 2 + (a.dim + 15) / 16 * 16;
   struct Item { int64_t sequence, head, first, last, first_span, last_span, at; };
   static thread_local std::vector<Item> own_items, own_folds;
@@ -279,13 +246,122 @@ API void whorl_cpu_attention(const Attention* attention) {
                     (m.last - m.first) * width);
 }
 
-// gates and up: [T, width] of a row of `stride` numbers, `step` apart.
-API void whorl_cpu_glu(const float* gates, const float* up, int64_t count, int64_t stride, int64_t step, int64_t width,
-                       int32_t is_gelu, float* out) {
+void write(const float* k, int64_t k_token, int64_t k_head, const float* v, int64_t v_token, int64_t v_head,
+           int64_t count, int64_t kv_heads, int64_t dim, const Cache& cache, const int64_t* slots) {
+  for (int64_t t = 0; t < count; t++) {
+    if (slots[t] < 0) continue;
+    const int64_t block = slots[t] / cache.size, offset = slots[t] % cache.size;
+    for (int64_t h = 0; h < kv_heads; h++) {
+      float* to = (float*)cache.k + block * cache.block_stride + offset * cache.slot_stride + h * cache.head_stride;
+      memcpy(to, k + t * k_token + h * k_head, dim * sizeof(float));
+      to = (float*)cache.v + block * cache.v_block_stride + offset * cache.v_slot_stride + h * cache.v_head_stride;
+      memcpy(to, v + t * v_token + h * v_head, dim * sizeof(float));
+    }
+  }
+}
+
+void norm_and_rotate(const float* qkv, int64_t count, int64_t stride, int64_t heads, int64_t kv_heads, int64_t dim,
+                     const Norm& q_norm, const Norm& k_norm, const Rotation& rotation, float* q, int64_t q_stride,
+                     float* k, int64_t k_stride) {
+  ranges(count, (heads + 2 * kv_heads) * dim * 4, [&](int64_t first, int64_t last) {
+    thread_local Scratch<float> memory;
+    float* normed = memory.get(dim);
+    for (int64_t t = first; t < last; t++)
+      for (int64_t h = 0; h < heads + kv_heads; h++) {
+        const float* from = qkv + t * stride + h * dim;
+        const Norm& norm = h < heads ? q_norm : k_norm;
+        if (norm.weight) kernels->norm_row(from, nullptr, norm, dim, normed, nullptr), from = normed;
+        float* to = h < heads ? q + t * q_stride + h * dim : k + t * k_stride + (h - heads) * dim;
+        kernels->rotate_head(from, rotation.table + t * rotation.size, rotation, dim, to);
+      }
+  });
+}
+
+void gate_all(const float* gates, const float* up, int64_t count, int64_t stride, int64_t step, int64_t width,
+              int32_t is_gelu, float* out) {
   ranges(count, width * 8, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++)
       kernels->gate(gates + t * stride, up + t * stride, step, width, is_gelu, out + t * width);
   });
+}
+
+int64_t rows_of(const Product& product) {
+  if (product.plain) return product.plain->rows;
+  const Segment& last = product.packed->segments[product.packed->count - 1];
+  return last.column + last.rows;
+}
+
+// x: contiguous rows of the product's columns; out: contiguous, too.
+void multiply(const Product& product, float* x, int64_t count, float* out) {
+  const int64_t rows = rows_of(product);
+  if (product.plain)
+    return multiply(*product.plain, {x, count, product.plain->columns}, nullptr, {out, count, rows}, product.bias);
+  const int64_t columns = product.packed->columns;
+  multiply(*product.packed, rounded({x, count, columns}, nullptr, count, columns, 0), {out, count, rows}, product.bias);
+}
+
+}  // namespace
+
+// qkv: [T, (heads + 2 kv_heads) dim]. Queries and keys are normalised, if there are weights, and rotated.
+API void whorl_cpu_norm_rope(const float* qkv, int64_t count, int64_t stride, int64_t heads, int64_t kv_heads,
+                             int64_t dim, const Norm* q_norm, const Norm* k_norm, const Rotation* rotation, float* q,
+                             int64_t q_stride, float* k, int64_t k_stride) {
+  norm_and_rotate(qkv, count, stride, heads, kv_heads, dim, *q_norm, *k_norm, *rotation, q, q_stride, k, k_stride);
+}
+
+// k, v: fp32 [T, kv_heads, dim]; the caches hold fp32.
+API void whorl_cpu_write(const float* k, int64_t k_token, int64_t k_head, const float* v, int64_t v_token,
+                         int64_t v_head, int64_t count, int64_t kv_heads, int64_t dim, const Cache* cache,
+                         const int64_t* slots) {
+  write(k, k_token, k_head, v, v_token, v_head, count, kv_heads, dim, *cache, slots);
+}
+
+API void whorl_cpu_attention(const Attention* attention) { attend_all(*attention); }
+
+// gates and up: [T, width] of a row of `stride` numbers, `step` apart.
+API void whorl_cpu_glu(const float* gates, const float* up, int64_t count, int64_t stride, int64_t step, int64_t width,
+                       int32_t is_gelu, float* out) {
+  gate_all(gates, up, count, stride, step, width, is_gelu, out);
+}
+
+// Layers of a decoder, one after the other, with the bits of the calls by themselves. x: [T, width], the embeddings,
+// which are overwritten; out: the last norm of the sum; step: the sequences, without q and cache.
+API void whorl_cpu_layers(const Layer* layers, int64_t num_layers, const Norm* last_norm, const Attention* step,
+                          const Rotation* rotation, const int64_t* slots, float* x, int64_t count, int64_t width,
+                          float* out) {
+  static thread_local Scratch<float> arena[7];
+  float *total = arena[0].get(count * width), *other = arena[1].get(count * width);
+  float* normed = arena[2].get(count * width);
+  for (int64_t i = 0; i < num_layers; i++) {
+    const Layer& layer = layers[i];
+    const int64_t mixed = layer.heads * layer.dim, kept = layer.kv_heads * layer.dim, merged = mixed + 2 * kept;
+    float* qkv = arena[3].get(count * merged);
+    float* q = arena[4].get(count * 2 * mixed);
+    float* k = arena[5].get(count * kept);
+    // The sum of a layer is what the next one adds to: two buffers take turns.
+    normalise({x, count, width}, i ? total : nullptr, layer.attention_norm, width, normed, i ? other : nullptr);
+    if (i)
+      std::swap(total, other);
+    else
+      memcpy(total, x, count * width * sizeof(float));
+    multiply(layer.qkv, normed, count, qkv);
+    norm_and_rotate(qkv, count, merged, layer.heads, layer.kv_heads, layer.dim, layer.q_norm, layer.k_norm, *rotation, q,
+                    mixed, k, kept);
+    write(k, kept, layer.dim, qkv + mixed + kept, merged, layer.dim, count, layer.kv_heads, layer.dim, layer.cache, slots);
+    Attention a = *step;
+    a.q = q, a.q_token_stride = mixed, a.q_head_stride = layer.dim, a.cache = layer.cache;
+    a.heads = layer.heads, a.kv_heads = layer.kv_heads, a.dim = layer.dim;
+    a.window = layer.window, a.scale = layer.scale, a.out = q + count * mixed;
+    attend_all(a);
+    multiply(layer.out, a.out, count, x);
+    normalise({x, count, width}, total, layer.mlp_norm, width, normed, other);
+    std::swap(total, other);
+    float* both = arena[6].get(count * 3 * layer.inner);
+    multiply(layer.gate_up, normed, count, both);
+    gate_all(both, both + layer.inner, count, 2 * layer.inner, 1, layer.inner, 0, both + count * 2 * layer.inner);
+    multiply(layer.down, both + count * 2 * layer.inner, count, x);
+  }
+  normalise({x, count, width}, total, *last_norm, width, out, other);
 }
 
 // ---- rows of GGUF's blocks, interleaved
@@ -306,12 +382,12 @@ const Kind KINDS[] = {
 
 // Writes the codes of a row's block of 32 to its place in a panel.
 void put_codes(const int8_t* codes, int32_t bits, int64_t r, uint8_t* to) {
-  for (int64_t i = 0; i < BLOCK; i++) {
-    const int64_t quad = i / 4;
-    if (bits == 8)
-      to[(quad * PANEL + r) * 4 + i % 4] = uint8_t(codes[i]);
-    else
-      to[(quad % 4 * PANEL + r) * 4 + i % 4] |= uint8_t(codes[i]) << (quad < 4 ? 0 : 4);
+  for (int64_t quad = 0; quad < bits; quad++) {
+    uint32_t four, later = 0;
+    memcpy(&four, codes + 4 * quad, 4);
+    if (bits == 4) memcpy(&later, codes + 16 + 4 * quad, 4);
+    four |= later << 4;  // codes of 4 bits are not negative
+    memcpy(to + (quad * PANEL + r) * 4, &four, 4);
   }
 }
 
@@ -326,11 +402,12 @@ void pack_block(int kind, const uint8_t* from, int64_t r, uint8_t* to) {
   uint32_t fifth = 0;
   if (kind == Q5_0 || kind == Q5_1) memcpy(&fifth, at, 4), at += 4;
   int8_t codes[BLOCK];
-  for (int i = 0; i < BLOCK; i++) {
-    const int nibble = i < 16 ? at[i] & 15 : at[i - 16] >> 4;
-    codes[i] = kind == Q8_0 ? int8_t(at[i])
-               : kind == Q5_0 || kind == Q5_1 ? int8_t((nibble | (fifth >> i & 1) << 4) - (kind == Q5_0 ? 16 : 0))
-                                              : int8_t(nibble);
+  if (kind == Q8_0) {
+    memcpy(codes, at, BLOCK);
+  } else {
+    for (int i = 0; i < 16; i++) codes[i] = at[i] & 15, codes[16 + i] = at[i] >> 4;
+    if (kind == Q5_0 || kind == Q5_1)
+      for (int i = 0; i < BLOCK; i++) codes[i] = int8_t((codes[i] | (fifth >> i & 1) << 4) - (kind == Q5_0 ? 16 : 0));
   }
   put_codes(codes, p.bits, r, to + (p.has_minima ? 64 : 32));
 }

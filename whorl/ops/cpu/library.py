@@ -61,7 +61,8 @@ class Attention(Structure):
         *(("q", c_void_p), ("q_token_stride", c_int64), ("q_head_stride", c_int64), ("cache", Cache)),
         *((name, c_void_p) for name in ("tables", "starts", "lengths")),
         *((name, c_int64) for name in ("table_stride", "num_sequences", "heads", "kv_heads", "dim", "window")),
-        *(("scale", c_float), ("is_contiguous", c_int32), ("out", c_void_p), ("lse", c_void_p)),
+        *(("scale", c_float), ("softcap", c_float), ("sinks", c_void_p)),
+        *(("is_contiguous", c_int32), ("out", c_void_p), ("lse", c_void_p)),
     )
 
 

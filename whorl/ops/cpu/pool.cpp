@@ -129,12 +129,12 @@ class Pool {
     sleeping_.fetch_sub(1, std::memory_order_relaxed);
   }
 
-  // The last parts run on other threads, which may have lost their processor: after a while this one gives way.
+  // The last parts run on other threads, which may have lost their processor: after a while this one leaves its own.
   void wait(const Job& job, int64_t count) {
     auto since = std::chrono::steady_clock::now();
     for (int looks = 1; job.done.load(std::memory_order_acquire) < count; looks++) {
       pause();
-      if (looks % LOOKS == 0 && std::chrono::steady_clock::now() - since > PATIENCE) std::this_thread::yield();
+      if (looks % LOOKS == 0 && std::chrono::steady_clock::now() - since > PATIENCE) std::this_thread::sleep_for(PATIENCE);
     }
   }
 };

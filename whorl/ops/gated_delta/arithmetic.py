@@ -86,11 +86,13 @@ class OpenChunk:
 
     def _append_to_block(self, rows: Rows, scale: float) -> Tensor:
         first, end, group = self.length, self.length + len(rows.q), len(self.state) // len(self.keys)
-        block, new = first - first % BLOCK, slice(first, end)
+        block = first - first % BLOCK
         own, place = slice(block, block + BLOCK), slice(first - block, end - block)
-        self.keys[:, new] = rows.k.transpose(0, 1)
-        for i, g in enumerate(rows.g, first):  # one after the other: the tree of a scan depends on the number of rows
-            self.decays[:, i] = (self.decays[:, i - 1] if i else 0) + g
+        self.keys = _put(self.keys, rows.k.transpose(0, 1), first)
+        sums = [self.decays[:, first - 1] if first else torch.zeros_like(self.decays[:, 0])]
+        for g in rows.g:  # one after the other: the tree of a scan depends on the number of rows
+            sums.append(sums[-1] + g)
+        self.decays = _put(self.decays, torch.stack(sums[1:], 1), first)
         v, beta = _tile(rows.v, place), _tile(rows.beta[:, :, None], place)
         kq = torch.cat((_tile(rows.k, place), _tile(rows.q, place)), 1)
         products = (kq @ self.keys.transpose(1, 2)).repeat_interleave(group, 0)
@@ -100,10 +102,10 @@ class OpenChunk:
         earlier = torch.arange(CHUNK, device=lower.device) < block
         y = beta * (v - growth * of_state[:, :BLOCK])
         y = y - rounded(lower, self.dtype).where(earlier, 0) @ self.deltas
-        self.errors[:, new] = rounded(y[:, place], self.dtype)
-        self._invert(lower[:, :, own], own, place)
-        deltas = rounded(self.inverses[:, own], self.dtype) @ self.errors[:, own]
-        self.deltas[:, new] = rounded(deltas[:, place], self.dtype)
+        self.errors = _put(self.errors, rounded(y[:, place], self.dtype), first)
+        inverse = self._invert(lower[:, :, own], own, place)
+        deltas = rounded(inverse, self.dtype) @ self.errors[:, own]
+        self.deltas = _put(self.deltas, rounded(deltas[:, place], self.dtype), first)
         weights = rounded(decay * products[:, BLOCK:], self.dtype)
         out = scale * (growth * of_state[:, BLOCK:] + weights @ self.deltas)
         self.length = end
@@ -116,11 +118,17 @@ class OpenChunk:
         hidden[place] = torch.ones_like(hidden[place]).triu(block + place.start + 1)
         return (of_rows - self.decays[:, None]).masked_fill(hidden, 0).exp().masked_fill(hidden, 0), of_rows.exp()
 
-    def _invert(self, lower: Tensor, own: slice, place: slice) -> None:
-        """Compute the new rows of t. lower: L of the block, [HV, BLOCK, BLOCK], zero in rows that are not new."""
-        rows, unit = self.inverses[:, own], torch.eye(BLOCK, dtype=lower.dtype, device=lower.device)
+    def _invert(self, lower: Tensor, own: slice, place: slice) -> Tensor:
+        """Compute the new rows of t, and return those of the block, [HV, BLOCK, BLOCK].
+
+        lower: L of the block, zero in rows that are not new.
+        """
+        inverse, unit = self.inverses[:, own], torch.eye(BLOCK, dtype=lower.dtype, device=lower.device)
         for i in range(place.start, place.stop):
-            rows[:, i] = unit[i] - tree(lower[:, i, :, None] * rows)
+            row = unit[i] - tree(lower[:, i, :, None] * inverse)
+            inverse = _put(inverse, row[:, None], i)
+        self.inverses = _put(self.inverses, inverse, own.start)
+        return inverse
 
     def _flush(self) -> None:
         """Take the rows of a full chunk into the state, and begin the next chunk."""
@@ -129,8 +137,13 @@ class OpenChunk:
         keys = self.keys.repeat_interleave(len(self.state) // len(self.keys), 0)
         self.state = last.exp()[:, :, None] * self.state + keys.transpose(1, 2) @ deltas
         self.rounded, self.length = rounded(self.state, self.dtype), 0
-        for rows in (self.keys, self.deltas, self.decays, self.errors, self.inverses):
-            rows.zero_()
+        for name in ("keys", "deltas", "decays", "errors", "inverses"):
+            setattr(self, name, torch.zeros_like(getattr(self, name)))
+
+
+def _put(x: Tensor, rows: Tensor, first: int) -> Tensor:
+    """Return x [H, R, ...] with some of its rows replaced, from row `first` on."""
+    return torch.cat((x[:, :first], rows, x[:, first + rows.shape[1] :]), 1)
 
 
 def tree(x: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ def causal_conv(x: _X, weight: _WEIGHT, starts: Starts) -> _LIKE_X:
     for part in sequences("causal_conv", read(starts, len(x)), len(x)):
         parts.append(silu(convolve(_padded(x[part], weight.shape[1]), taps)))
         end = part.stop
-    padding = widen(x[end:]).masked_fill(torch.ones_like(x[end:], dtype=torch.bool), 0)
+    padding = widen(x[end:]) * taps[:, 0]  # zeros, but computed, so that autograd returns zeros and not None
+    padding = padding.masked_fill(torch.ones_like(padding, dtype=torch.bool), 0)
     return narrow(torch.cat([*parts, padding]), x.dtype).contiguous()
 
 
@@ -76,6 +77,10 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     tensors = (args[name] for name in ("x", "weight", "starts"))
     dx, dweight = causal_conv_backward(grads[0], *tensors, backend=args["backend"])
     return {"x": dx, "weight": dweight}
+
+
+causal_conv.impl("triton", "conv_triton:forward")
+causal_conv_backward.impl("triton", "conv_triton:backward")
 
 
 _CASES: list[Values] = [

@@ -72,6 +72,16 @@ def _keep(tail: Tensor, inputs: Tensor, seen: Tensor, piece: Piece, reach: int) 
     inputs[at] = seen[first - origin :]
 
 
+def _triton_reason(y: Tensor, tail: Tensor, inputs: Tensor, **_: object) -> str | None:
+    for name, x in {"tail": tail, "inputs": inputs}.items():
+        if len(x) and not x[0].is_contiguous():
+            return f"a lane's {name} must be contiguous, got strides {list(x.stride())}"
+    return None if y.stride(-1) == 1 else f"y must have unit stride along channels, got strides {list(y.stride())}"
+
+
+causal_conv_lanes.impl("triton", "conv_triton:lanes", accepts=_triton_reason)
+
+
 _CASES: list[Values] = [
     {"queries": (1,), "contexts": (1,), "N": 8},
     {"queries": (3, 1, 2), "contexts": (5, 64, 130), "N": 24},

@@ -56,11 +56,15 @@ def _(grads: tuple[Tensor | None, ...], args: Values, outputs: dict[int, Tensor]
     return dict(zip(names, gradients, strict=True))
 
 
+delta_gates.impl("triton", "gates_triton:forward")
+delta_gates_backward.impl("triton", "gates_triton:backward")
+
+
 _CASES: list[Values] = [
     {"tokens": (1,), "heads": 4},
     {"tokens": (17,), "heads": 32, "scale": 0.01},
-    {"tokens": (2, 3), "heads": 6, "a_log": torch.float32, "dt_bias": torch.float32},
-    {"tokens": (3,), "heads": 5, "scale": 30.0},
+    {"tokens": (2, 13), "heads": 40, "a_log": torch.float32, "dt_bias": torch.float32},
+    {"tokens": (7,), "heads": 48, "scale": 30.0},
     {"tokens": (0,), "heads": 8},
     {"tokens": (6,), "heads": 16, "sliced": True},
     {"tokens": (300,), "heads": 32},

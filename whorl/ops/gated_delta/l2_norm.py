@@ -37,6 +37,10 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     return {"x": l2_norm_backward(grads[0], args["x"], args["eps"], backend=args["backend"])}
 
 
+l2_norm.impl("triton", "heads_triton:l2_norm")
+l2_norm_backward.impl("triton", "heads_triton:l2_norm_backward")
+
+
 _CASES: list[Values] = [
     {"shape": (1, 8)},
     {"shape": (17, 128), "scale": 0.01},

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._draw import Draw
 from .._op import Values, narrow, operator, widen
+from .._tracing import is_readable
 from ..attention.packed import head_reason
 from .arithmetic import OpenChunk, Rows
 from .layout import BLOCK, CHUNK, delta_tensors
@@ -19,6 +20,15 @@ _LENGTHS = ("lanes", "query_starts", "context_lens")
 
 def _check(q: Tensor, lanes: Tensor, query_starts: Tensor, context_lens: Tensor, **_: object) -> None:
     check_pieces("gated_delta_lanes", len(q), lanes, query_starts, context_lens)
+    if all(map(is_readable, (lanes, query_starts, context_lens))):
+        for piece in pieces(lanes, query_starts, context_lens):
+            row, count = piece.start % CHUNK, piece.end - piece.first
+            if row and row + count > CHUNK:
+                raise ValueError(
+                    f"gated_delta_lanes: the sequence in lane {piece.lane} has {count} new tokens from position "
+                    f"{piece.start} on, expected {CHUNK - row} at most: a call that does not begin at a multiple of "
+                    f"{CHUNK} ends at the next one"
+                )
 
 
 @operator(check=_check, mutates=("out", "state", "rounded", "keys", "deltas", "decays", "errors", "inverses"))
@@ -41,6 +51,7 @@ def gated_delta_lanes(
     context_lens: Annotated[Tensor, "[B] int32"],
     *,
     scale: Annotated[float, "> 0"],
+    most: Annotated[int, ">= 0"] = 0,
 ) -> None:
     """`gated_delta` of the new tokens of running sequences: the bits are equal, however a sequence is cut.
 
@@ -53,8 +64,11 @@ def gated_delta_lanes(
 
     Rows may be computed again: of a call of up to 16 tokens, the next call may begin at any that is not the first after
     a multiple of 64. So drafts are rejected by the next call alone, as long as none of them is the last token before
-    such a multiple. Where a sequence begins at a multiple of 64, only `state` is read. Values of lanes, query_starts
-    and context_lens are checked on the CPU only.
+    such a multiple. Where a sequence begins at a multiple of 64, only `state` is read. A call that begins elsewhere
+    does not go past the next multiple. Values of lanes, query_starts and context_lens are checked on the CPU only.
+
+    most: the most new tokens of a sequence, where the caller knows them; 0: not known. It changes no bits, only the
+    kernel: with up to 64 CUDA computes rows alone, and prompts by chunks otherwise.
 
         states = {name: cache[name] for name in ("state", "rounded", "keys", "deltas", "decays", "errors", "inverses")}
         ops.gated_delta_lanes(
@@ -132,18 +146,18 @@ _SMALL = {"HK": 1, "G": 1, "D": 16, "DV": 16}
 _CASES: list[Values] = [
     {"queries": (1,), "contexts": (1,), **_SMALL},
     {"queries": (3, 1, 2), "contexts": (5, 64, 130), "HK": 2, "G": 2, "D": 32, "DV": 16},
-    {"queries": (16, 5), "contexts": (30, 68), "HK": 1, "G": 3, "D": 16, "DV": 24, "scale": 0.01},
-    {"queries": (70, 0, 40), "contexts": (70, 9, 168), "idle": 3, "HK": 2, "G": 1, "D": 24, "DV": 40},
+    {"queries": (16, 5), "contexts": (30, 64), "HK": 1, "G": 3, "D": 16, "DV": 24, "scale": 0.01},
+    {"queries": (70, 0, 30), "contexts": (70, 9, 190), "idle": 3, "HK": 2, "G": 1, "D": 24, "DV": 40},
     {"queries": (0,), "contexts": (4,), **_SMALL},
     {"queries": (1, 4), "contexts": (63, 64), "HK": 1, "G": 2, "D": 32, "DV": 32, "sliced": True},
     {"queries": (128, 50), "contexts": (192, 50), **_SMALL},
-    {"queries": (4, 1), "contexts": (34, 49), "HK": 1, "G": 2, "D": 16, "DV": 16},
+    {"queries": (4, 1), "contexts": (34, 49), "most": 4, "HK": 1, "G": 2, "D": 16, "DV": 16},
 ]
 _QWEN = {"HK": 16, "G": 2, "D": 128, "DV": 128}
 _BENCH: list[Values] = [
     {"queries": (8192,), "contexts": (8192,), **_QWEN},
-    {"queries": (1,), "contexts": (4130,), **_QWEN},
-    {"queries": (1,) * 64, "contexts": (4130,) * 64, **_QWEN},
+    {"queries": (1,), "contexts": (4130,), "most": 1, **_QWEN},
+    {"queries": (1,) * 64, "contexts": (4130,) * 64, "most": 1, **_QWEN},
 ]
 
 

@@ -62,6 +62,10 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     return dict(zip(names, gradients, strict=True))
 
 
+gated_rms_norm.impl("triton", "heads_triton:gated_rms_norm")
+gated_rms_norm_backward.impl("triton", "heads_triton:gated_rms_norm_backward")
+
+
 _CASES: list[Values] = [
     {"shape": (1, 8)},
     {"shape": (17, 128), "scale": 0.01},

@@ -13,8 +13,9 @@ from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2, unit_stride
 from ..linear_triton import dot
 from . import rule_triton
-from .chunks_triton import BLOCK, BLOCKS, CHUNK, entry, load_rows, row_of_inverse
-from .layout import MOST_ROWS, RECENT
+from .chunks_triton import BLOCK, CHUNK, entry, load_rows, row_of_inverse
+from .layout import CHUNK as ROWS_OF_CHUNK
+from .layout import RECENT
 
 
 @launched
@@ -65,12 +66,12 @@ def _delta_rows_kernel(
 ):
     """Compute the new rows of one sequence and value head, for BV of its value channels, a block of rows at a time.
 
-    SKIPS_ALIGNED: sequences that begin at a multiple of CHUNK are left to the kernels of prompts. Programs of one head
-    write what they share with equal values, and read back what they have written themselves alone.
+    SKIPS_ALIGNED: sequences that begin at a multiple of CHUNK are left to the kernels of prompts. What programs share,
+    such as the keys of a head, all of them write, with equal values: each reads back what it has written itself.
     """
     part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, stop = tl.load(starts_ptr + b), tl.load(starts_ptr + b + 1)
-    row = (tl.load(lengths_ptr + b) - (stop - first)) % CHUNK
+    row = tl.maximum(tl.load(lengths_ptr + b) - (stop - first), 0) % CHUNK
     if stop > first and not (SKIPS_ALIGNED and row == 0):
         lane = tl.load(lanes_ptr + b).to(tl.int64)
         values, channels = part * BV + tl.arange(0, BV), tl.arange(0, BLOCK_D)
@@ -78,8 +79,8 @@ def _delta_rows_kernel(
         is_value, is_channel = values < DV, channels < D
         in_lane = (head * D + channels)[:, None] * DV + values[None, :]
         is_state = is_channel[:, None] & is_value[None, :]
-        state_ptr += lane * state_stride + in_lane
-        rounded_ptr += lane * rounded_stride + in_lane
+        state_at = state_ptr + lane * state_stride + in_lane
+        rounded_at = rounded_ptr + lane * rounded_stride + in_lane
         keys_ptr += lane * keys_stride + head // G * CHUNK * D
         deltas_ptr += lane * deltas_stride + head * CHUNK * DV
         decays_ptr += lane * decays_stride + head * CHUNK
@@ -88,11 +89,10 @@ def _delta_rows_kernel(
         q_ptr += head // G * q_stride_h
         k_ptr += head // G * k_stride_h
         if row == 0:
-            state = tl.load(state_ptr, mask=is_state, other=0.0).to(rounded_ptr.dtype.element_ty)
-            tl.store(rounded_ptr, state, mask=is_state)
+            state = tl.load(state_at, mask=is_state, other=0.0).to(rounded_ptr.dtype.element_ty)
+            tl.store(rounded_at, state, mask=is_state)
         else:
-            state = tl.load(rounded_ptr, mask=is_state, other=0.0)
-        new_row = row  # where the new rows of this chunk begin
+            state = tl.load(rounded_at, mask=is_state, other=0.0)
         while first < stop:
             base = row // BLOCK * BLOCK
             count = tl.minimum(base + BLOCK - row, stop - first)
@@ -102,44 +102,43 @@ def _delta_rows_kernel(
             q = load_rows(q_ptr, token, q_stride_t, is_new, channels, D)
             v = load_rows(v_ptr + head * v_stride_h, token, v_stride_t, is_new, values, DV).to(tl.float32)
             beta = tl.load(beta_ptr + head + token.to(tl.int64) * beta_stride, mask=is_new, other=0.0)[:, None]
-            # Keys of this call are read from its tokens: another program stores them.
-            keys = load_rows(keys_ptr, rows, D, rows < new_row, channels, D)
-            of_call = (rows >= new_row) & (rows < row + count)
-            keys = tl.where(
-                of_call[:, None], load_rows(k_ptr, first - row + rows, k_stride_t, of_call, channels, D), keys
-            )
+            # Rows of the blocks before this one, and those of its own that are stored already.
+            keys = load_rows(keys_ptr, rows, D, rows < base, channels, D)
             deltas = load_rows(deltas_ptr, rows, DV, rows < base, values, DV)
+            decays = tl.load(decays_ptr + rows, mask=rows < base, other=0.0)
+            own_keys = tl.where(is_new[:, None], k, load_rows(keys_ptr, at, D, is_old, channels, D))
             own_deltas = load_rows(deltas_ptr, at, DV, is_old, values, DV)
+            own_decays = tl.load(decays_ptr + at, mask=is_old, other=0.0)
             errors = load_rows(errors_ptr, at % RECENT, DV, is_old, values, DV)
             inverse = load_rows(inverses_ptr, at % RECENT, BLOCK, is_old, own, BLOCK)
-            decays = tl.load(decays_ptr + rows, mask=rows < row, other=0.0)
-            total = tl.sum(tl.where(rows == row - 1, decays, 0.0), 0)
+            total = tl.load(decays_ptr + row - 1, mask=row > 0, other=0.0)
             for i in range(row, row + count):
                 total += tl.load(g_ptr + head + (first + i - row).to(tl.int64) * g_stride)
-                decays = tl.where(rows == i, total, decays)
+                own_decays = tl.where(at == i, total, own_decays)
 
-            zero = tl.zeros((BLOCK, CHUNK), tl.float32)
-            own_decays = tl.sum(tl.where((rows[None, :] == at[:, None]), decays[None, :], 0.0), 1)[:, None]
-            is_seen = (rows[None, :] <= at[:, None]) & is_new[:, None]
-            decay = tl.where(is_seen, tl.exp(tl.where(is_seen, own_decays - decays[None, :], 0.0)), 0.0)
-            lower = beta * (decay * dot(k, tl.trans(keys), zero, WIDEN))
-            lower = tl.where(rows[None, :] < at[:, None], lower, 0.0)
-            weights = decay * dot(q, tl.trans(keys), zero, WIDEN)
-            is_before = (rows < base)[None, :]
             empty = tl.zeros((BLOCK, BV), tl.float32)
-            growth = tl.exp(own_decays)
+            growth = tl.exp(own_decays)[:, None]
             y = beta * (v - growth * dot(k, state, empty, WIDEN))
-            y -= dot(tl.where(is_before, lower, 0.0).to(k.dtype), deltas, empty, WIDEN)
+            is_seen = (rows < base)[None, :] & is_new[:, None]
+            decay = _decay(own_decays, decays, is_seen)
+            zero = tl.zeros((BLOCK, CHUNK), tl.float32)
+            lower = (beta * (decay * dot(k, tl.trans(keys), zero, WIDEN))).to(k.dtype)
+            weights = (decay * dot(q, tl.trans(keys), zero, WIDEN)).to(k.dtype)
+            if base > 0:
+                y -= dot(lower, deltas, empty, WIDEN)
             y = tl.where(is_old[:, None], errors, y.to(k.dtype))
-            lower = _of_block(lower, base)
+            of_rows = dot(weights, deltas, empty, WIDEN)
+            decay = _decay(own_decays, own_decays, (own[None, :] <= own[:, None]) & is_new[:, None])
+            zero = tl.zeros((BLOCK, BLOCK), tl.float32)
+            own_lower = beta * (decay * dot(k, tl.trans(own_keys), zero, WIDEN))
+            own_lower = tl.where(own[None, :] < own[:, None], own_lower, 0.0)
+            own_weights = (decay * dot(q, tl.trans(own_keys), zero, WIDEN)).to(k.dtype)
             for i in range(row - base, row - base + count):
-                weights_of_row = entry(lower, i, BLOCK)[None, :]
-                new = row_of_inverse(weights_of_row, inverse[None, :, :], (own == i)[None, :], 1)
+                new = row_of_inverse(entry(own_lower, i, BLOCK)[None, :], inverse[None, :, :], (own == i)[None, :], 1)
                 inverse = tl.where((own == i)[:, None], new, inverse)
             d = dot(inverse.to(k.dtype), y, empty, WIDEN).to(k.dtype)
             d = tl.where(is_old[:, None], own_deltas, d)
-            of_rows = dot(tl.where(is_before, weights, 0.0).to(k.dtype), deltas, empty, WIDEN)
-            of_rows = dot(_of_block(weights, base).to(k.dtype), d, of_rows, WIDEN)
+            of_rows = dot(own_weights, d, of_rows, WIDEN)
             out = scale * (growth * dot(q, state, empty, WIDEN) + of_rows)
 
             is_stored = is_new[:, None] & is_value[None, :]
@@ -148,43 +147,37 @@ def _delta_rows_kernel(
             row += count
             first += count
             if row == CHUNK:
-                tl.debug_barrier()
-                d = tl.where((rows >= base)[:, None], _in_chunk(d, base), deltas)
-                last = tl.sum(tl.where(rows == CHUNK - 1, decays, 0.0), 0)
-                d = (tl.exp(last - decays)[:, None] * d.to(tl.float32)).to(k.dtype)
-                moved = dot(tl.trans(keys), d, tl.zeros((BLOCK_D, BV), tl.float32), WIDEN)
-                wide = tl.exp(last) * tl.load(state_ptr, mask=is_state, other=0.0) + moved
-                tl.store(state_ptr, wide, mask=is_state)
+                moved = tl.zeros((BLOCK_D, BV), tl.float32)
+                moved = dot(tl.trans(keys), _rest(deltas, decays, total, k.dtype), moved, WIDEN)
+                moved = dot(tl.trans(own_keys), _rest(d, own_decays, total, k.dtype), moved, WIDEN)
+                wide = tl.exp(total) * tl.load(state_at, mask=is_state, other=0.0) + moved
+                tl.store(state_at, wide, mask=is_state)
                 state = wide.to(k.dtype)
                 if first < stop:
-                    tl.store(rounded_ptr, state, mask=is_state)
+                    tl.store(rounded_at, state, mask=is_state)
                 row = 0
-                new_row = 0
             else:
                 tl.store(deltas_ptr + at[:, None] * DV + values[None, :], d, mask=is_stored)
                 tl.store(errors_ptr + (at % RECENT)[:, None] * DV + values[None, :], y, mask=is_stored)
-                tl.store(decays_ptr + rows, decays, mask=of_call)
-                if part == 0:
-                    to = inverses_ptr + (at % RECENT)[:, None] * BLOCK + own[None, :]
-                    tl.store(to, inverse, mask=is_new[:, None])
-                    if head % G == 0:
-                        to = keys_ptr + at[:, None] * D + channels[None, :]
-                        tl.store(to, k, mask=is_new[:, None] & is_channel[None, :])
-                tl.debug_barrier()  # the next block reads what other threads have stored
+                tl.store(decays_ptr + at, own_decays, mask=is_new)
+                inverse_at = inverses_ptr + (at % RECENT)[:, None] * BLOCK + own[None, :]
+                tl.store(inverse_at, inverse, mask=is_new[:, None])
+                key_at = keys_ptr + at[:, None] * D + channels[None, :]
+                tl.store(key_at, k, mask=is_new[:, None] & is_channel[None, :])
+                if first < stop:
+                    tl.debug_barrier()  # the next block reads what other threads have stored
 
 
 @triton.jit
-def _of_block(x, base):
-    """Return the columns base to base + BLOCK of x [BLOCK, CHUNK]."""
-    blocks = tl.arange(0, BLOCKS)[None, :, None]
-    return tl.sum(tl.where(blocks == base // BLOCK, tl.reshape(x, (BLOCK, BLOCKS, BLOCK)), 0.0), 1)
+def _decay(of_rows, of_columns, is_seen):
+    """Return e^(G_i - G_j), zero where it is not seen."""
+    return tl.where(is_seen, tl.exp(tl.where(is_seen, of_rows[:, None] - of_columns[None, :], 0.0)), 0.0)
 
 
 @triton.jit
-def _in_chunk(x, base):
-    """Return [CHUNK, BV] with x [BLOCK, BV] in every block."""
-    x = tl.broadcast_to(x[None, :, :], (BLOCKS, BLOCK, x.shape[1]))
-    return tl.reshape(x, (CHUNK, x.shape[2]))
+def _rest(deltas, decays, last, DTYPE: tl.constexpr):
+    """Return deltas [n, BV] as they have decayed by the end of the chunk, where G is `last`."""
+    return (tl.exp(last - decays)[:, None] * deltas.to(tl.float32)).to(DTYPE)
 
 
 def compute(
@@ -198,17 +191,18 @@ def compute(
     query_starts: Tensor,
     context_lens: Tensor,
     scale: float,
+    most: int,
     **states: Tensor,
 ) -> None:
-    """Compute `gated_delta_lanes`: by rows where sequences have few tokens, else prompts by chunks.
+    """Compute `gated_delta_lanes`: by rows where no sequence goes past a chunk, else by chunks.
 
-    Either takes any sequences: a call for prompts also launches the kernel of rows, for those that begin elsewhere.
+    By chunks are computed those that begin at a multiple of CHUNK; the others are then left to the kernel of rows.
     """
     count = len(lanes)
     out.zero_()
     if not len(q) or not count:
         return
-    is_prompt = len(q) > MOST_ROWS * count
+    is_prompt = (most or len(q)) > ROWS_OF_CHUNK
     starts, lengths = query_starts.contiguous(), context_lens.contiguous()
     states["lanes"] = lanes.contiguous()
     if is_prompt:
@@ -242,7 +236,7 @@ def compute(
         SKIPS_ALIGNED=is_prompt,
         WIDEN=is_interpreting(),
         enable_fp_fusion=False,
-        num_warps=4,
+        num_warps=_warps(part),
     )
 
 
@@ -250,3 +244,8 @@ def _part(num_heads: int, value_dim: int, processors: int) -> int:
     """Return the value channels of a program: few heads are shared by several programs."""
     most = max(16, power_of_2(value_dim))
     return max(16, min(most, 32 if num_heads * ceil_div(value_dim, 64) < processors else 64))
+
+
+def _warps(part: int) -> int:
+    """Return the warps of a program. part: its value channels."""
+    return 8

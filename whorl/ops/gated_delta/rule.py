@@ -35,13 +35,16 @@ def gated_delta(q: QUERIES, k: KEYS, v: VALUES, g: GATES, beta: GATES, starts: S
 
         out = ops.gated_delta(q, k, v, g, beta, starts, scale=128**-0.5)
     """
-    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    rows = Rows(widen(q), widen(k), widen(v), g, beta)
+    rows, parts, end = Rows(widen(q), widen(k), widen(v), g, beta), [], 0
     for part in sequences("gated_delta", read(starts, len(q)), len(q)):
         empty = rows.v.new_zeros(v.shape[1], q.shape[2], v.shape[2])
         chunk = OpenChunk.begin(empty, q.shape[1], q.dtype)
-        out[part] = narrow(chunk.append(rows.part(part.start, part.stop), scale), v.dtype)
-    return out
+        parts.append(chunk.append(rows.part(part.start, part.stop), scale))
+        end = part.stop
+    # Zeros for padding tokens, but computed, so that autograd returns zeros for them and not None.
+    padding = rows.v[end:] * (g + beta)[end:, :, None] * (rows.q + rows.k)[end:].sum((1, 2), keepdim=True)
+    padding = padding.masked_fill(torch.ones_like(padding, dtype=torch.bool), 0)
+    return narrow(torch.cat([*parts, padding]), v.dtype).contiguous()
 
 
 gated_delta.impl("triton", "rule_triton:forward", accepts=head_reason)

@@ -97,7 +97,7 @@ def _delta_chunk_kernel(
     tl.store(lower_ptr + matrix, lower)
     tl.store(weights_ptr + matrix, weights)
     tl.store(sums_ptr + place + rows, sums)
-    if lanes_ptr is not None:
+    if lanes_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if count < CHUNK:
             lane = tl.load(lanes_ptr + b).to(tl.int64)
             tl.store(decays_ptr + lane * decays_stride + head * CHUNK + rows, sums, mask=is_real)
@@ -111,16 +111,22 @@ def _delta_chunk_kernel(
 
 
 @triton.jit
+def _tile(x_ptr, first, rows, count, stride, columns, size, FULL: tl.constexpr):
+    """Load rows of a chunk; FULL: it has all its rows, and the columns are all of a head's."""
+    if FULL:
+        return tl.load(x_ptr + (first + rows).to(tl.int64)[:, None] * stride + columns[None, :])
+    return load_rows(x_ptr, first + rows, stride, rows < count, columns, size)
+
+
+@triton.jit
 def _block(
-    b: tl.constexpr, state, d0, d1, d2, k_ptr, v_ptr, beta_ptr, lower_ptr, sums_ptr, first, count, k_stride, v_stride,
-    beta_stride, channels, values, D: tl.constexpr, DV, WIDEN: tl.constexpr,
+    b: tl.constexpr, state, d0, d1, d2, k, v_ptr, beta_ptr, lower_ptr, sums_ptr, first, count, v_stride, beta_stride,
+    values, DV, FULL: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Return y and d of block b of a chunk, [BV, BLOCK] in the operands' dtype. d0 to d2: d of the blocks before it."""
-    rows = b * BLOCK + tl.arange(0, BLOCK)
-    is_real = rows < count
-    k = load_rows(k_ptr, first + rows, k_stride, is_real, channels, D)
-    v = tl.trans(load_rows(v_ptr, first + rows, v_stride, is_real, values, DV)).to(tl.float32)
-    beta = tl.load(beta_ptr + (first + rows).to(tl.int64) * beta_stride, mask=is_real, other=0.0)[None, :]
+    rows = tl.arange(0, BLOCK) + b * BLOCK
+    v = tl.trans(_tile(v_ptr, first, rows, count, v_stride, values, DV, FULL)).to(tl.float32)
+    beta = tl.load(beta_ptr + (first + rows).to(tl.int64) * beta_stride, mask=rows < count, other=0.0)[None, :]
     growth = tl.exp(tl.load(sums_ptr + rows))[None, :]
     zero = tl.zeros((state.shape[0], BLOCK), tl.float32)
     y = beta * (v - growth * dot(state, tl.trans(k), zero, WIDEN))
@@ -144,21 +150,64 @@ def _weighted(total, d, weights_ptr, b: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _added(
-    total, d, k_ptr, sums_ptr, last, b: tl.constexpr, first, count, k_stride, channels, D: tl.constexpr,
+def _added(total, d, k, sums_ptr, last, b: tl.constexpr, WIDEN: tl.constexpr):
+    """Add what block b contributes to the state after a chunk, [BV, BLOCK_D]."""
+    rest = tl.exp(last - tl.load(sums_ptr + b * BLOCK + tl.arange(0, BLOCK)))[None, :]
+    return dot((rest * d.to(tl.float32)).to(d.dtype), k, total, WIDEN)
+
+
+@triton.jit
+def _chunk(
+    state, q_ptr, k_ptr, v_ptr, beta_ptr, out_ptr, lower_ptr, weights_ptr, sums_ptr, first, count, q_stride, k_stride,
+    v_stride, beta_stride, out_stride, scale, channels, values, D: tl.constexpr, DV, FULL: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Add what block b contributes to the state after a chunk, [BV, BLOCK_D]."""
-    rows = b * BLOCK + tl.arange(0, BLOCK)
-    k = load_rows(k_ptr, first + rows, k_stride, rows < count, channels, D)
-    rest = tl.exp(last - tl.load(sums_ptr + rows))[None, :]
-    return dot((rest * d.to(tl.float32)).to(d.dtype), k, total, WIDEN)
+    """Compute a chunk; return the state after it, if it is a whole one, and y and d of its blocks."""
+    operand, rows = state.to(q_ptr.dtype.element_ty), tl.arange(0, BLOCK)
+    k0 = _tile(k_ptr, first, rows, count, k_stride, channels, D, FULL)
+    k1 = _tile(k_ptr, first, rows + BLOCK, count, k_stride, channels, D, FULL)
+    k2 = _tile(k_ptr, first, rows + 2 * BLOCK, count, k_stride, channels, D, FULL)
+    k3 = _tile(k_ptr, first, rows + 3 * BLOCK, count, k_stride, channels, D, FULL)
+    y0, d0 = _block(
+        0, operand, None, None, None, k0, v_ptr, beta_ptr, lower_ptr, sums_ptr, first, count, v_stride, beta_stride,
+        values, DV, FULL, WIDEN,
+    )  # fmt: skip
+    y1, d1 = _block(
+        1, operand, d0, None, None, k1, v_ptr, beta_ptr, lower_ptr, sums_ptr, first, count, v_stride, beta_stride,
+        values, DV, FULL, WIDEN,
+    )  # fmt: skip
+    y2, d2 = _block(
+        2, operand, d0, d1, None, k2, v_ptr, beta_ptr, lower_ptr, sums_ptr, first, count, v_stride, beta_stride,
+        values, DV, FULL, WIDEN,
+    )  # fmt: skip
+    y3, d3 = _block(
+        3, operand, d0, d1, d2, k3, v_ptr, beta_ptr, lower_ptr, sums_ptr, first, count, v_stride, beta_stride,
+        values, DV, FULL, WIDEN,
+    )  # fmt: skip
+    rows = tl.arange(0, CHUNK)
+    q = _tile(q_ptr, first, rows, count, q_stride, channels, D, FULL)
+    zero = tl.zeros((state.shape[0], CHUNK), tl.float32)
+    of_state = dot(operand, tl.trans(q), zero, WIDEN)
+    of_rows = _weighted(zero, d0, weights_ptr, 0, WIDEN)
+    of_rows = _weighted(of_rows, d1, weights_ptr, 1, WIDEN)
+    of_rows = _weighted(of_rows, d2, weights_ptr, 2, WIDEN)
+    of_rows = _weighted(of_rows, d3, weights_ptr, 3, WIDEN)
+    out = tl.trans(scale * (tl.exp(tl.load(sums_ptr + rows))[None, :] * of_state + of_rows))
+    at = out_ptr + (first + rows).to(tl.int64)[:, None] * out_stride + values[None, :]
+    is_real = None if FULL else (rows < count)[:, None] & (values < DV)[None, :]
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_real)
+    last = tl.load(sums_ptr + CHUNK - 1)
+    total = _added(tl.zeros(state.shape, tl.float32), d0, k0, sums_ptr, last, 0, WIDEN)
+    total = _added(total, d1, k1, sums_ptr, last, 1, WIDEN)
+    total = _added(total, d2, k2, sums_ptr, last, 2, WIDEN)
+    total = _added(total, d3, k3, sums_ptr, last, 3, WIDEN)
+    return tl.exp(last) * state + total, operand, y0, y1, y2, y3, d0, d1, d2, d3
 
 
 @triton.jit
 def _keep_rows(lane_ptr, x, b: tl.constexpr, first, count, ROWS: tl.constexpr, values, DV):
     """Store block b's rows of x [BV, BLOCK], from row `first` to `count`, in a lane's [ROWS, DV]."""
-    rows = b * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.arange(0, BLOCK) + b * BLOCK
     at = lane_ptr + (rows % ROWS)[None, :] * DV + values[:, None]
     tl.store(at, x, mask=((rows >= first) & (rows < count))[None, :] & (values < DV)[:, None])
 
@@ -203,6 +252,8 @@ def _delta_state_kernel(
     BLOCK_D: tl.constexpr,
     BV: tl.constexpr,
     RECENT: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Compute out of one sequence and value head, for BV of its value channels; with lanes, keep what they hold."""
@@ -225,46 +276,25 @@ def _delta_state_kernel(
             lane = tl.load(lanes_ptr + b).to(tl.int64)
             in_lane = (head * D + channels)[None, :] * DV + values[:, None]
             state = tl.load(state_ptr + lane * state_stride + in_lane, mask=is_value, other=0.0)
-        for first in range(start, stop, CHUNK):
-            count = tl.minimum(stop - first, CHUNK)
-            sums, matrix = sums_ptr + place * CHUNK, place * CHUNK * CHUNK
-            operand = state.to(q_ptr.dtype.element_ty)
-            y0, d0 = _block(
-                0, operand, None, None, None, k_ptr, v_ptr, beta_ptr, lower_ptr + matrix, sums, first, count,
-                k_stride_t, v_stride_t, beta_stride, channels, values, D, DV, WIDEN,
+        end = start + (stop - start) // CHUNK * CHUNK
+        for first in tl.range(start, end, CHUNK, num_stages=STAGES):
+            state, _, _, _, _, _, _, _, _, _ = _chunk(
+                state, q_ptr, k_ptr, v_ptr, beta_ptr, out_ptr, lower_ptr + place * CHUNK * CHUNK,
+                weights_ptr + place * CHUNK * CHUNK, sums_ptr + place * CHUNK, first, CHUNK, q_stride_t, k_stride_t,
+                v_stride_t, beta_stride, out_stride_t, scale, channels, values, D, DV, EVEN, WIDEN,
             )  # fmt: skip
-            y1, d1 = _block(
-                1, operand, d0, None, None, k_ptr, v_ptr, beta_ptr, lower_ptr + matrix, sums, first, count,
-                k_stride_t, v_stride_t, beta_stride, channels, values, D, DV, WIDEN,
+            place += tl.num_programs(1)
+        if lanes_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
+            if end > start:
+                tl.store(state_ptr + lane * state_stride + in_lane, state, mask=is_value)
+        if stop > end:
+            count = stop - end
+            _, operand, y0, y1, y2, y3, d0, d1, d2, d3 = _chunk(
+                state, q_ptr, k_ptr, v_ptr, beta_ptr, out_ptr, lower_ptr + place * CHUNK * CHUNK,
+                weights_ptr + place * CHUNK * CHUNK, sums_ptr + place * CHUNK, end, count, q_stride_t, k_stride_t,
+                v_stride_t, beta_stride, out_stride_t, scale, channels, values, D, DV, False, WIDEN,
             )  # fmt: skip
-            y2, d2 = _block(
-                2, operand, d0, d1, None, k_ptr, v_ptr, beta_ptr, lower_ptr + matrix, sums, first, count,
-                k_stride_t, v_stride_t, beta_stride, channels, values, D, DV, WIDEN,
-            )  # fmt: skip
-            y3, d3 = _block(
-                3, operand, d0, d1, d2, k_ptr, v_ptr, beta_ptr, lower_ptr + matrix, sums, first, count,
-                k_stride_t, v_stride_t, beta_stride, channels, values, D, DV, WIDEN,
-            )  # fmt: skip
-            rows = tl.arange(0, CHUNK)
-            q = load_rows(q_ptr, first + rows, q_stride_t, rows < count, channels, D)
-            zero = tl.zeros((BV, CHUNK), tl.float32)
-            of_state = dot(operand, tl.trans(q), zero, WIDEN)
-            of_rows = _weighted(zero, d0, weights_ptr + matrix, 0, WIDEN)
-            of_rows = _weighted(of_rows, d1, weights_ptr + matrix, 1, WIDEN)
-            of_rows = _weighted(of_rows, d2, weights_ptr + matrix, 2, WIDEN)
-            of_rows = _weighted(of_rows, d3, weights_ptr + matrix, 3, WIDEN)
-            out = tl.trans(scale * (tl.exp(tl.load(sums + rows))[None, :] * of_state + of_rows))
-            at = out_ptr + (first + rows).to(tl.int64)[:, None] * out_stride_t + values[None, :]
-            tl.store(at, out.to(out_ptr.dtype.element_ty), mask=(rows < count)[:, None] & (values < DV)[None, :])
-            if count == CHUNK:
-                last = tl.load(sums + CHUNK - 1)
-                total = tl.zeros((BV, BLOCK_D), tl.float32)
-                total = _added(total, d0, k_ptr, sums, last, 0, first, count, k_stride_t, channels, D, WIDEN)
-                total = _added(total, d1, k_ptr, sums, last, 1, first, count, k_stride_t, channels, D, WIDEN)
-                total = _added(total, d2, k_ptr, sums, last, 2, first, count, k_stride_t, channels, D, WIDEN)
-                total = _added(total, d3, k_ptr, sums, last, 3, first, count, k_stride_t, channels, D, WIDEN)
-                state = tl.exp(last) * state + total
-            elif lanes_ptr is not None:
+            if lanes_ptr is not None:
                 tl.store(rounded_ptr + lane * rounded_stride + in_lane, operand, mask=is_value)
                 to = deltas_ptr + lane * deltas_stride + head * CHUNK * DV
                 _keep_rows(to, d0, 0, 0, count, CHUNK, values, DV)
@@ -277,10 +307,6 @@ def _delta_state_kernel(
                 _keep_rows(to, y1, 1, recent, count, RECENT, values, DV)
                 _keep_rows(to, y2, 2, recent, count, RECENT, values, DV)
                 _keep_rows(to, y3, 3, recent, count, RECENT, values, DV)
-            place += tl.num_programs(1)
-        if lanes_ptr is not None:
-            if stop - start >= CHUNK:
-                tl.store(state_ptr + lane * state_stride + in_lane, state, mask=is_value)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor, scale: float) -> Tensor:
@@ -335,8 +361,8 @@ def _chunks(
     _delta_chunk_kernel[(heads, num_chunks)](
         **common, g_ptr=g, g_stride=g.stride(0), **named("keys", "decays", "inverses"), num_warps=4
     )
-    part = 64 if q.dtype.itemsize == 2 else 32
-    part = min(part, max(16, power_of_2(value_dim)))
+    plan = _plan(value_dim, q.dtype)
+    part = plan["BV"]
     _delta_state_kernel[(ceil_div(value_dim, part), heads, count)](
         **common,
         v_ptr=v,
@@ -347,7 +373,13 @@ def _chunks(
         out_stride_h=out.stride(1),
         scale=scale,
         DV=value_dim,
-        BV=part,
+        EVEN=value_dim % part == 0 and dim == constants["BLOCK_D"],
+        **plan,
         **named("state", "rounded", "deltas", "errors"),
-        num_warps=4,
     )
+
+
+def _plan(value_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the constants of the state's kernel: the value channels of a program, its stages and warps."""
+    part = min(64 if dtype.itemsize == 2 else 32, max(16, power_of_2(value_dim)))
+    return {"BV": part, "STAGES": 2, "num_warps": 4}

@@ -66,15 +66,15 @@ def clipped_experts(
 ) -> Annotated[Tensor, "[T, C] x"]:
     """Run the chosen experts of each token, as gpt-oss has them, and return their weighted sum.
 
-    y[t] = sum over j of weights[t, j] * (down[e] @ h + down_bias[e]), h = (up + 1) * gate * sigmoid(alpha * gate), where
-    row 2 f of gate_up[e] @ x[t] + gate_up_bias[e] is gate and row 2 f + 1 is up, e = ids[t, j]; gate is at most `limit`,
+    y[t] = sum over j of weights[t, j] * (down[e] @ h + down_bias[e]), h = (up + 1) * gate * sigmoid(alpha * gate), and
+    row 2 f of gate_up[e] @ x[t] + gate_up_bias[e] is gate, row 2 f + 1 is up, e = ids[t, j]; gate is at most `limit`,
     up within `limit` of 0. Without scales gate_up and down are [E, 2F, C] and [E, C, F] in x's dtype. With scales they
     are MXFP4 codes [E, 2F, C / 2] and [E, C, F / 2] uint8, with scales [E, 2F, C / 32] and [E, C, F / 32] uint8, as
     mx.py describes; the bits of y are those of their values in x's dtype, which are exact in bf16. weights and ids: as
     `route` returns them. Returns y contiguous. Sums in fp32. gate, up, h and each expert's result are rounded to x's
     dtype, after the bias was added in fp32; the choices are added in order, in fp32, and y is rounded once. A token's
-    bits do not depend on the other tokens. An id outside [0, E) raises ValueError on the CPU; other devices do not check
-    ids. No gradient.
+    bits do not depend on the other tokens. An id outside [0, E) raises ValueError on the CPU; other devices do not
+    check ids. No gradient.
 
         y = ops.clipped_experts(x, codes, s1, b1, codes2, s2, b2, *ops.route(logits, k=4))
     """

@@ -25,29 +25,36 @@ FEW_ROWS, SOME_ROWS = 16, 64  # average rows of an expert up to which tiles have
 
 @triton.jit
 def _load_weight(
-    weight_ptr, scales_ptr, rows, is_row, stride, scales_stride, start, length, BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
+    weight_ptr, scales_ptr, expert, rows, is_row, stride_e, stride, scales_stride_e, scales_stride, start, length,
+    BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return `BLOCK` columns of rows of a weight, [rows, BLOCK] in DTYPE, zero past `length`."""
+    """Return `BLOCK` columns of rows of an expert's weight, [rows, BLOCK] in DTYPE, zero past `length`."""
+    at = weight_ptr + expert.to(tl.int64) * stride_e + rows[:, None] * stride
     if scales_ptr is None:
         k = start + tl.arange(0, BLOCK)
-        mask = is_row[:, None] & (k < length)[None, :]
-        return tl.load(weight_ptr + rows[:, None] * stride + k[None, :], mask=mask, other=0.0)
-    pairs = start // 2 + tl.arange(0, BLOCK // 2)
-    mask = is_row[:, None] & (pairs < length // 2)[None, :]
-    codes = tl.load(weight_ptr + rows[:, None] * stride + pairs[None, :], mask=mask, other=0).to(tl.int32)
-    codes = tl.reshape(tl.join(codes & 15, codes >> 4), (rows.shape[0], BLOCK))
+        weight = tl.load(at + k[None, :], mask=is_row[:, None] & (k < length)[None, :], other=0.0)
+    else:
+        pairs = start // 2 + tl.arange(0, BLOCK // 2)
+        codes = tl.load(at + pairs[None, :], mask=is_row[:, None] & (pairs < length // 2)[None, :], other=0)
+        blocks = start // 32 + tl.arange(0, BLOCK // 32)
+        mask = is_row[:, None] & (blocks < length // 32)[None, :]
+        scales_at = scales_ptr + expert.to(tl.int64) * scales_stride_e + rows[:, None] * scales_stride
+        scales = tl.load(scales_at + blocks[None, :], mask=mask, other=127)
+        weight = _values(codes.to(tl.int32), scales.to(tl.int32), DTYPE)
+    return weight
+
+
+@triton.jit
+def _values(codes, scales, DTYPE: tl.constexpr):
+    """Return the values of codes [N, K / 2] with scales [N, K / 32], [N, K] in DTYPE."""
+    shape: tl.constexpr = (codes.shape[0], codes.shape[1] * 2)
+    numbers = tl.reshape(tl.join(codes & 15, codes >> 4), shape)
     # The three bits of a magnitude are the lowest exponent bits and the highest mantissa bit of an fp32 2^126 times
     # smaller, of which 0.5 is a denormal number.
-    small = ((codes & 8) << 28) | ((codes & 7) << 22)
-    blocks = start // 32 + tl.arange(0, BLOCK // 32)
-    mask = is_row[:, None] & (blocks < length // 32)[None, :]
-    exponents = tl.load(scales_ptr + rows[:, None] * scales_stride + blocks[None, :], mask=mask, other=127)
-    exponents = exponents.to(tl.int32)
-    bits = tl.where(exponents == 0, 0x00400000, tl.where(exponents == 255, 0x7FC00000, exponents << 23))
-    powers = tl.broadcast_to(bits.to(tl.float32, bitcast=True)[:, :, None], (rows.shape[0], BLOCK // 32, 32))
-    numbers = small.to(tl.float32, bitcast=True) * 8.507059173023462e37
-    return (numbers * tl.reshape(powers, (rows.shape[0], BLOCK))).to(DTYPE)
+    small = (((numbers & 8) << 28) | ((numbers & 7) << 22)).to(tl.float32, bitcast=True)
+    bits = tl.where(scales == 0, 0x00400000, tl.where(scales == 255, 0x7FC00000, scales << 23))
+    powers = tl.broadcast_to(bits.to(tl.float32, bitcast=True)[:, :, None], (shape[0], scales.shape[1], 32))
+    return (small * 8.507059173023462e37 * tl.reshape(powers, shape)).to(DTYPE)
 
 
 @triton.jit
@@ -94,8 +101,6 @@ def _gate_up_kernel(
         is_column = columns < F
         pair = tl.load(order_ptr + position, mask=is_row, other=0)
         x_at = x_ptr + (pair // K).to(tl.int64)[:, None] * x_stride
-        weight_at = gate_up_ptr + expert.to(tl.int64) * stride_e
-        scales_at = None if scales_ptr is None else scales_ptr + expert.to(tl.int64) * scales_stride_e
         gate = tl.zeros((ROWS, COLUMNS), tl.float32)
         up = tl.zeros((ROWS, COLUMNS), tl.float32)
         dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -103,10 +108,12 @@ def _gate_up_kernel(
             c = start + tl.arange(0, BLOCK)
             x = tl.load(x_at + c[None, :], mask=is_row[:, None] & (c < C)[None, :], other=0.0)
             gate_weight = _load_weight(
-                weight_at, scales_at, 2 * columns, is_column, stride_f, scales_stride_f, start, C, BLOCK, dtype
+                gate_up_ptr, scales_ptr, expert, 2 * columns, is_column, stride_e, stride_f, scales_stride_e,
+                scales_stride_f, start, C, BLOCK, dtype,
             )  # fmt: skip
             up_weight = _load_weight(
-                weight_at, scales_at, 2 * columns + 1, is_column, stride_f, scales_stride_f, start, C, BLOCK, dtype
+                gate_up_ptr, scales_ptr, expert, 2 * columns + 1, is_column, stride_e, stride_f, scales_stride_e,
+                scales_stride_f, start, C, BLOCK, dtype,
             )  # fmt: skip
             gate, up = dot(x, tl.trans(gate_weight), gate, WIDEN), dot(x, tl.trans(up_weight), up, WIDEN)
         bias_at = bias_ptr + expert.to(tl.int64) * 2 * F + 2 * columns
@@ -146,8 +153,6 @@ def _down_kernel(
     if expert < E:
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = columns < C
-        weight_at = down_ptr + expert.to(tl.int64) * stride_e
-        scales_at = None if scales_ptr is None else scales_ptr + expert.to(tl.int64) * scales_stride_e
         hidden_at = hidden_ptr + position.to(tl.int64)[:, None] * F
         part = tl.zeros((ROWS, COLUMNS), tl.float32)
         dtype: tl.constexpr = hidden_ptr.dtype.element_ty
@@ -155,7 +160,8 @@ def _down_kernel(
             f = start + tl.arange(0, BLOCK)
             hidden = tl.load(hidden_at + f[None, :], mask=is_row[:, None] & (f < F)[None, :], other=0.0)
             down = _load_weight(
-                weight_at, scales_at, columns, is_column, stride_c, scales_stride_c, start, F, BLOCK, dtype
+                down_ptr, scales_ptr, expert, columns, is_column, stride_e, stride_c, scales_stride_e, scales_stride_c,
+                start, F, BLOCK, dtype,
             )  # fmt: skip
             part = dot(hidden, tl.trans(down), part, WIDEN)
         part += tl.load(bias_ptr + expert.to(tl.int64) * C + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
