@@ -165,6 +165,11 @@ def use_threads() -> None:
         _threads = count
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Return whether the library computes with this tensor, outside of training."""
+    return x.device.type == HOST and x.dtype == torch.float32 and missing() is None and not torch.is_grad_enabled()
+
+
 def plain(x: Tensor) -> Tensor:
     """Return x in fp32, with its last dim contiguous."""
     x = x if x.dtype == torch.float32 else x.float()
