@@ -47,7 +47,7 @@ class Dense(Format):
             x, residual, norm.weight, matrix.weight, norm.eps, plus_one=norm.plus_one
         )
 
-    def native_product(self, matrix: Matrix) -> Tensor:
+    def for_kernels(self, matrix: Matrix) -> Tensor:
         return matrix.weight
 
     def lookup(self, matrix: Matrix, row_ids: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class Stored(Quantised):
     def values_of(self, matrix: Matrix, pick: Pick) -> Tensor:
         return matrix.weight[pick].to(matrix.dtype)
 
-    def native_product(self, matrix: Matrix) -> Tensor:
+    def for_kernels(self, matrix: Matrix) -> Tensor:
         return matrix.weight
 
     def linear(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:

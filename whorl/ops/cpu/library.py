@@ -13,7 +13,7 @@ from whorl.device import HOST, register_backend
 
 from .build import FOLDER, NAME, sources_digest
 
-BACKEND = "native"
+BACKEND = "cpp"
 VARIANT = "WHORL_CPU_KERNELS"  # environment variable: the instruction set to use; "none": no library
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 REPAIR = "install a C++ compiler and run: python {build}"
