@@ -73,6 +73,7 @@ def build(
                 [
                     *command,
                     *FLAGS,
+                    *own,
                     *own_flags.get(name, []),
                     *flags,
                     "-I",
