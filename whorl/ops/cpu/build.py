@@ -69,21 +69,8 @@ def build(
 
         def compile_unit(name: str) -> str:
             out = str(Path(folder, f"{name}.o"))
-            _run(
-                [
-                    *command,
-                    *FLAGS,
-                    *own,
-                    *own_flags.get(name, []),
-                    *flags,
-                    "-I",
-                    str(FOLDER),
-                    "-c",
-                    str(FOLDER / units[name]),
-                    "-o",
-                    out,
-                ]
-            )
+            paths = "-I", str(FOLDER), "-c", str(FOLDER / units[name]), "-o", out
+            _run([*command, *FLAGS, *own, *own_flags.get(name, []), *flags, *paths])
             return out
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
