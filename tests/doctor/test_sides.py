@@ -64,7 +64,7 @@ def test_every_difference_has_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
         return watch
 
-    monkeypatch.setattr("whorl.doctor.pair.PAIR_RULES", [(code, watched(check)) for code, check in PAIR_RULES])
+    monkeypatch.setattr("whorl.doctor.compare.PAIR_RULES", [(code, watched(check)) for code, check in PAIR_RULES])
     for name, case in CASES.items():
         compare(case, tmp_path / name)
     assert {check.__name__ for _, check in PAIR_RULES} - fired == set()
