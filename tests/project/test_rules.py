@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "streams",
     },
     "serve": {"engine", "extras", "fields", "media", "sandbox", "startup", "streams"},
-    "rl": {"device", "engine", "extras", "nn", "serve"},
+    "rl": {"engine", "nn", "serve", "streams"},
     "cluster": {"engine", "extras", "fields", "serve"},
     "chat": {"engine", "extras", "fields", "media", "serve", "startup"},
     "doctor": {"contracts", "models", "plan", "positions", "rope_config"},
