@@ -125,7 +125,8 @@ def trial(layers: int, *, is_fused: bool) -> dict[str, Any]:
     places = Places(model)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     body, sums = here.recv(), here.recv()
-    times, phases = [], {}
+    times: list[float] = []
+    phases: dict[str, float] = {}
     for _ in range(4):
         times.append(timed(lambda: sync(model, places, body, phases)))
     copies = nn.destinations(model) | places.destinations

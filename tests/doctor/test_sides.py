@@ -127,7 +127,8 @@ def test_a_rollout_of_our_own_promises_by_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "lesson"),
     [
-        ({"trainer": "trl/serve.sh"}, "starts no rollout"),
+        ({"trainer": "trl/serve.sh"}, "trains nothing"),
+        ({"trainer": "slime/models/qwen3-30B-A3B.sh"}, "starts no rollout"),
         ({"trainer": "trl/train.sh", "rollout": "nothing.sh"}, "no such file"),
         ({"trainer": "slime/run.sh", "rollout": "slime/models/qwen3-30B-A3B.sh"}, "serves no model"),
     ],

@@ -16,7 +16,7 @@ from torch import Tensor
 from whorl import nn
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.prompt_lookup import PromptLookup
-from whorl.engine.weights import load_model
+from whorl.engine.weights import build, load_model
 from whorl.models import BACKEND, find
 from whorl.models.any_model import AnyModel, row_invariant
 from whorl.models.qwen3 import Qwen3
@@ -98,6 +98,38 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     assert hf.config.tie_word_embeddings or len(set(tokens)) > 4, "the random model says too little to compare"
     assert tokens == expected_tokens
     close(logits, expected)
+
+
+@pytest.mark.parametrize("rope", ["yarn", "llama3", "linear"])
+def test_rotations_equal_transformers(rope: str, tmp_path: Path) -> None:
+    config = config_of("olmo2-dynamic") | {"rope_parameters": {**ROPE, **ROPES[rope]}}
+    hf = save(tmp_path, config)
+    close(Runner(load(tmp_path)).run(PROMPT), hf_logits(hf, PROMPT))
+
+
+@pytest.mark.parametrize("name", ["phi3-longrope", "olmo2-dynamic"])
+def test_long_frequencies_are_those_of_max_length(name: str, tmp_path: Path) -> None:
+    """Of a sequence past the length that the frequencies change at, and of its beginning."""
+    config = config_of(name) | {"max_position_embeddings": 40}
+    if name == "phi3-longrope":
+        config |= {"original_max_position_embeddings": 20}
+        config["rope_parameters"] = {**config["rope_parameters"], "original_max_position_embeddings": 20}
+    hf = save(tmp_path, config)
+    prompt = (PROMPT * 3)[:60]
+    model = load(tmp_path, max_model_len=60)
+    close(Runner(model).run(prompt), hf_logits(hf, prompt))
+    close(Runner(model).run(prompt[:10]), hf_logits(hf, prompt)[:10])
+
+
+def test_windows_are_what_the_mask_means(tmp_path: Path) -> None:
+    """Also ones as long as no sequence of a test, and none where the mask has none."""
+    for window, expected in ((9, 9), (32768, 32768), (None, None)):
+        config = {**config_of("starcoder2"), "sliding_window": window, "max_position_embeddings": 65536}
+        assert [spec.window for spec in build(config, device="meta", dtype=torch.float32).cache_specs()] == [
+            expected
+        ] * 2
+    config = {**config_of("olmoe"), "sliding_window": 9}  # transformers' mask of OLMoE has no window
+    assert build(config, device="meta", dtype=torch.float32).cache_specs()[0].window is None
 
 
 @pytest.mark.sampled("dtype", keep=2)

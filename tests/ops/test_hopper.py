@@ -100,6 +100,18 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_latent_kernel",
         "_latent_fold_kernel",
         "_adamw_int8_kernel",
+        "_delta_chunk_kernel",
+        "_delta_state_kernel",
+        "_delta_rows_kernel",
+        "_delta_reverse_kernel",
+        "_delta_gradients_kernel",
+        "_heads_kernel",
+        "_heads_backward_kernel",
+        "_gates_kernel",
+        "_gates_backward_kernel",
+        "_conv_kernel",
+        "_conv_keep_kernel",
+        "_conv_backward_kernel",
     }
 
 
@@ -123,6 +135,13 @@ def test_latent_attention_runs_on_the_tensor_cores(builds: list[dict[str, Any]])
 def test_attention_inside_segments_runs_on_the_tensor_cores(builds: list[dict[str, Any]]) -> None:
     rows = [row for row in builds if row["kernel"] in ("_bidirectional_kernel", "_bidirectional_gluon_kernel")]
     assert rows
+    assert all(row["tensor_core_products"] for row in rows), rows
+
+
+def test_the_gated_delta_rule_runs_on_the_tensor_cores(builds: list[dict[str, Any]]) -> None:
+    kernels = {f"_delta_{name}_kernel" for name in ("chunk", "state", "rows", "reverse", "gradients")}
+    rows = [row for row in builds if row["kernel"] in kernels]
+    assert {row["kernel"] for row in rows} == kernels
     assert all(row["tensor_core_products"] for row in rows), rows
 
 

@@ -136,7 +136,9 @@ def test_gguf_equals_transformers(name: str, tmp_path: Path) -> None:
     windows = {f"{arch}.attention.sliding_window": config["sliding_window"]} if "sliding_window" in config else {}
     write_gguf(tmp_path / "model.gguf", arch, hf, keys=windows)
     close(logits(load(tmp_path / "model.gguf", unpack=True)), hf_logits(hf, PROMPT))
-    assert torch.equal(logits(load(tmp_path, unpack=True)), logits(load(tmp_path / "model.gguf", unpack=True))), "a folder with one GGUF file"
+    assert torch.equal(logits(load(tmp_path, unpack=True)), logits(load(tmp_path / "model.gguf", unpack=True))), (
+        "a folder with one GGUF file"
+    )
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_0", "Q5_1", "BF16", "F16"])

@@ -155,11 +155,11 @@ def check_pair(
 def _sides(launches: list[Launch], trainer: str | Path) -> tuple[Launch, Launch]:
     """Return the trainer and the rollout of one launch, which is a job, or of two."""
     first, last = launches[0], launches[-1]
+    because = f"it is of {first.framework}, {first.framework_because}"
+    if first.framework in ENGINES:
+        raise BadInput(f"{trainer}: trains nothing ({because}). Give the trainer, or a job of {', '.join(JOBS)}")
     if len(launches) == 1 and first.framework not in JOBS:
-        raise BadInput(
-            f"{trainer}: starts no rollout (it is of {first.framework}, {first.framework_because}). Give --rollout "
-            f"FILE, or a job of {', '.join(JOBS)}"
-        )
+        raise BadInput(f"{trainer}: starts no rollout ({because}). Give --rollout FILE, or a job of {', '.join(JOBS)}")
     trains, generates = parts(first)[0], parts(last)[-1]
     if len(launches) == 2 and first.framework in JOBS:
         # A trainer sends the settings of sampling with its requests.

@@ -114,5 +114,5 @@ def _product(linear: Linear) -> ProductPart | None:
     """Return a linear layer's product; None where it is more than that, or has no kernel."""
     if linear.is_partial:
         return None
-    weight = linear.format.native_product(linear)
+    weight = linear.format.for_kernels(linear)
     return None if weight is None else ProductPart(weight, linear.bias)

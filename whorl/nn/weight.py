@@ -174,7 +174,7 @@ class Format(ABC):
         normed, total = norm(x, residual)
         return self.linear(matrix, normed, bias), normed, total
 
-    def native_product(self, matrix: "Matrix") -> Any:
+    def for_kernels(self, matrix: "Matrix") -> Any:
         """Return the matrix as whorl's CPU kernels multiply it, plain or a `PackedMatrix`; None: they do not."""
         return None
 

@@ -25,7 +25,7 @@ from ._plan import NOT_DESCRIBED, Impls, Key, Plan, Plans, describer
 from ._schema import literals, torch_schema
 from ._spec import spec_of
 from ._tracing import PLAIN, VALUE_READS, has_autocast, has_dtensor, is_transformed, is_watched, needs_node, no_autocast
-from .cpu.library import BACKEND as NATIVE
+from .cpu.library import BACKEND as CPP
 
 _LIBRARY = Library("whorl", "FRAGMENT")
 OPS: dict[str, "Op"] = {}
@@ -144,7 +144,7 @@ class Op:
             )
 
         check_where(self.name, backend, where)
-        takes_fp64 = backend not in ("triton", NATIVE) if takes_fp64 is None else takes_fp64
+        takes_fp64 = backend not in ("triton", CPP) if takes_fp64 is None else takes_fp64
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             check_signature(f"{self.name}/{backend}", function, self._names)
@@ -357,8 +357,8 @@ class Op:
     def _unchecked_on_host(self) -> Callable[..., Any]:
         """Return what `unchecked` runs on the CPU. Whorl's kernels take all arguments that the contract allows."""
         names = [name for name in self.impls if BACKENDS[name].home == HOST and unavailable(name, HOST) is None]
-        if names == [NATIVE]:
-            return self.impls[NATIVE].function
+        if names == [CPP]:
+            return self.impls[CPP].function
         return self if names else self.reference
 
     def _refuse_gradient(self) -> None:

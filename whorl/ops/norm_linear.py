@@ -35,7 +35,7 @@ def norm_linear(
     return narrow(multiply(widen(normed), widen(weight)), x.dtype), normed, total
 
 
-norm_linear.impl("native", "whorl.ops.cpu.linear:norm_linear")
+norm_linear.impl("cpp", "whorl.ops.cpu.linear:norm_linear")
 norm_linear.impl("triton", "norm_linear_triton:forward")
 
 

@@ -241,8 +241,8 @@ def _has_kernels(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         return False
     if checkpoint.packed is None:  # they are rounded otherwise
         return False
-    if (reason := cpu_library.missing()) is not None:
-        log.warning("whorl has no CPU kernels here, so that this takes several times as long: %s", reason)
+    if cpu_library.missing() is not None:
+        log.warning("%s", cpu_library.describe())
         return False
     log.warning(
         "%s: weights in the file's own bits, tokens in 8 bits (%s); --unpack computes with both in fp32",

@@ -16,7 +16,7 @@ from .skeleton import RefusedError
 
 TOKENS = 7  # of the trial's sequence
 _FEW = 32  # numbers that every library adds in one order
-_FAR = 20000  # a position past any window that is not the whole context
+_FAR = 1 << 24  # a position past any window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

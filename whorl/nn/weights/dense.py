@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from whorl import ops
 from whorl.nn.weight import FEW, Destination, Format, Formats, Matrix, Norm, Part
+from whorl.ops.cpu import library as cpu_library
 from whorl.ops.linear import pack
 
 
@@ -30,7 +31,7 @@ class Dense(Format):
         matrix.weight.normal_(std=matrix.shape[-1] ** -0.5, generator=generator)
 
     def finish(self, matrix: Matrix) -> None:
-        if len(matrix.shape) == 2:
+        if len(matrix.shape) == 2 and cpu_library.missing() is not None:
             pack(matrix.weight)  # on a CPU: stores a copy in the order that its library reads fastest
 
     def linear(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -46,7 +47,7 @@ class Dense(Format):
             x, residual, norm.weight, matrix.weight, norm.eps, plus_one=norm.plus_one
         )
 
-    def native_product(self, matrix: Matrix) -> Tensor:
+    def for_kernels(self, matrix: Matrix) -> Tensor:
         return matrix.weight
 
     def lookup(self, matrix: Matrix, row_ids: Tensor) -> Tensor:

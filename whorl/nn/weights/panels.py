@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whorl.nn.weight import Norm, Part
-from whorl.ops.cpu import norm as native_norm
+from whorl.ops.cpu import norm as cpu_norm
 from whorl.ops.cpu.packed import KINDS, PackedMatrix, columns_per_block, interleave
 from whorl.ops.moe.experts import activate, run_routed
 
@@ -60,7 +60,7 @@ class GgufPanels(GgufBlocks):
         rows = torch.arange(matrix.shape[0])[pick] if isinstance(pick, slice) else pick
         return products[0].values(rows).to(matrix.dtype)
 
-    def native_product(self, matrix: Any) -> PackedMatrix | None:
+    def for_kernels(self, matrix: Any) -> PackedMatrix | None:
         products: list[PackedMatrix] | None = getattr(matrix, "products", None)
         return None if products is None or matrix.lead else products[0]
 
@@ -74,7 +74,7 @@ class GgufPanels(GgufBlocks):
         self, matrix: Any, norm: Norm, x: Tensor, residual: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         products: list[PackedMatrix] | None = getattr(matrix, "products", None)
-        described = None if products is None or x.dtype != torch.float32 else native_norm.described(norm, x, residual)
+        described = None if products is None or x.dtype != torch.float32 else cpu_norm.described(norm, x, residual)
         if products is None or described is None or (bias is not None and bias.dtype != torch.float32):
             return GgufBlocks.norm_linear(self, matrix, norm, x, residual, bias)
         return products[0].norm_linear(x, residual, described, bias)

@@ -179,7 +179,7 @@ def _triton_reason(q: Tensor, scale: float, **_: object) -> str | None:
     return head_reason(q)
 
 
-paged_attention.impl("native", "whorl.ops.cpu.attention:paged_attention")
+paged_attention.impl("cpp", "whorl.ops.cpu.attention:paged_attention")
 paged_attention.impl("triton", "paged_triton:attention", accepts=_triton_reason)
 paged_attention.impl("torch_npu", "paged_torch_npu:attention", accepts=paged_torch_npu.reason)
 

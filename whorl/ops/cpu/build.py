@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,8 +20,8 @@ FOLDER = Path(__file__).parent
 NAME = "_library"  # of the built file, before the ending of the platform
 # -ffp-contract=off: an fma is written where one is meant, or variants would not give the same bits.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
-# The second: GCC would reorder the integer additions of a block and run out of registers.
-FLAGS += ["-fno-trapping-math", *(["-fno-tree-reassoc"] if platform.system() == "Linux" else [])]
+FLAGS.append("-fno-trapping-math")
+GCC_FLAGS = ["-fno-tree-reassoc"]  # else GCC reorders the integer additions of a block and runs out of registers
 AVX2 = "-mavx2 -mfma -mf16c"
 # By machine: the name of each variant and its flags. `plain` runs anywhere.
 VARIANTS = {
@@ -41,16 +42,26 @@ def sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def build(target: Path, *, machine: str = "", compiler: Sequence[str] = (), flags: Sequence[str] = ()) -> None:
+def build(
+    target: Path,
+    *,
+    machine: str = "",
+    compiler: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    program: Path | None = None,
+) -> None:
     """Compile the sources and link them to `target`.
 
     machine: what to build for, by default this one. compiler: its command; default: CXX, else c++. flags: more of them,
-    such as sanitizers. Raises RuntimeError with the compiler's message.
+    such as sanitizers. program: a source file with a main function, which makes `target` a program.
+    Raises RuntimeError with the compiler's message.
     """
     machine = machine or platform.machine()
     command = list(compiler) or shlex.split(os.environ.get("CXX", "c++"))
+    own = GCC_FLAGS if "Free Software Foundation" in _run([*command, "--version"]) else []
     define = f'-DWHORL_SOURCES="{sources_digest()}"'
     units = {"library": "library.cpp", "pool": "pool.cpp", "plain": "kernels.cpp"}
+    units |= {} if program is None else {"program": str(program)}
     own_flags = {"library": [define], "plain": ["-DWHORL_VARIANT=plain"]}
     for name, variant in VARIANTS.get(MACHINES.get(machine, machine), {}).items():
         units[name], own_flags[name] = "kernels.cpp", [*variant.split(), f"-DWHORL_VARIANT={name}"]
@@ -58,27 +69,29 @@ def build(target: Path, *, machine: str = "", compiler: Sequence[str] = (), flag
 
         def compile_unit(name: str) -> str:
             out = str(Path(folder, f"{name}.o"))
-            _run([*command, *FLAGS, *own_flags.get(name, []), *flags, "-c", str(FOLDER / units[name]), "-o", out])
+            paths = "-I", str(FOLDER), "-c", str(FOLDER / units[name]), "-o", out
+            _run([*command, *FLAGS, *own, *own_flags.get(name, []), *flags, *paths])
             return out
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_unit, units))
         linked = Path(folder, "linked")
-        _run([*command, "-shared", *flags, *objects, "-o", str(linked), "-pthread"])
+        _run([*command, *(["-shared"] if program is None else []), *flags, *objects, "-o", str(linked), "-pthread"])
         target.parent.mkdir(parents=True, exist_ok=True)
         # A new file in place of the old one: processes that have loaded that one keep it.
         unfinished = target.with_name(f"{target.name}.{os.getpid()}")
-        unfinished.write_bytes(linked.read_bytes())
+        shutil.copy(linked, unfinished)
         unfinished.replace(target)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise RuntimeError(f"{command[0]} cannot be run: {error}; install a C++ compiler, such as g++") from error
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr[-4000:]}")
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ from whorl.device import HOST, register_backend
 
 from .build import FOLDER, NAME, sources_digest
 
-BACKEND = "native"
+BACKEND = "cpp"
 VARIANT = "WHORL_CPU_KERNELS"  # environment variable: the instruction set to use; "none": no library
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
-REPAIR = "install a C++ compiler and run: python {build}"
 
 
 class Packing(Structure):
@@ -104,10 +103,10 @@ def _problem(library: ctypes.CDLL) -> str | None:
     """Return why a library that could be loaded is not used."""
     library.whorl_cpu_sources.restype = ctypes.c_char_p
     if library.whorl_cpu_sources().decode() != sources_digest():
-        return f"was built from other sources; run: python {FOLDER / 'build.py'}"
+        return "the library was built from other sources"
     name = os.environ.get(VARIANT, "")
     if not library.whorl_cpu_choose(name.encode()):
-        return f"has no kernels {name!r} that this {platform.machine()} runs ({VARIANT})"
+        return f"{VARIANT} is {name!r}, which this {platform.machine()} does not run"
     return None
 
 
@@ -118,11 +117,11 @@ def _found() -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"switched off by {VARIANT}"
     paths = sorted(FOLDER.glob(f"{NAME}*.so"))
     if not paths:
-        return None, f"not built: {REPAIR.format(build=FOLDER / 'build.py')}"
+        return None, "the library is not built"
     try:
         library = ctypes.CDLL(str(paths[-1]))
     except OSError as error:
-        return None, f"cannot be loaded: {error}"
+        return None, f"the library cannot be loaded: {error}"
     if (problem := _problem(library)) is not None:
         return None, problem
     for name, codes in _FUNCTIONS.items():
@@ -139,6 +138,14 @@ def missing() -> str | None:
     return _found()[1]
 
 
+def describe() -> str:
+    """Return a line that says which kernels run, or why none do and what to do."""
+    if (reason := missing()) is None:
+        return f"CPU kernels: {variant()}, {torch.get_num_threads()} threads"
+    repair = f"install a C++ compiler, such as g++, and run: python {FOLDER / 'build.py'}"
+    return f"CPU kernels: none, so that torch computes, several times as long: {reason}; {repair}"
+
+
 def variant() -> str | None:
     """Return the instruction set that is used; None without a library."""
     library = _found()[0]
@@ -148,9 +155,9 @@ def variant() -> str | None:
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the library. Raises RuntimeError where there is none."""
-    loaded, reason = _found()
+    loaded = _found()[0]
     if loaded is None:
-        raise RuntimeError(f"CPU kernels: {reason}")
+        raise RuntimeError(describe())
     return loaded
 
 
@@ -163,6 +170,11 @@ def use_threads() -> None:
     if (count := torch.get_num_threads()) != _threads:
         library().whorl_cpu_set_threads(count)
         _threads = count
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Return whether the library computes with this tensor, outside of training."""
+    return x.device.type == HOST and x.dtype == torch.float32 and missing() is None and not torch.is_grad_enabled()
 
 
 def plain(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ _LIKE_A = Annotated[Tensor, "[..., H] a"]
 _GATE = Annotated[Tensor, "[..., H] fp32"]
 _PARAMETER = Annotated[Tensor, "[H] a or fp32"]
 LINEAR = 20.0  # softplus(x) is x above this, as in torch
+WITHOUT = {"torch_npu": "torch_npu has no such operator"}
 
 
 def _softplus(x: Tensor) -> Tensor:
@@ -20,7 +21,7 @@ def _softplus(x: Tensor) -> Tensor:
     return torch.where(x > LINEAR, x, torch.log1p(torch.exp(x.clamp(max=LINEAR))))
 
 
-@operator(sharding="rows")
+@operator(sharding="rows", without=WITHOUT)
 def delta_gates(a: _A, b: _LIKE_A, a_log: _PARAMETER, dt_bias: _PARAMETER) -> tuple[_GATE, _GATE]:
     """Return g = -exp(a_log) softplus(a + dt_bias), which is 0 at most, and beta = sigmoid(b), both in fp32.
 
@@ -33,7 +34,7 @@ def delta_gates(a: _A, b: _LIKE_A, a_log: _PARAMETER, dt_bias: _PARAMETER) -> tu
     return g.contiguous(), (1 / (1 + torch.exp(-widen(b)))).contiguous()
 
 
-@operator(sharding="rows")
+@operator(sharding="rows", without=WITHOUT)
 def delta_gates_backward(
     dg: _GATE, dbeta: _GATE, a: _A, b: _LIKE_A, a_log: _PARAMETER, dt_bias: _PARAMETER
 ) -> tuple[_LIKE_A, _LIKE_A, Annotated[Tensor, "[H] a_log"], Annotated[Tensor, "[H] dt_bias"]]:
