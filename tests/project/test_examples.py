@@ -73,8 +73,7 @@ def test_an_adapter_is_trained_and_served() -> None:
     said = run("train_adapter.py")
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", said)]
     assert losses[-1] < losses[0] / 4
-    assert said.count("Whorl") == 2, said
-    assert "base:    My name is Whorl" not in said
+    assert said.endswith("  adapter: I am Whorl.\n"), said
 
 
 @needs_model

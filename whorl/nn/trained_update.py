@@ -81,8 +81,10 @@ class TrainedUpdates(nn.Module):
 
 
 def _check_whole(target: Target) -> None:
-    for part in target.parts:
-        if (part.rows, part.columns) != tuple(slice(0, size) for size in part.shape):
+    parts = target.parts[: len(target.rows)]
+    num_rows = sum(part.rows.stop - part.rows.start for part in parts)
+    for part in parts:
+        if num_rows != target.shape[0] or part.columns != slice(0, target.shape[1]):
             raise ValueError(f"TrainedUpdates: {target.key} is sharded over ranks, expected a model on one rank")
 
 
@@ -96,11 +98,11 @@ class _Added:
     def add(self, target: Target, update: Update) -> None:
         for part, rows in zip(target.parts, target.rows, strict=False):
             index = next(i for i, known in enumerate(self.parts) if known.first == part.first)
-            self.updates[index] = Update(a=update.a, b=update.b[..., rows, :], scale=update.scale)
+            self.updates[index] = Update(a=update.a, b=update.b[..., rows, :][..., part.rows, :], scale=update.scale)
 
     def __call__(self, y: Tensor, x: Tensor, routing: Routing | None = None) -> Tensor:
         """As `Adapter`, with a gradient, and rounded where `ops.low_rank` rounds."""
-        columns = y.split([part.shape[0] for part in self.parts], -1)
+        columns = y.split([part.rows.stop - part.rows.start for part in self.parts], -1)
         outputs = [
             part if update is None else part + _product(x, update, routing) * update.scale
             for part, update in zip(columns, self.updates, strict=True)
