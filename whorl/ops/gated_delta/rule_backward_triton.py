@@ -106,7 +106,7 @@ def _delta_reverse_kernel(
     base = chunks_before(starts_ptr, None, b, B, BLOCK_B)
     dstate = tl.zeros((BV, BLOCK_D), tl.float32)
     count_of = (stop - start + CHUNK - 1) // CHUNK
-    for i in range(count_of):
+    for i in tl.range(0, count_of, disable_licm=True):  # what is moved out of the loop takes registers
         number = count_of - 1 - i
         first = start + number * CHUNK
         count = tl.minimum(stop - first, CHUNK)
@@ -213,27 +213,25 @@ def _delta_gradients_kernel(
     last = tl.load(sums_ptr + place * CHUNK + CHUNK - 1)
     growth, rest = tl.exp(sums)[:, None], tl.exp(last - sums)[:, None]
 
+    # One result after the other, over slices of the value channels: together they would not fit in registers.
     wide = tl.zeros((CHUNK, BLOCK_D), tl.float32)
     square = tl.zeros((CHUNK, CHUNK), tl.float32)
-    of_out, of_deltas, of_errors, out_deltas, error_deltas = wide, wide, wide, square, square
+    dout_ptr += head * dout_stride_h
+    deltas_ptr += head * DV
+    derrors_ptr += head * DV
+    out_deltas, error_deltas = square, square
     of_values, of_state = tl.zeros((CHUNK,), tl.float32), tl.zeros((BV,), tl.float32)
-    for part in range(0, DV, BV):
+    for part in tl.range(0, DV, BV, num_stages=1):
         values = part + tl.arange(0, BV)
-        own = head * DV
-        d = load_rows(deltas_ptr + own, first + rows, heads * DV, is_real, values, DV)
-        r = load_rows(derrors_ptr + own, first + rows, heads * DV, is_real, values, DV)
-        dout = load_rows(dout_ptr + head * dout_stride_h, first + rows, dout_stride_t, is_real, values, DV)
+        d = load_rows(deltas_ptr, first + rows, heads * DV, is_real, values, DV)
+        r = load_rows(derrors_ptr, first + rows, heads * DV, is_real, values, DV)
+        dout = load_rows(dout_ptr, first + rows, dout_stride_t, is_real, values, DV)
         v = load_rows(v_ptr + head * v_stride_h, first + rows, v_stride_t, is_real, values, DV)
-        at = (place * DV + values)[:, None] * D + channels[None, :]
-        is_state = (values < DV)[:, None] & is_channel[None, :]
-        state = tl.load(states_ptr + at, mask=is_state, other=0.0)
-        dstate = tl.load(dstates_ptr + at, mask=is_state, other=0.0)
-        of_out = dot(dout, state, of_out, WIDEN)
-        of_deltas = dot(d, dstate, of_deltas, WIDEN)
-        of_errors = dot(r, state, of_errors, WIDEN)
         out_deltas = dot(dout, tl.trans(d), out_deltas, WIDEN)
         error_deltas = dot(r, tl.trans(d), error_deltas, WIDEN)
         of_values += tl.sum(r.to(tl.float32) * v.to(tl.float32), 1)
+        state = _state(states_ptr, place, values, channels, DV, D)
+        dstate = _state(dstates_ptr, place, values, channels, DV, D)
         of_state += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
         to = dv_ptr + (tokens * heads + head)[:, None] * DV + values[None, :]
         is_value = is_real[:, None] & (values < DV)[None, :]
@@ -244,29 +242,53 @@ def _delta_gradients_kernel(
     dweights = tl.where(is_seen, scale * out_deltas, 0.0)
     dlower = tl.where(is_before, -error_deltas, 0.0)
     products = dot(k, tl.trans(k), square, WIDEN)
+    moved = decay * (dweights * dot(q, tl.trans(k), square, WIDEN) + dlower * beta * products)
+    ddecays = tl.sum(moved, 1) - tl.sum(moved, 0)
+    dbeta = of_values + tl.sum(dlower * decay * products, 1)
     of_queries = (decay * dweights).to(k.dtype)
     of_keys = (beta * decay * dlower).to(k.dtype)
+
+    to = (tokens * heads + head)[:, None] * D + channels[None, :]
+    mask = is_real[:, None] & is_channel[None, :]
+    of_out = wide
+    for part in tl.range(0, DV, BV, num_stages=1):
+        values = part + tl.arange(0, BV)
+        dout = load_rows(dout_ptr, first + rows, dout_stride_t, is_real, values, DV)
+        of_out = dot(dout, _state(states_ptr, place, values, channels, DV, D), of_out, WIDEN)
     dq = scale * growth * of_out
+    ddecays += tl.sum(dq * q.to(tl.float32), 1)
+    tl.store(dq_ptr + to, dot(of_queries, k, dq, WIDEN), mask=mask)
+
+    of_errors = wide
+    for part in tl.range(0, DV, BV, num_stages=1):
+        values = part + tl.arange(0, BV)
+        r = load_rows(derrors_ptr, first + rows, heads * DV, is_real, values, DV)
+        of_errors = dot(r, _state(states_ptr, place, values, channels, DV, D), of_errors, WIDEN)
+    read = tl.sum(of_errors * k.to(tl.float32), 1)
+    ddecays -= tl.sum(beta * growth, 1) * read
+    dbeta -= tl.sum(growth, 1) * read
+    of_deltas = wide
+    for part in tl.range(0, DV, BV, num_stages=1):
+        values = part + tl.arange(0, BV)
+        d = load_rows(deltas_ptr, first + rows, heads * DV, is_real, values, DV)
+        of_deltas = dot(d, _state(dstates_ptr, place, values, channels, DV, D), of_deltas, WIDEN)
     dk = rest * of_deltas
-    moved = decay * (dweights * dot(q, tl.trans(k), square, WIDEN) + dlower * beta * products)
-    wide_k, wide_q = k.to(tl.float32), q.to(tl.float32)
-    of_rest = tl.sum(dk * wide_k, 1)
-    read = tl.sum(of_errors * wide_k, 1)
-    ddecays = tl.sum(dq * wide_q, 1) - of_rest - tl.sum(beta * growth, 1) * read
-    ddecays += tl.sum(moved, 1) - tl.sum(moved, 0)
+    of_rest = tl.sum(dk * k.to(tl.float32), 1)
     of_last = tl.exp(last) * tl.sum(of_state, 0) + tl.sum(of_rest, 0)
-    ddecays += tl.where(rows == CHUNK - 1, of_last, 0.0)
-    dbeta = of_values - tl.sum(growth, 1) * read + tl.sum(dlower * decay * products, 1)
-    dq = dot(of_queries, k, dq, WIDEN)
+    ddecays += tl.where(rows == CHUNK - 1, of_last, 0.0) - of_rest
     dk = dot(tl.trans(of_queries), q, dk - beta * growth * of_errors, WIDEN)
     dk = dot(of_keys, k, dk, WIDEN)
     dk = dot(tl.trans(of_keys), k, dk, WIDEN)
-    to = (tokens * heads + head)[:, None] * D + channels[None, :]
-    mask = is_real[:, None] & is_channel[None, :]
-    tl.store(dq_ptr + to, dq, mask=mask)
     tl.store(dk_ptr + to, dk, mask=mask)
     tl.store(dg_ptr + tokens * heads + head, tl.cumsum(ddecays, 0, reverse=True), mask=is_real)
     tl.store(dbeta_ptr + tokens * heads + head, dbeta, mask=is_real)
+
+
+@triton.jit
+def _state(states_ptr, place, values, channels, DV, D: tl.constexpr):
+    """Load value channels of a chunk's state, [values, channels]."""
+    at = states_ptr + (place * DV + values)[:, None] * D + channels[None, :]
+    return tl.load(at, mask=(values < DV)[:, None] & (channels < D)[None, :], other=0.0)
 
 
 def backward(
@@ -292,14 +314,14 @@ def backward(
     common |= {"scale": scale, "B": count, "DV": value_dim, "G": heads // key_heads, "D": dim, "BV": part}
     common |= {"BLOCK_B": power_of_2(count), "BLOCK_D": max(16, power_of_2(dim)), "WIDEN": is_interpreting()}
     _delta_reverse_kernel[(ceil_div(value_dim, part), heads, count)](
-        **common, lower_ptr=lower, weights_ptr=weights, HV=heads, enable_fp_fusion=False, num_warps=4
+        **common, lower_ptr=lower, weights_ptr=weights, HV=heads, enable_fp_fusion=False, num_warps=8
     )
     # Zeros, because no program computes padding tokens.
     dv = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
     dq, dk = (torch.zeros(tokens, heads, dim, dtype=torch.float32, device=q.device) for _ in range(2))
     dg, dbeta = (torch.zeros(tokens, heads, dtype=torch.float32, device=q.device) for _ in range(2))
     _delta_gradients_kernel[(heads, num_chunks)](
-        **common,
+        **common | {"BV": min(part, 32)},
         v_ptr=v,
         v_stride_t=v.stride(0),
         v_stride_h=v.stride(1),

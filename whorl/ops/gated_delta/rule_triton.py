@@ -298,7 +298,7 @@ def _delta_state_kernel(
             in_lane = (head * D + channels)[None, :] * DV + values[:, None]
             state = tl.load(state_ptr + lane * state_stride + in_lane, mask=is_value, other=0.0)
         end = start + (stop - start) // CHUNK * CHUNK
-        for first in tl.range(start, end, CHUNK, num_stages=STAGES):
+        for first in tl.range(start, end, CHUNK, num_stages=STAGES, disable_licm=STAGES == 1):
             state, operand, _, _, _, _, d0, d1, d2, d3 = _chunk(
                 state, q_ptr, k_ptr, v_ptr, beta_ptr, out_ptr, lower_ptr + place * CHUNK * CHUNK,
                 weights_ptr + place * CHUNK * CHUNK, sums_ptr + place * CHUNK, first, CHUNK, q_stride_t, k_stride_t,
@@ -421,7 +421,7 @@ def compute(
 def _plan(value_dim: int, dtype: torch.dtype, *, keeps: bool) -> dict[str, int]:
     """Return the constants of the state's kernel: the value channels of a program, its stages and warps.
 
-    keeps: it stores what a backward needs, for which four warps have too few registers.
+    keeps: it stores what a backward needs, and has no registers left for loads in advance.
     """
     part = min(64 if dtype.itemsize == 2 else 32, max(16, power_of_2(value_dim)))
-    return {"BV": part, "STAGES": 2, "num_warps": 8 if keeps else 4}
+    return {"BV": part, "STAGES": 1 if keeps else 2, "num_warps": 4}
