@@ -168,6 +168,6 @@ def test_what_does_not_fit_is_refused() -> None:
         call("rule", values, states, [(0, 100, 129)])
     with pytest.raises(ValueError, match=r"gated_delta_lanes: lanes are \[1, 1\], expected a lane of its own"):
         call("rule", values, states, [(1, 0, 2), (1, 0, 3)])
+    small = states | {"inputs": states["inputs"][:, :3].contiguous()}
     with pytest.raises(ValueError, match=r"causal_conv_lanes: inputs have room for 3 tokens, expected 4 at least"):
-        small = states | {"inputs": states["inputs"][:, :3].contiguous()}
         call("conv", {"x": torch.randn(4, CHANNELS), "weight": torch.randn(CHANNELS, WIDTH)}, small, [(0, 0, 4)])
