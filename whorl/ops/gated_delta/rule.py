@@ -18,7 +18,7 @@ VALUES = Annotated[Tensor, "[T, G*HK, DV] q"]
 GATES = Annotated[Tensor, "[T, G*HK] fp32"]
 SCALE = Annotated[float, "> 0"]
 WITHOUT = {
-    "torch_npu": "npu_chunk_gated_delta_rule keeps the state in bf16, and no decoding continues it with equal bits"
+    "torch_npu": "npu_chunk_gated_delta_rule keeps the state in bf16 and promises no bits that decoding continues"
 }
 
 
