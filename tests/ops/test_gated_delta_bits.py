@@ -72,10 +72,8 @@ def test_drafts_are_rejected_by_going_back(start: int, accepted: int, dtype: tor
     values, drafts = draw(LENGTH, dtype), draw(LENGTH, dtype, seed=1)
     good = start + 1 + accepted
     mixed = {name: torch.cat([x[:good], drafts[name][good:]]) for name, x in values.items()}
-    states, x, weight = (
-        new_lanes(1, dtype),
-        *(torch.randn(*shape).to(dtype) for shape in ((LENGTH, CHANNELS), (CHANNELS, WIDTH))),
-    )
+    states = new_lanes(1, dtype)
+    x, weight = torch.randn(LENGTH, CHANNELS).to(dtype), torch.randn(CHANNELS, WIDTH).to(dtype)
     wrong = torch.cat([x[:good], torch.randn(LENGTH - good, CHANNELS).to(dtype)])
     expected = packed(values)
     whole = ops.causal_conv(x, weight, torch.tensor([0, LENGTH], dtype=torch.int32))
@@ -141,18 +139,16 @@ def test_another_order_of_sums_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = arithmetic.OpenChunk._append_to_block
 
     def append(self: Any, rows: Any, scale: float) -> Tensor:
-        """As if a single row summed the keys of the chunk the other way round."""
+        """As if a single row summed its products over the channels of a key the other way round."""
         if len(rows.q) > 1:
             return real(self, rows, scale)
-        self.state, self.rounded, self.keys = (
-            x.flip(1 if x is not self.keys else 2) for x in (self.state, self.rounded, self.keys)
-        )
-        flipped = rows._replace(q=rows.q.flip(2), k=rows.k.flip(2))
-        out = real(self, flipped, scale)
-        self.state, self.rounded, self.keys = (
-            x.flip(1 if x is not self.keys else 2) for x in (self.state, self.rounded, self.keys)
-        )
+        turn(self)
+        out = real(self, rows._replace(q=rows.q.flip(2), k=rows.k.flip(2)), scale)
+        turn(self)
         return out
+
+    def turn(chunk: Any) -> None:
+        chunk.state, chunk.rounded, chunk.keys = chunk.state.flip(1), chunk.rounded.flip(1), chunk.keys.flip(2)
 
     monkeypatch.setattr(arithmetic.OpenChunk, "_append_to_block", append)
     assert differ(monkeypatch, torch.float32)
@@ -169,5 +165,11 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"gated_delta_lanes: lanes are \[1, 1\], expected a lane of its own"):
         call("rule", values, states, [(1, 0, 2), (1, 0, 3)])
     small = states | {"inputs": states["inputs"][:, :3].contiguous()}
+<<<<<<< HEAD
     with pytest.raises(ValueError, match=r"causal_conv_lanes: inputs have room for 3 tokens, expected 4 at least"):
         call("conv", {"x": torch.randn(4, CHANNELS), "weight": torch.randn(CHANNELS, WIDTH)}, small, [(0, 0, 4)])
+=======
+    tensors = {"x": torch.randn(4, CHANNELS), "weight": torch.randn(CHANNELS, WIDTH)}
+    with pytest.raises(ValueError, match=r"causal_conv_lanes: inputs have room for 3 tokens, expected 4 at least"):
+        call("conv", tensors, small, [(0, 0, 4)])
+>>>>>>> delta

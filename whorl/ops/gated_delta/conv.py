@@ -12,7 +12,7 @@ from ..attention.packed import Starts, check_starts, read, sequences
 _X = Annotated[Tensor, "[T, N] float"]
 _LIKE_X = Annotated[Tensor, "[T, N] x"]
 _WEIGHT = Annotated[Tensor, "[N, W>0] x or fp32"]
-WITHOUT = {"torch_npu": "npu_fused_causal_conv1d promises no bits and cannot take tokens back; whorl.ascend has it"}
+WITHOUT = {"torch_npu": "npu_fused_causal_conv1d promises no bits, and keeps no inputs to go back to"}
 
 
 def convolve(inputs: Tensor, weight: Tensor) -> Tensor:

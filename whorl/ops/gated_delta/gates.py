@@ -40,7 +40,7 @@ def delta_gates_backward(
 ) -> tuple[_LIKE_A, _LIKE_A, Annotated[Tensor, "[H] a_log"], Annotated[Tensor, "[H] dt_bias"]]:
     """Gradients of `delta_gates` with respect to a, b, a_log and dt_bias, in fp32 and rounded once."""
     x, rate = widen(a) + widen(dt_bias), -widen(a_log).exp()
-    dx = dg * rate * torch.sigmoid(x)
+    dx = dg * rate * torch.where(x > LINEAR, 1, torch.sigmoid(x))
     beta = torch.sigmoid(widen(b))
     da_log = (dg * rate * _softplus(x)).flatten(0, -2).sum(0)
     ddt_bias = dx.flatten(0, -2).sum(0)
