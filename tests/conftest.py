@@ -16,14 +16,14 @@ os.environ["WHORL_CACHE_DIR"] = os.environ["WHORL_STATE_DIR"] = ""
 import pytest
 import torch
 from folders import ROOMS
-from interpreter import round_bfloat16_to_nearest
+from interpreter import compute_as_hardware
 
 sys.path[:0] = ROOMS
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Read when a kernel is defined, so it is set before any test imports one.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    round_bfloat16_to_nearest()
+    compute_as_hardware()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in the background of a shell, where programs ignore Ctrl-C and so would those that the tests start.

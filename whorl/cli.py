@@ -80,7 +80,8 @@ def doctor(
     framework: Annotated[
         str | None,
         typer.Option(
-            help="megatron, mindspeed, mindspeed-mm, bridge, vllm, verl, hf, torchtitan or whorl. Default: guessed."
+            help="megatron, mindspeed, mindspeed-mm, bridge, vllm, sglang, hf, torchtitan, whorl, or a job's: verl, "
+            "slime, vime, nemo-rl, trl, prime-rl. Default: guessed."
         ),
     ] = None,
     settings: Annotated[
@@ -92,14 +93,28 @@ def doctor(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A torch profiler trace: report which rotary operators ran.")
     ] = None,
+    trainer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A trainer to compare with its rollout; PATH is then the model of both. Without --rollout, FILE is a "
+            "job that starts both.",
+        ),
+    ] = None,
+    rollout: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The launch of the trainer's rollout: vLLM, SGLang or whorl.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Report which rotary path a configuration takes, and what is wrong with it, before anything runs."""
-    if path is None and log is None and trace is None:
-        stop("doctor: nothing to check; give a PATH, --log FILE or --trace FILE")
+    """Report which rotary path a configuration takes, and what is wrong with it, before anything runs.
+
+    With --trainer and --rollout: what the two sides of a training compute differently, by which mechanism, and the fix.
+    """
+    if not any((path, log, trace, trainer, rollout)):
+        stop("doctor: nothing to check; give a PATH, --log FILE, --trace FILE or --trainer FILE")
     from whorl.doctor.command import run
 
-    sys.exit(run(path, framework, settings, train, device, log, trace, as_json))
+    sys.exit(run(path, framework, settings, train, device, log, trace, as_json, trainer, rollout))
 
 
 class Scheme(StrEnum):
@@ -356,12 +371,19 @@ def serve(
         from whorl.serve import openai
 
         if cluster.on is None:
-            run = openai.build_server(chosen, engine, drafting=drafting, report=report, **server.settings())
+            settings = server.settings()
+            if server.rl:
+                from whorl.rl.routes import add_routes
+
+                settings["more_routes"] = (add_routes,)
+            run = openai.build_server(chosen, engine, drafting=drafting, report=report, **settings)
         else:
             from whorl.cluster import command
 
             if report:
                 stop("serve: --report reports on one engine; leave it out with --on ray")
+            if server.rl:
+                stop("serve: --rl steers one engine; leave out --on ray, and start a server for each GPU")
             run = command.build_server(chosen, engine, cluster, drafting=drafting, **server.settings())
     sys.exit(run())
 

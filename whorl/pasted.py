@@ -39,12 +39,14 @@ LLAMA_CPP = {
 
 # Ignored options that take a value, then ignored flags.
 _NEEDLESS_VALUES = {
+    "--max-lora-rank": "slots have room for any rank",
     "--vocab": "the tokenizer comes with the model",
     **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), "the whole model is on the device, see --device"),
 }
 _NEEDLESS_FLAGS = {
     "--enable-auto-tool-choice": "tool calls are always parsed",
     "--enable-chunked-prefill": "prefill is always chunked",
+    "--enable-lora": "adapters are always taken, see --lora",
     "--trust-remote-code": "code in a checkpoint is never run",
     "--disable-log-requests": "the content of requests is never logged",
     "--no-enable-log-requests": "the content of requests is never logged",
@@ -53,7 +55,6 @@ _NEEDLESS_FLAGS = {
 }
 NEEDLESS = _NEEDLESS_VALUES | _NEEDLESS_FLAGS
 _RANKS = "tensor parallelism is the only way to split a model over ranks: use --tensor-parallel-size"
-_LORA = "merge the adapter into the weights and pass the folder of the merged model"
 _FORMAT = "the checkpoint says how its weights are quantized: leave it out; --quantize rounds them while loading"
 _SERVER = "it is an option of whorl serve"
 _LENGTH = "it is an option of whorl generate and chat; clients of a server send max_tokens"
@@ -65,14 +66,11 @@ MISSING = {
     **dict.fromkeys(("-b", "--batch-size"), "use --max-num-seqs N for sequences, --max-step-tokens N for prompts"),
     **dict.fromkeys(("-n", "--n-predict", "--predict", "--max-tokens"), _LENGTH),
     "--repeat-penalty": "requests of a server have repetition_penalty",
-    "--lora": _LORA,
     "-ts": _RANKS,
     "--tensor-split": _RANKS,
     "--quantization": _FORMAT,
     "-q": _FORMAT,
     "--load-format": "the format follows from the files, safetensors or .gguf: leave it out",
-    "--enable-lora": _LORA,
-    "--lora-modules": _LORA,
     "--pipeline-parallel-size": _RANKS,
     "-pp": _RANKS,
     "--data-parallel-size": "use --replicas N --on ray: several engines behind one address",

@@ -36,6 +36,9 @@ class PositionRule:
     tokens_per_second: time positions per second of video; None: one per temporal patch.
     whole_seconds: truncate seconds per grid to an integer first, as some transformers 5 releases do (5.17 does, 5.22
         does not): at half a second per grid all frames then have one time. Otherwise each position is rounded down.
+    past_time: after a video, text goes on past the largest position of the video, time included. So do Qwen's own code,
+        transformers 4 and vLLM; transformers 5 goes on past the longer side of a frame, so that text may have the
+        positions of frames.
     The token ids are needed only where token types are not passed. Families whose video frames use the image token
     between two markers (GLM-4V) set video_start_id and video_end_id.
     Raises ValueError when the fields contradict each other.
@@ -45,6 +48,7 @@ class PositionRule:
     split_frames: bool = False
     tokens_per_second: float | None = None
     whole_seconds: bool = False
+    past_time: bool = False
     image_token_id: int | None = None
     video_token_id: int | None = None
     video_start_id: int | None = None
@@ -230,6 +234,19 @@ class _Blocks:
     grid: Ints  # [blocks, 3]: (time, height, width) of each block in tokens
     seconds: NDArray[np.float32]  # [blocks]: of a temporal patch
     rate: np.float32  # time positions per second
+    past_time: bool
+
+    @property
+    def lengths(self) -> Ints:
+        """By how much each block advances the position of the text after it."""
+        sides = self.grid[:, 1:].max(axis=1, initial=0)
+        return np.maximum(sides, self.times(self.grid[:, 0] - 1, slice(None)) + 1) if self.past_time else sides
+
+    def times(self, frame: Ints, block: Ints | slice) -> Ints:
+        """Return the time positions of frames, from their block's first, in whole numbers."""
+        # The same precision and order of operations as transformers, which decide whether a product is below an
+        # integer.
+        return (frame.astype(np.float32) * (self.rate * self.seconds)[block]).astype(np.int64)
 
     @classmethod
     def build(
@@ -246,7 +263,7 @@ class _Blocks:
                 f"({len(grid)} blocks) has {expected}; is the prompt truncated, or are grids missing or extra?"
             )
         rate = 1.0 if modality == IMAGE or rule.tokens_per_second is None else rule.tokens_per_second
-        return cls(name, tokens, grid, _seconds(len(grid), seconds, rule), np.float32(rate))
+        return cls(name, tokens, grid, _seconds(len(grid), seconds, rule), np.float32(rate), rule.past_time)
 
 
 def _seconds(count: int, seconds: ArrayLike | None, rule: PositionRule) -> NDArray[np.float32]:
@@ -265,7 +282,7 @@ def _seconds(count: int, seconds: ArrayLike | None, rule: PositionRule) -> NDArr
 
 def _number_tokens(types: Ints, starts: Ints, blocks: tuple[_Blocks, ...]) -> Ints:
     """Return positions [3, N] of the N tokens that are not padding; starts: [B + 1], where each sequence begins."""
-    # A text token advances the position by one, a block's first token by the longer side of its grid.
+    # A text token advances the position by one, a block's first token by the length of its block.
     advance = (types == TEXT).astype(np.int64)
     firsts = []
     for block in blocks:
@@ -273,7 +290,7 @@ def _number_tokens(types: Ints, starts: Ints, blocks: tuple[_Blocks, ...]) -> In
         ends = np.cumsum(sizes)
         first = block.tokens[ends - sizes]
         _check_contiguous(block, first, block.tokens[ends - 1], sizes, starts)
-        advance[first] = block.grid[:, 1:].max(axis=1, initial=0)
+        advance[first] = block.lengths
         firsts.append((first, sizes))
     before = np.cumsum(advance) - advance
     sequence_start = np.append(before, 0)[starts[:-1]]  # the appended 0 is for empty sequences at the end
@@ -294,9 +311,7 @@ def _block_positions(block: _Blocks, start: Ints, sizes: Ints) -> Ints:
     frame = index // plane
     in_frame = index - frame * plane
     row = in_frame // width
-    # The same precision and order of operations as transformers, which decide whether a product is below an integer.
-    time = (frame.astype(np.float32) * (block.rate * block.seconds)[block_index]).astype(np.int64)
-    return np.stack((time, row, in_frame - row * width)) + start[block_index]
+    return np.stack((block.times(frame, block_index), row, in_frame - row * width)) + start[block_index]
 
 
 def _check_contiguous(block: _Blocks, first: Ints, last: Ints, sizes: Ints, starts: Ints) -> None:

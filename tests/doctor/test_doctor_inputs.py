@@ -174,7 +174,7 @@ def test_hugging_face_side_files_are_not_settings(tmp_path: Path) -> None:
     ("arguments", "lesson"),
     [
         ({"path": "nowhere/Qwen3-8B"}, "; a Hugging Face model id is not downloaded"),
-        ({"path": EXAMPLES / "qwen3_vl_fixed", "framework": "sglang"}, "choose one of megatron"),
+        ({"path": EXAMPLES / "qwen3_vl_fixed", "framework": "tensorrt"}, "choose one of megatron"),
         ({"path": EXAMPLES / "qwen3_vl_fixed", "device": "tpu"}, "choose one of cuda, npu"),
         ({"path": EXAMPLES / "qwen3_vl_fixed", "settings": ["mrope_section"]}, "write key=value"),
         ({"path": EXAMPLES / "qwen3_vl_fixed", "settings": ["rotary_operator=rope"]}, "choose one of torch"),

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     tensors = {}
     for model in make_pair(num_attention_heads=HEADS):
-        tensors |= {name: part.into.clone() for name, part in nn.destinations(model).items()}
+        tensors |= {name: part.tensor() for name, part in nn.destinations(model).items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(DeepSeek.tiny(**SIZES, num_attention_heads=HEADS)))
     return folder

@@ -24,6 +24,8 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_sca
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": PRESETS["Qwen3-30B-A3B"],
     "qwen3": PRESETS["Qwen3-0.6B"],
+    "qwen3_5_moe": PRESETS["Qwen3.5-35B-A3B"]["text_config"]
+    | {"architectures": ["Qwen3_5MoeForCausalLM"], "full_attention_interval": 2},
     "llama": PRESETS["Qwen3-0.6B"] | LLAMA | {"hidden_size": 2048, "num_attention_heads": 32, "head_dim": 64},
 }
 PROMPTS = (4100, 33, 700, 1)  # tokens
@@ -119,6 +121,9 @@ def test_which_kernels_ran(model: Any) -> None:
     assert "_few_kernel" in few
     assert {"_decode_kernel", "_fold_kernel"} <= one
     assert "_tile_kernel" in crowd
+    if hasattr(model.config, "delta"):
+        assert "_delta_rows_kernel" in one & crowd
+        assert {"_delta_chunk_kernel", "_delta_state_kernel"} <= prompt
     wide = model.config.head_dim == 128  # other heads have no kernel of their own for Hopper
     assert ("_prompt_gluon_kernel" if wide else "_prompt_kernel") in prompt
     assert any(linear_library.trials().values()), "torch's product was never equal"

@@ -235,7 +235,8 @@ def test_bounds_of_a_server_are_those_of_its_table(kind: type) -> None:
 
 def test_a_load_option_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A field of the table is a setting and an option of every command, and gets to `load_model` on every rank."""
-    values = {"device": "cpu", "dtype": "float16", "quantize": "w8a8", "unpack": True, "max_model_len": 77}
+    values = {"device": "cpu", "dtype": "float16", "quantize": "w8a8", "unpack": True}
+    values |= {"backend": "native", "max_model_len": 77}
     settings = EngineSettings(**values, tp=2)  # type: ignore[arg-type]
     assert [field.name for field, _ in options(EngineSettings)][: len(values)] == list(values)
     seen: list[dict[str, Any]] = []
@@ -255,7 +256,7 @@ def test_a_load_option_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(weights, "load_model", load_model)
     monkeypatch.setattr(weights, "resolve", Path)
-    monkeypatch.setattr(weights, "open_checkpoint", lambda path: contextlib.nullcontext())
+    monkeypatch.setattr(weights, "open_checkpoint", lambda path, **_: contextlib.nullcontext())
     monkeypatch.setattr(weights, "rounded", lambda checkpoint, quantize: SimpleNamespace(config={}))
     monkeypatch.setattr(weights, "build", lambda config, **options: SimpleNamespace(cache_specs=list))
     monkeypatch.setattr(tensor_parallel, "start", start)

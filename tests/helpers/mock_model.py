@@ -5,6 +5,7 @@ the logits.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,9 +164,12 @@ def record(llm: LLM) -> dict[int, Logits]:
     return recorded
 
 
-def alone(model: object, tokenizer: object, prompt: list[int], params: SamplingParams) -> tuple[Seq, Logits]:
+def alone(
+    model: object, tokenizer: object, prompt: list[int], params: SamplingParams, **changes: Any
+) -> tuple[Seq, Logits]:
     """The plain run: one sequence, its prompt in one piece, one token a step."""
-    settings = EngineSettings(device="cpu", max_num_seqs=1, block_size=16, num_blocks=32, use_prefix_cache=False)
+    sizes: dict[str, Any] = {"max_num_seqs": 1, "block_size": 16, "num_blocks": 32}
+    settings = EngineSettings(device="cpu", use_prefix_cache=False, **sizes, **changes)
     llm = LLM(settings=settings, model=model, tokenizer=tokenizer)  # type: ignore[arg-type]
     logits = record(llm)
     (seq,) = llm.add(prompt, params)

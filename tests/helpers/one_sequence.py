@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn import Step
+from whorl.nn import States, StateSpec, Step
 
 BLOCK = 4
 PROMPT = [(7 * i + 3) % 89 + 1 for i in range(21)]
@@ -20,7 +20,11 @@ class Runner:
         num_blocks = -(-max_tokens // BLOCK)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
         self.table = order.int()[None]
-        self.caches = [spec.empty(num_blocks, BLOCK, "cpu") for spec in model.cache_specs()]
+        specs = model.cache_specs()
+        states = iter(States([spec for spec in specs if isinstance(spec, StateSpec)], 1, 0, "cpu").caches)
+        self.caches = [
+            next(states) if isinstance(spec, StateSpec) else spec.empty(num_blocks, BLOCK, "cpu") for spec in specs
+        ]
 
     def run(self, token_ids: Sequence[int]) -> Tensor:
         """Logits [T, V]."""
@@ -34,6 +38,7 @@ class Runner:
             query_starts=torch.tensor([0, len(token_ids)], dtype=torch.int32),
             context_lens=torch.tensor([stop], dtype=torch.int32),
             max_position=stop,
+            lanes=torch.tensor([0]),
         )
         self.length = stop
         with torch.inference_mode():

@@ -279,9 +279,9 @@ def write(folder: Path, case: Case, kind: str | type[Llama], seed: int = 0) -> t
         module = name.removesuffix(".weight")
         is_kept = module.endswith(("embed_tokens", "norm")) or any(f".{kept}." in f".{module}." for kept in case.kept)
         if slot.into.ndim == 1 or is_kept:
-            packed[name] = dense[name] = slot.into.clone()
+            packed[name] = dense[name] = slot.tensor()
             continue
-        stored, dense[name] = case.make(module, *slot.into.shape, generator)
+        stored, dense[name] = case.make(module, *slot.shape, generator)
         packed |= {f"{module}.{end}": tensor.contiguous() for end, tensor in stored.items()}
     both = folder / "packed", folder / "dense"
     for path, tensors, more in zip(both, (packed, dense), ({"quantization_config": case.settings}, {}), strict=True):

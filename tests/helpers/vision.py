@@ -24,8 +24,11 @@ def item(seed: int, grid: tuple[int, int, int], kind: Any = "image", values: int
     return MediaItem(kind=kind, patches=patches, grid=grid, digest=digest, seconds=seconds)
 
 
-def expand(parts: Sequence[Any]) -> tuple[list[int], list[MediaItem]]:
-    """A prompt of tokens and items: placeholders of an image, or of each frame of a video behind a token of text."""
+def expand(parts: Sequence[Any], *, is_whole: bool = False) -> tuple[list[int], list[MediaItem]]:
+    """A prompt of tokens and items: placeholders of an image, or of each frame of a video behind a token of text.
+
+    is_whole: a video is one run of placeholders.
+    """
     ids: list[int] = []
     for part in parts:
         if not isinstance(part, MediaItem):
@@ -34,7 +37,9 @@ def expand(parts: Sequence[Any]) -> tuple[list[int], list[MediaItem]]:
         count = part.grid[1] * part.grid[2] // MERGE**2
         if part.kind == "image":
             ids += [START, *[IMAGE] * count, END]
-        for frame in range(part.grid[0] if part.kind == "video" else 0):
+        elif is_whole:
+            ids += [START, *[VIDEO] * count * part.grid[0], END]
+        for frame in range(part.grid[0] if part.kind == "video" and not is_whole else 0):
             ids += [60 + frame, START, *[VIDEO] * count, END]
     return ids, [part for part in parts if isinstance(part, MediaItem)]
 
@@ -59,9 +64,13 @@ def save(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def hf_inputs(
-    prompts: Sequence[tuple[list[int], list[MediaItem]]], image_id: int = IMAGE, video_id: int = VIDEO
+    prompts: Sequence[tuple[list[int], list[MediaItem]]],
+    image_id: int = IMAGE,
+    video_id: int = VIDEO,
+    *,
+    has_time: bool = False,
 ) -> dict[str, Tensor]:
-    """What transformers takes of prompts, padded on the left."""
+    """What transformers takes of prompts, padded on the left. has_time: positions follow the time of a video."""
     longest = max(len(ids) for ids, _ in prompts)
     rows = [[0] * (longest - len(ids)) + ids for ids, _ in prompts]
     ids = torch.tensor(rows)
@@ -76,11 +85,15 @@ def hf_inputs(
         if chosen:
             inputs[pixels] = torch.cat([torch.from_numpy(each.patches) for each in chosen])
             inputs[grids] = torch.tensor([each.grid for each in chosen])
+        if chosen and has_time and kind == "video":
+            inputs["second_per_grid_ts"] = torch.tensor([each.interval for each in chosen])
     return inputs
 
 
-def hf_greedy(model: Any, prompts: Sequence[tuple[list[int], list[MediaItem]]], count: int) -> list[list[int]]:
-    inputs = hf_inputs(prompts)
+def hf_greedy(
+    model: Any, prompts: Sequence[tuple[list[int], list[MediaItem]]], count: int, **options_of_inputs: Any
+) -> list[list[int]]:
+    inputs = hf_inputs(prompts, **options_of_inputs)
     options = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0}
     with torch.inference_mode():
         out = model.generate(**inputs, **options)

@@ -20,6 +20,7 @@ from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.models.deepseek import DeepSeek
+from whorl.models.glm4_moe_lite import Glm4MoeLite
 from whorl.nn import LatentKV
 from whorl.ops.latent import attention, heads, indexer
 from whorl.ops.linear import multiply
@@ -33,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sparse-yarn": {"rope_parameters": YARN},
     "one-group": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     "two-shared": {"n_shared_experts": 2, "first_k_dense_replace": 0, "num_hidden_layers": 2},
+    "glm4-moe-lite": Glm4MoeLite.tiny(mlp_layer_types=["dense", "sparse", "sparse"]),
     "v3": V3,
     "v3-yarn": V3 | {"rope_parameters": YARN},
 }

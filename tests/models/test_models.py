@@ -16,6 +16,8 @@ from whorl import nn
 from whorl.engine import weights
 from whorl.engine.gguf_header import read_metadata
 from whorl.models.gemma3 import Gemma3
+from whorl.models.glm4_moe import Glm4Moe
+from whorl.models.gpt_oss import GptOss
 from whorl.models.llama import Llama
 from whorl.models.llama_config import LlamaConfig
 from whorl.models.mistral import Mistral
@@ -114,6 +116,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         use_sliding_window=True, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
     ),
     "qwen3-window-off": Qwen3.tiny(use_sliding_window=False, sliding_window=9, max_window_layers=0),
+    "glm4-moe": Glm4Moe.tiny(),
+    "glm4-moe-air": Glm4Moe.tiny(
+        use_qk_norm=False, attention_bias=False, n_group=2, topk_group=1, routed_scaling_factor=1.0, n_shared_experts=2
+    ),
+    "gpt-oss": GptOss.tiny(),
+    "gpt-oss-yarn": GptOss.tiny(
+        swiglu_limit=0.5,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters={"rope_theta": 150000.0, **ROPES["yarn"], "truncate": False},
+    ),
     "moe": Qwen3.tiny(**MOE, norm_topk_prob=True),
     "moe-not-normalised": Qwen3.tiny(**MOE, norm_topk_prob=False),
     "moe-default-norm": Qwen3.tiny(**MOE),
@@ -124,7 +136,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 QUICK = {"llama-tied", "llama-bias", "llama-longrope", "gemma3", "qwen2", "mistral", "qwen3", "qwen3-yarn", "moe"}
-QUICK |= {"llama-default", "llama-llama3", "llama-linear", "llama-yarn", "llama-dynamic", "qwen3-layer-types"}
+QUICK |= {
+    "glm4-moe",
+    "gpt-oss",
+    "llama-default",
+    "llama-llama3",
+    "llama-linear",
+    "llama-yarn",
+    "llama-dynamic",
+    "qwen3-layer-types",
+}
 
 
 @pytest.mark.parametrize(
@@ -204,8 +225,8 @@ def test_past_max_length_is_refused() -> None:
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"architectures": ["GPT2LMHeadModel"]}, r"known are .*LlamaForCausalLM"),
         (
-            {"architectures": ["GptOssForCausalLM"]},
-            r"known are .*GptOssForCausalLM needs attention sinks, .*MXFP4; near",
+            {"architectures": ["DeepseekV4ForCausalLM"]},
+            r"known are .*DeepseekV4ForCausalLM needs several residual streams .*; nearest is DeepseekV32For",
         ),
         ({"architectures": ["Unheard"]}, r"known are [\w, ]*\. What you can do: take a model of a known architecture"),
         (

@@ -39,6 +39,7 @@ IN_FP32 = ("linear",)  # operators that models call in fp32, too
 DESCRIBED = "tensordesc<{}{},{!r}>"  # how the JIT names the type of a block that the copy engine fetches
 # Kernels with a constant that makes another kernel of them.
 TWO_KERNELS = {"_write_kv_kernel": ("LARGEST", "of codes"), "_paged_scores_kernel": ("DECODES", "that decodes")}
+TWO_KERNELS |= dict.fromkeys(("_decode_kernel", "_prompt_kernel"), ("CAPPED", "with a softcap"))
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 
 

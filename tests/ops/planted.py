@@ -51,7 +51,7 @@ def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch
     spec = importlib.util.spec_from_file_location(module, path)
     planted = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(planted)
-    forget_users(module, monkeypatch)
+    forget_users(real, monkeypatch)
     forget(module, monkeypatch)
     sys.modules[module] = planted
     setattr(*place(module), planted)
@@ -60,17 +60,17 @@ def plant(module: str, old: str, new: str, count: int, folder: Path, monkeypatch
         monkeypatch.setitem(op.impls, "triton", Impl("triton", impl.source, impl.accepts))
 
 
-def forget_users(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that hold functions of the real one are imported anew when they are next called."""
+def forget_users(real: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that hold the real one, or functions of it, are imported anew when they are next called."""
     kernels = {
         name: loaded for name, loaded in sys.modules.items() if name.startswith("whorl.ops") and "triton" in name
     }
     for name, loaded in kernels.items():
-        functions = [getattr(value, "fn", value) for value in vars(loaded).values()]  # fn: what a kernel was made of
-        is_user = any(getattr(function, "__module__", None) == module for function in functions)
-        if is_user and name != module and name in sys.modules:
+        parts = [getattr(value, "fn", value) for value in vars(loaded).values()]  # fn: what a kernel was made of
+        is_user = any(part is real or getattr(part, "__module__", None) == real.__name__ for part in parts)
+        if is_user and loaded is not real and name in sys.modules:
             forget(name, monkeypatch)
-            forget_users(name, monkeypatch)
+            forget_users(loaded, monkeypatch)
 
 
 def forget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Attention on the CPU: sequences side by side have the bits that each has alone, or are not put side by side."""
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,6 +28,12 @@ def alone(values: dict[str, Tensor], b: int) -> Tensor:
         "context_lens": values["context_lens"][b : b + 1],
     }
     return paged_attention(**values | own)
+
+
+@pytest.fixture(autouse=True)
+def _reference() -> Iterator[None]:
+    with paged_attention.using("torch"):
+        yield
 
 
 @pytest.fixture

@@ -62,7 +62,19 @@ def llama(calls: Any) -> str:
     return "<|python_tag|>" + "; ".join(texts)
 
 
-WRITERS = {"deepseek_v32": deepseek, "qwen3_coder": coder, "hermes": hermes, "llama3": llama}
+def glm(calls: Any) -> str:
+    """As the templates of GLM-4.5 and GLM-4.6 write them."""
+    texts = []
+    for function in (call["function"] for call in calls):
+        lines = [f"<tool_call>{function['name']}"]
+        for key, value in function["arguments"].items():
+            written = value if isinstance(value, str) else json.dumps(value)
+            lines.append(f"<arg_key>{key}</arg_key>\n<arg_value>{written}</arg_value>")
+        texts.append("\n".join([*lines, "</tool_call>"]))
+    return "\n" + "\n".join(texts)
+
+
+WRITERS = {"deepseek_v32": deepseek, "qwen3_coder": coder, "glm4": glm, "hermes": hermes, "llama3": llama}
 TEXT = st.text(st.sampled_from('ab<>/"\\\n\u00e9\u2603{}|\uff5c'), max_size=8)
 ARGUMENTS = st.fixed_dictionaries({}, optional={"n": st.integers(), "s": TEXT})
 CALLS = st.lists(st.tuples(st.sampled_from(["f", "g.h-2"]), ARGUMENTS), min_size=1, max_size=3)
@@ -79,7 +91,9 @@ def test_calls_are_read_back_however_they_are_cut(
     form: str, calls: list[tuple[str, dict[str, Any]]], before: str, thought: str, data: st.DataObject
 ) -> None:
     # Qwen3-Coder's schema has types for f alone; a value of another tool is a text.
-    given_calls = [("f", arguments) if form == "qwen3_coder" else (name, arguments) for name, arguments in calls]
+    given_calls = [
+        ("f", arguments) if form in ("qwen3_coder", "glm4") else (name, arguments) for name, arguments in calls
+    ]
     written = WRITERS[form]([{"function": {"name": name, "arguments": a}} for name, a in given_calls])
     text = f"<think>\n{thought}\n</think>\n\n{before}{written}" if thought else f"{before}{written}"
     cuts = [0, *sorted(data.draw(st.sets(st.integers(0, len(text))))), len(text)]
@@ -97,6 +111,10 @@ PIECES = {
     "qwen3_coder": [
         *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=s>", "<parameter=n>"),
         *("</parameter>", "<parameter=", "<func", "</param"),
+    ],
+    "glm4": [
+        *("<tool_call>f\n", "<tool_call>f<", "</tool_call>", "<arg_key>s</arg_key>", "<arg_value>", "</arg_value>"),
+        *("<arg_key>n</arg_key>\n<arg_value>", "<arg_key>", "</arg_", "<tool_call>", "f"),
     ],
     "hermes": [
         *("<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', '{"name": "f", "arguments": {"a":', "}"),

@@ -135,8 +135,10 @@ def test_gguf_equals_transformers(name: str, tmp_path: Path) -> None:
     hf = save(tmp_path / "hf", config)
     windows = {f"{arch}.attention.sliding_window": config["sliding_window"]} if "sliding_window" in config else {}
     write_gguf(tmp_path / "model.gguf", arch, hf, keys=windows)
-    close(logits(load(tmp_path / "model.gguf")), hf_logits(hf, PROMPT))
-    assert torch.equal(logits(load(tmp_path)), logits(load(tmp_path / "model.gguf"))), "a folder with one GGUF file"
+    close(logits(load(tmp_path / "model.gguf", unpack=True)), hf_logits(hf, PROMPT))
+    assert torch.equal(logits(load(tmp_path, unpack=True)), logits(load(tmp_path / "model.gguf", unpack=True))), (
+        "a folder with one GGUF file"
+    )
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_0", "Q5_1", "BF16", "F16"])
@@ -150,13 +152,13 @@ def test_gguf_types(kind: str, tmp_path: Path) -> None:
             if parameter.dim() > 1 and parameter.shape[-1] % 32 == 0:
                 rounded = gguf.quants.dequantize(gguf.quants.quantize(parameter.numpy(), kind), kind)
                 parameter.copy_(torch.from_numpy(rounded.reshape(parameter.shape)))
-    close(logits(load(tmp_path / "model.gguf")), hf_logits(hf, PROMPT))
+    close(logits(load(tmp_path / "model.gguf", unpack=True)), hf_logits(hf, PROMPT))
 
 
 def test_gguf_shares_of_ranks(tmp_path: Path) -> None:
     hf = save(tmp_path / "hf", GGUFS["llama"][1])
     write_gguf(tmp_path / "model.gguf", "llama", hf, gguf.GGMLQuantizationType.Q8_0)
-    whole = dict(load(tmp_path / "model.gguf").named_parameters())
+    whole = dict(load(tmp_path / "model.gguf", unpack=True).named_parameters())
     first, second = (dict(model.named_parameters()) for model in shares(tmp_path / "model.gguf", 2))
     name = "model.layers.1.self_attn.qkv_proj.weight"
     q, k, v = whole[name].split([32, 16, 16])
@@ -188,7 +190,7 @@ def test_gguf_rope_factors_are_llama3_s(tmp_path: Path) -> None:
     assert factors[-1] > 7
     keys = {"llama.rope.scaling.original_context_length": 64}  # which must not scale attention
     write_gguf(tmp_path / "model.gguf", "llama", hf, keys=keys, extra={"rope_freqs.weight": factors})
-    close(logits(load(tmp_path / "model.gguf")), hf_logits(hf, PROMPT))
+    close(logits(load(tmp_path / "model.gguf", unpack=True)), hf_logits(hf, PROMPT))
 
 
 def test_gguf_says_of_gemma3_what_llama_cpp_takes_for_granted() -> None:
@@ -212,7 +214,7 @@ def test_gguf_yarn(tmp_path: Path) -> None:
     hf = save(tmp_path / "hf", Qwen3.tiny(rope_parameters=rope))
     keys = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
     write_gguf(tmp_path / "model.gguf", "qwen3", hf, keys={f"qwen3.rope.scaling.{k}": v for k, v in keys.items()})
-    close(logits(load(tmp_path / "model.gguf")), hf_logits(hf, PROMPT))
+    close(logits(load(tmp_path / "model.gguf", unpack=True)), hf_logits(hf, PROMPT))
 
 
 def test_gguf_files_that_are_refused(tmp_path: Path) -> None:

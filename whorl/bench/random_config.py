@@ -54,6 +54,28 @@ PRESETS: dict[str, dict[str, Any]] = {
     "Qwen3-8B": _QWEN3 | _sizes(4096, 36, 32, 8, 12288),
     "Qwen3-235B-A22B": _QWEN3_MOE | _sizes(4096, 94, 64, 4, 12288, 1536),
 }
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """Return the config of gpt-oss as it is published, its experts in MXFP4."""
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        **_sizes(2880, layers, 64, 8, 2880),
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        },
+        "dtype": "bfloat16",
+    }
+
+
+PRESETS |= {"gpt-oss-20b": _gpt_oss(24, 32), "gpt-oss-120b": _gpt_oss(36, 128)}
 _VISION = {
     "depth": 27,
     "hidden_size": 1152,
@@ -95,7 +117,50 @@ PRESETS["Qwen3-VL-30B-A3B"] = _with_vision(
     PRESETS["Qwen3-30B-A3B"], "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"
 )
 PRESETS["Qwen3-VL-8B"] = _with_vision(PRESETS["Qwen3-8B"], "qwen3_vl", "Qwen3VLForConditionalGeneration")
+# Qwen3.5's sizes: dense ones have a feed-forward width, the others experts and a shared one of the same width.
+_QWEN3_5: dict[str, Any] = {
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "rms_norm_eps": 1e-6,
+    "mtp_num_hidden_layers": 1,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+}
 
+
+def _qwen3_5(text: dict[str, Any], value_heads: int, *, is_sparse: bool) -> dict[str, Any]:
+    """Return the config of a Qwen3.5 as it is published, with vision."""
+    kind, name = ("qwen3_5_moe", "Qwen3_5Moe") if is_sparse else ("qwen3_5", "Qwen3_5")
+    vision = {key: value for key, value in _VISION.items() if key != "deepstack_visual_indexes"}
+    return {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "model_type": kind,
+        "text_config": _QWEN3_5 | text | {"linear_num_value_heads": value_heads, "model_type": f"{kind}_text"},
+        "vision_config": vision | {"model_type": kind, "out_hidden_size": text["hidden_size"]},
+        "image_token_id": 248056,
+        "video_token_id": 248057,
+        "vision_start_token_id": 248053,
+        "vision_end_token_id": 248054,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+_MOE = {"num_experts": 256, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512}
+PRESETS["Qwen3.5-35B-A3B"] = _qwen3_5(_sizes(2048, 40, 16, 2, 512, 512) | _MOE, 32, is_sparse=True)
+PRESETS["Qwen3.5-27B"] = _qwen3_5(_sizes(5120, 64, 24, 4, 17408), 48, is_sparse=False)
+PRESETS["Qwen3.5-0.8B"] = _qwen3_5(_sizes(1024, 24, 8, 2, 3584), 16, is_sparse=False) | {"tie_word_embeddings": True}
 
 _WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")  # the columns of matrices, which groups divide
 
@@ -105,7 +170,8 @@ def _quantised(config: dict[str, Any], scheme: str) -> dict[str, Any]:
     if scheme == "fp8":
         settings = rounding_to(scheme, {}, "float").settings(["lm_head"])
     else:
-        columns = {name: config[name] for name in _WIDTHS if name in config}
+        sizes = config | config.get("text_config", {})
+        columns = {name: sizes[name] for name in _WIDTHS if name in sizes}
         settings = rounding_to(scheme, columns).settings(list(KEPT))
     return {**config, "quantization_config": settings}
 

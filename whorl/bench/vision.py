@@ -16,7 +16,8 @@ from whorl.bench.provenance import Document, provenance
 from whorl.bench.random_config import read_config
 from whorl.bench.report import Benchmark, noted, write_document
 from whorl.models.qwen3_vl import Qwen3VL
-from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
+from whorl.models.qwen3_vl_tower_config import TowerConfig
+from whorl.models.vision_tower_config import Grid
 from whorl.timing import matmul_rate
 
 TINY = "tiny"

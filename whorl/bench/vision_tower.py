@@ -13,7 +13,8 @@ from whorl import nn
 from whorl.bench.decode_engine import median_time
 from whorl.bench.provenance import Document
 from whorl.engine.features import MOST_PATCHES, runs_several
-from whorl.models.qwen3_vl_tower_config import Grid, TowerConfig
+from whorl.models.qwen3_vl_tower_config import TowerConfig
+from whorl.models.vision_tower_config import Grid
 
 _TRIED = (1, 16, 12)  # grid of patches on which outputs are compared
 _SAME = 1e-6  # relative error that our tower may have even where that of transformers is exact

@@ -193,7 +193,8 @@ def sampling(options: Options, llm: "LLM") -> "SamplingParams":
     fields = llm.tokenizer.sampling | sampling_options.values()
     fields |= {"stop": sampling_options.stop, "n": options.answers.samples}
     max_tokens = sampling_options.max_tokens or (None if chat.interactive and chat.chat else options.default_tokens)
-    return SamplingParams(max_tokens=max_tokens, seed=sampling_options.seed or None, **fields)
+    lora = next(reversed(options.engine.adapters), None)
+    return SamplingParams(max_tokens=max_tokens, seed=sampling_options.seed or None, lora=lora, **fields)
 
 
 def _answer_once(options: Options, conversation: "Conversation", seq: "Sequence") -> int:

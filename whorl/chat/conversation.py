@@ -212,7 +212,8 @@ class Conversation:
         if media and not self.is_chat:
             raise ValueError("pictures and videos need the chat template: start with --chat")
         prompt = self._render(messages) if self.is_chat else _user_text(messages[-1]["content"])
-        return expand(prompt, [attachment.place for attachment in media]) if media else prompt
+        places = [attachment.place for attachment in media]
+        return expand(prompt, places, places[0].family) if places else prompt
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]

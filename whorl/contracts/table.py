@@ -167,6 +167,29 @@ _TABLE = (
         "except those of a paged KV cache. scale defaults to 1, not to 1/sqrt(D).",
     ),
     Contract(
+        "npu_fused_infer_attention_score_v2(Tensor query, Tensor key, Tensor value, *, Tensor? query_rope=None, "
+        "Tensor? key_rope=None, Tensor? pse_shift=None, Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, "
+        "SymInt[]? actual_seq_kvlen=None, Tensor? block_table=None, Tensor? dequant_scale_query=None, Tensor? "
+        "dequant_scale_key=None, Tensor? dequant_offset_key=None, Tensor? dequant_scale_value=None, Tensor? "
+        "dequant_offset_value=None, Tensor? dequant_scale_key_rope=None, Tensor? quant_scale_out=None, Tensor? "
+        "quant_offset_out=None, Tensor? quant_scale_p=None, Tensor? learnable_sink=None, int num_query_heads=1, int "
+        "num_key_value_heads=0, float softmax_scale=1.0, int pre_tokens=2147483647, int next_tokens=2147483647, str "
+        "input_layout='BSH', int sparse_mode=0, int block_size=0, int query_quant_mode=0, int key_quant_mode=0, int "
+        "value_quant_mode=0, int inner_precise=0, bool return_softmax_lse=False, int? query_dtype=None, int? "
+        "key_dtype=None, int? value_dtype=None, int? query_rope_dtype=None, int? key_rope_dtype=None, int? "
+        "key_shared_prefix_dtype=None, int? value_shared_prefix_dtype=None, int? dequant_scale_query_dtype=None, int? "
+        "dequant_scale_key_dtype=None, int? dequant_scale_value_dtype=None, int? dequant_scale_key_rope_dtype=None, "
+        "int? out_dtype=None) -> (Tensor, Tensor)",
+        note="npu_fused_infer_attention_score with other names and learnable_sink, one number for each query head that "
+        "joins the softmax as a scaled score without a value.",
+    ),
+    Contract(
+        "npu_clipped_swiglu(Tensor x, *, Tensor? group_index=None, int dim=-1, float alpha=1.702, float limit=7.0, "
+        "float bias=1.0, bool interleaved=True) -> Tensor",
+        note="(up + bias) * gate * sigmoid(alpha * gate) with gate at most limit and up within limit of 0; "
+        "interleaved: gate in even, up in odd channels.",
+    ),
+    Contract(
         "npu_top_k_top_p(Tensor logits, Tensor? p=None, Tensor? k=None) -> Tensor",
         note="Sets logits to minus infinity: those below the k-th highest, then those where the probability of the "
         "higher ones reaches p. Keeps logits equal to the k-th; of equal logits at the edge of p it keeps the higher "

@@ -10,12 +10,14 @@ from whorl.doctor.settings import FlagWords, Setting, make_setting, parse_value
 
 # A word, or two words, that start a framework. `whorl doctor` and the like start none.
 COMMANDS: Final = (
-    r"vllm(\.entrypoints.*)?|verl\.trainer\S*|torchtitan\S*|(\S*/)?mindspeed_mm/\S+\.py"
-    r"|(\S*/)?whorl (bench|chat|generate|serve|train)"
+    r"vllm(\.entrypoints.*)?|sglang\.launch_server|sglang serve|trl (vllm-serve|grpo|rloo|online_dpo)"
+    r"|verl\.trainer\S*|torchtitan\S*|(\S*/)?mindspeed_mm/\S+\.py|(\S*/)?whorl (bench|chat|generate|serve|train)"
 )
 # A shell variable with such a name holds flags, so it is not the value of the flag before it.
 HOLDS_FLAGS: Final = r"\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\w*.*|\$\{\w+\[[@*]\]\}"
 
+# An environment variable inside a JSON text, as in ray's --runtime-env-json.
+RUNTIME_ENV: Final = re.compile(r'\\?"([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)\\?"\s*:\s*\\?"([^"\\]*)\\?"')
 RUNS_A_SCRIPT: Final = r"[a-z]?[a-z]?c"  # the flag of a shell whose value is a script: bash -c, bash -lc
 
 
@@ -35,6 +37,7 @@ def read_arguments(text: str, where: str, *, values_may_wrap: bool = False) -> l
         if not (values_may_wrap or continued):
             settings, flag = settings + _flag_settings(flag), None
         continued = line.rstrip().endswith("\\")
+        settings += [make_setting(name, value, "environment", place) for name, value in RUNTIME_ENV.findall(line)]
         for word in _shell_words(_substitute(line, variables)):
             if re.match(r"-+[A-Za-z]", word):
                 settings += _flag_settings(flag)

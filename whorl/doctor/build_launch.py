@@ -15,6 +15,13 @@ from whorl.rope_config import RopeConfig, UnknownFamilyWarning
 # Patterns that identify a framework, matched against path=value of every setting. The first match wins.
 SIGNS: Final = (
     ("verl", r"(actor_rollout_ref\..*|verl)=.*|command verl\..*"),
+    ("slime", r"(sglang_\w+|rollout_num_gpus_per_engine|slime)=.*"),
+    ("nemo-rl", r"policy\.(generation|megatron_cfg|dtensor_cfg)\..*"),
+    ("prime-rl", r"(orchestrator|inference\.vllm|trainer\.model)\..*"),
+    (
+        "trl",
+        r"(use_vllm|vllm_mode|vllm_importance_sampling_\w+|vllm_server_\w+)=.*|command trl (grpo|rloo|online.dpo)=.*",
+    ),
     ("mindspeed-mm", r"(mm_model|mm_data|mindspeed_mm|MM_TOOL_PATH)=.*|command .*mindspeed_mm/.*"),
     ("bridge", r"megatron_bridge=.*|(.*\.)?language_transformer_config\..*|.*_target_=megatron\.bridge.*"),
     ("mindspeed", r"(use_fused_rotary_pos_emb|use_fused_rmsnorm|use_fused_swiglu|mindspeed|mindspeed_llm)=.*"),
@@ -22,9 +29,11 @@ SIGNS: Final = (
     ("torchtitan", r"(model\.flavor|training\.local_batch_size|job\..*|torchtitan)=.*|command torchtitan.*"),
     ("torchtitan", r"command \S*whorl train=.*"),
     ("whorl", r"command \S*whorl (chat|generate|serve)=.*"),
-    ("vllm", r"command vllm.*"),
+    ("vllm", r"command (trl )?vllm.*"),
+    ("sglang", r"command sglang.*"),
     ("whorl", r"command \S*whorl bench=.*"),  # after vLLM's: `whorl bench serve` measures other servers, too
     ("vllm", r"(max_model_len|gpu_memory_utilization|enforce_eager|max_num_seqs|hf_overrides|vllm|vllm_ascend)=.*"),
+    ("sglang", r"(mem_fraction_static|chunked_prefill_size|disable_radix_cache|json_model_override_args|sglang)=.*"),
     ("megatron", r"(.*\.)?(position_embedding_type|tensor_model_parallel_size|apply_rope_fusion|rotary_base)=.*"),
     ("megatron", r"(no_rope_fusion|rotary_percent|mrope_section|megatron_core|use_rotary_position_embeddings)=.*"),
 )
@@ -95,8 +104,15 @@ def _infer_framework(inputs: Inputs) -> tuple[str, str]:
     for framework, pattern in SIGNS:
         for setting in inputs.settings:
             if re.fullmatch(pattern, _path_and_value(setting), re.DOTALL):
-                return framework, f"inferred from {setting.path} in {setting.where}"
+                because = f"inferred from {setting.path} in {setting.where}"
+                return ("vime" if framework == "slime" and _is_vime(inputs) else framework), because
     return "hf", "assumed: no launch flag names a framework"
+
+
+def _is_vime(inputs: Inputs) -> bool:
+    """Return whether a script in slime's form has vLLM's flags behind a prefix instead of SGLang's."""
+    prefixes = {setting.key.partition("_")[0] for setting in inputs.settings if setting.kind == "argument"}
+    return "vllm" in prefixes and "sglang" not in prefixes
 
 
 def _infer_device(inputs: Inputs, framework: str) -> tuple[str, str]:

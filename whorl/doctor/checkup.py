@@ -7,6 +7,7 @@ from typing import Any
 import whorl.doctor.checks  # noqa: F401  (fills RULES)
 from whorl.doctor.build_launch import build_launch
 from whorl.doctor.inputs import read_inputs, read_text
+from whorl.doctor.jobs import parts
 from whorl.doctor.launch import Launch
 from whorl.doctor.log import explain
 from whorl.doctor.paths import predict, predict_tower
@@ -64,13 +65,19 @@ def check(
 
 def _check_parts(launch: Launch) -> tuple[tuple[RotaryPath, ...], list[Finding]]:
     paths, findings = [], []
-    for part in launch.parts():
-        paths.append(predict(part))
-        for rule in RULES:
-            findings += [finding for finding in rule.findings(part, paths[-1]) if finding not in findings]
+    for part in parts(launch):
+        path, alone = check_part(part)
+        paths.append(path)
+        findings += [finding for finding in alone if finding not in findings]
     if (tower := predict_tower(launch)) is not None:
         paths.append(tower)
     return tuple(paths), findings
+
+
+def check_part(part: Launch) -> tuple[RotaryPath, list[Finding]]:
+    """Return the rotary path of a launch that is not a job, and the findings of all checks."""
+    path = predict(part)
+    return path, list(dict.fromkeys(finding for rule in RULES for finding in rule.findings(part, path)))
 
 
 def describe_model(launch: Launch) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from whorl.doctor.checkup import check
+from whorl.doctor.compare import check_pair
 from whorl.doctor.inputs import parse_overrides
-from whorl.doctor.report import SEVERITIES, Finding, Report, RotaryPath
+from whorl.doctor.report import SEVERITIES, Aspect, Finding, Report, RotaryPath
 from whorl.doctor.settings import BadInput
 
 Line = tuple[str, str, str]  # rich style, label, text; a heading has no label
@@ -26,11 +27,23 @@ def run(
     log: str | Path | None = None,
     trace: str | Path | None = None,
     as_json: bool = False,
+    trainer: str | Path | None = None,
+    rollout: str | Path | None = None,
 ) -> int:
-    """Run `whorl doctor` and return its exit code; `settings` are the key=value strings of --set, or a mapping."""
+    """Run `whorl doctor` and return its exit code; `settings` are the key=value strings of --set, or a mapping.
+
+    With `trainer`, both sides of a training are compared, and `path` is the model of both.
+    """
     try:
         overrides = settings if isinstance(settings, Mapping) else parse_overrides(settings or ())
-        report = check(path, framework=framework, settings=overrides, train=train, device=device, log=log, trace=trace)
+        if trainer is not None or rollout is not None:
+            if trainer is None or framework or log or trace:
+                raise BadInput("--rollout needs --trainer, and neither goes with --framework, --log or --trace")
+            report = check_pair(trainer, rollout, model=path, settings=overrides, device=device)
+        else:
+            report = check(
+                path, framework=framework, settings=overrides, train=train, device=device, log=log, trace=trace
+            )
     except BadInput as error:
         print(f"whorl doctor: {error}", file=sys.stderr)
         if as_json:
@@ -39,7 +52,8 @@ def run(
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        _print(render(report, str(path or log or trace)))
+        both = " and ".join(str(side) for side in (trainer, rollout) if side is not None)
+        _print(render(report, both or str(path or log or trace)))
     return report.exit_code
 
 
@@ -56,6 +70,7 @@ def render(report: Report, title: str) -> list[Line]:
         lines.append(_row("read", ", ".join(report.read)))
     for path in report.paths:
         lines += _render_path(path)
+    lines += _render_sides(report.sides)
     if report.ran:
         lines += [EMPTY, _heading("Rotary operators in the trace")]
         lines += [_row(f"{count} x", name) for name, count in report.ran.items()]
@@ -71,6 +86,15 @@ def _render_path(path: RotaryPath) -> list[Line]:
     rows += [("backend", f"{path.backend} on {path.device}"), ("because", path.because)]
     rows += [("not", f"{name}: {reason}") for name, reason in path.passed_over]
     return [EMPTY, _heading(f"Rotary path ({path.role}, {path.runs_in})"), *(_row(*row) for row in rows)]
+
+
+def _render_sides(sides: Iterable[Aspect]) -> list[Line]:
+    """Return a heading and two lines per aspect: = where both sides agree, ! where they differ, ? where unknown."""
+    lines: list[Line] = []
+    for aspect in sides:
+        sign = "?" if aspect.agrees is None else "=" if aspect.agrees else "!"
+        lines += [_heading(f"{sign} {aspect.name}"), _row("trainer", aspect.trainer), _row("rollout", aspect.rollout)]
+    return [EMPTY, _heading("Both sides (= agree, ! differ, ? not known)"), *lines] if lines else []
 
 
 def _render_finding(finding: Finding) -> list[Line]:

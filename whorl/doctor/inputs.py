@@ -30,9 +30,14 @@ OTHER_TOWERS: Final = ("vision_config", "audio_config")  # configs that are not 
 ROPE_KEYS: Final = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "head_dim")
 TRACEBACK: Final = "Traceback (most recent call last)"
 PACKAGES: Final = (
-    "cann", "megatron_bridge", "megatron_core", "mindspeed", "mindspeed_llm", "mindspeed_mm", "torch_npu", "torchtitan",
-    "transformers", "triton_ascend", "verl", "vllm", "vllm_ascend",
+    "cann", "deepspeed", "mcore_bridge", "megatron_bridge", "megatron_core", "mindspeed", "mindspeed_llm",
+    "mindspeed_mm", "nemo_rl", "prime_rl", "sglang", "slime", "torch_npu", "torchtitan", "transformer_engine",
+    "transformers", "triton_ascend", "trl", "verl", "vime", "vllm", "vllm_ascend",
 )  # fmt: skip
+# The path after `source` or a dot, without the variable or command for the script's own folder in front of it.
+SOURCED: Final = re.compile(
+    r"""^\s*(?:source|\.)\s+["']?(?:\$\{?\w+\}?/|\$\([^\n]*\)/)?([\w.-][\w./-]*\.(?:sh|bash|env))""", re.MULTILINE
+)
 LONG_FILE: Final = 20_000_000  # bytes; launch files and logs worth reading are far smaller
 MOST_FOLDERS: Final = 8  # of a message
 DEEPEST: Final = 3  # levels of folders that are searched for something to read
@@ -42,7 +47,8 @@ DEEPEST: Final = 3  # levels of folders that are searched for something to read
 class Inputs:
     """What the files hold: the model config, the settings and the logs (name and text), in reading order.
 
-    `model_where` is the name of the model config's file, `read` the names of all files.
+    `model_where` is the name of the model config's file, `read` the names of all files; `bases`: the files that others
+    name as their defaults.
     """
 
     model: dict[str, Any] | None = None
@@ -50,6 +56,7 @@ class Inputs:
     settings: list[Setting] = field(default_factory=list)
     logs: list[tuple[str, str]] = field(default_factory=list)
     read: list[str] = field(default_factory=list)
+    bases: set[Path] = field(default_factory=set)
 
 
 def read_inputs(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Inputs:
@@ -116,6 +123,8 @@ def _is_readable(file: Path) -> bool:
 
 
 def _read_file(file: Path, inputs: Inputs) -> None:
+    if file.resolve() in inputs.bases:
+        return  # read already, before the file that builds on it
     text = _read_file_text(file)
     inputs.read.append(file.name)
     suffix = ".json" if not file.suffix and text.lstrip().startswith("{") else file.suffix
@@ -126,7 +135,18 @@ def _read_file(file: Path, inputs: Inputs) -> None:
     elif _is_requirements(file):
         inputs.settings += _read_requirements(text, file.name)
     else:
+        _read_sourced(text, file, inputs)
         inputs.settings += read_arguments(text, file.name, values_may_wrap=file.suffix in (".txt", ".args"))
+
+
+def _read_sourced(text: str, file: Path, inputs: Inputs) -> None:
+    """Read the scripts beside a script that it sources, such as slime's models/qwen3-8B.sh, before its own settings."""
+    for name in SOURCED.findall(text):
+        script = file.parent / name
+        if script.is_file():
+            inputs.bases.add(file.resolve())  # so that a circle of files ends
+            _read_file(script, inputs)
+            inputs.bases.add(script.resolve())
 
 
 def read_text(file: str | Path) -> str:
@@ -176,7 +196,17 @@ def _add_mapping(data: Any, file: Path, inputs: Inputs) -> None:
             raise BadInput(f"{file}: is a second model config beside {inputs.model_where}. Keep only one in the folder")
         inputs.model, inputs.model_where = data, file.name
     else:
+        _read_base(data.get("defaults"), file, inputs)
         inputs.settings += _flatten(data, file.name)
+
+
+def _read_base(name: Any, file: Path, inputs: Inputs) -> None:
+    """Read the file that a configuration of NeMo-RL builds on (`defaults: ../base.yaml`), before its own settings."""
+    base = file.parent / name if isinstance(name, str) and name.endswith((".yaml", ".yml")) else None
+    if base is not None and base.is_file():
+        inputs.bases.add(file.resolve())  # so that a circle of files ends
+        _read_file(base, inputs)
+        inputs.bases.add(base.resolve())
 
 
 def _is_argument_list(value: Any) -> bool:

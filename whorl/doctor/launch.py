@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from whorl.doctor.inputs import OTHER_TOWERS, Inputs
@@ -10,7 +10,9 @@ from whorl.doctor.settings import Setting
 from whorl.rope_config import UNCOMPUTABLE, RopeConfig
 from whorl.rope_config.hugging_face import TEXT_KEYS
 
-FRAMEWORKS: Final = ("megatron", "bridge", "mindspeed", "mindspeed-mm", "verl", "vllm", "hf", "torchtitan", "whorl")
+ENGINES: Final = ("vllm", "sglang", "whorl")  # serve a model
+JOB_FRAMEWORKS: Final = ("verl", "slime", "vime", "nemo-rl", "trl", "prime-rl")  # train and generate: see jobs.py
+FRAMEWORKS: Final = ("megatron", "bridge", "mindspeed", "mindspeed-mm", "hf", "torchtitan", *ENGINES, *JOB_FRAMEWORKS)
 MEGATRON_FAMILY: Final = ("megatron", "bridge", "mindspeed")
 TRAINING: Final = (*MEGATRON_FAMILY, "mindspeed-mm", "torchtitan")
 DEVICES: Final = ("cuda", "npu")
@@ -19,13 +21,13 @@ EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts")  # key
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A launch of one framework. A verl launch has two parts, the actor and the rollout: see `parts`.
+    """A launch of one framework. A job, such as verl's, has two parts, a trainer and a rollout: see jobs.py.
 
     framework_because and device_because: why these values hold, for the report; text: the language model's config, with
     --hf-overrides merged in; rope: its RopeConfig, None where it cannot be read; rope_problem: why RopeConfig refused
     the config as it is written (`rope` is then that of a reduced config, see `build_launch`); rope_changed_by: the flag
     that changed the rope dictionary of config.json, such as --hf-overrides; rope_warnings and unknown_family: the
-    warnings of RopeConfig; scope: "verl actor" or "verl rollout" for a part, otherwise empty.
+    warnings of RopeConfig; scope: the job and its part, such as "verl actor", otherwise empty.
     """
 
     framework: str
@@ -147,6 +149,12 @@ class Launch:
         return self.model_sections is not None
 
     @property
+    def is_text_only(self) -> bool:
+        """Whether the architecture in config.json takes no pictures, whatever sections its rope dictionary has."""
+        names = (self.inputs.model or {}).get("architectures") or []
+        return bool(names) and not any("ConditionalGeneration" in str(name) for name in names)
+
+    @property
     def uncomputable(self) -> str | None:
         """The rope type where no configuration suffices for its frequencies (fope), else None."""
         entries = rope_entries(self.text)
@@ -175,6 +183,10 @@ class Launch:
             return str(setting.value), f"position_embedding_type={setting.value} in {setting.where}"
         if self.on("use_rotary_position_embeddings"):
             return "rope", f"use_rotary_position_embeddings in {self.where('use_rotary_position_embeddings')}"
+        if self.uses_bridge and (self.text or {}).get("model_type") == "gpt_oss":
+            return "yarn", "Bridge's provider of gpt-oss sets it"
+        if self.uses_bridge and self.is_mrope and self.is_text_only:
+            return "rope", "Bridge's provider of a text model sets it"
         branch = "mrope" if self.is_mrope else "rope"
         return branch, f"position_embedding_type is not set; assumed to be {branch}, which the model needs"
 
@@ -209,22 +221,6 @@ class Launch:
         named = str(self.get("spec")).startswith("mindspeed_llm.") or self.get("tokenizer_type") == "PretrainedFromHF"
         return named or bool(self.has("mindspeed_llm")) or any(self.find(key) is not None for key in llm_flags)
 
-    def parts(self) -> tuple["Launch", ...]:
-        """Return the launches to check one by one: for verl the actor and the rollout, else the launch itself."""
-        if self.framework != "verl":
-            return (self,)
-        actor = self._part("actor", "hf", train=True)
-        settings = actor.inputs.settings
-        if actor.get("strategy") == "megatron" or any(".megatron." in s.path for s in settings):
-            actor = replace(actor, framework="bridge")
-        return (actor, self._part("rollout", "vllm", train=False))
-
-    def _part(self, scope: str, framework: str, *, train: bool) -> "Launch":
-        """Return the launch of one verl role, with the settings of that role and those that all roles share."""
-        settings = [s for s in self.inputs.settings if not _belongs_to_other_role(s.path, scope)]
-        inputs = Inputs(model=self.inputs.model, model_where=self.inputs.model_where, settings=settings)
-        return replace(self, framework=framework, train=train, inputs=inputs, scope=f"verl {scope}")
-
 
 def text_config(model: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the config of the language model, with the keys of the outer config where it has none of its own."""
@@ -251,17 +247,3 @@ def as_sections(value: Any) -> tuple[int, ...] | None:
     """Return a list of ints as a tuple; None for anything else."""
     is_ints = isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, int) for item in value)
     return tuple(value) if is_ints else None
-
-
-# Groups of verl's settings that describe other models than the trained one, with other ranks and lengths.
-VERL_OTHER_MODELS: Final = ("critic", "reward_model", "reward", "distillation", "teacher")
-VERL_ROLES: Final = ("actor", "rollout", "ref")
-
-
-def _belongs_to_other_role(path: str, scope: str) -> bool:
-    """Return whether a verl setting is of another model, or of another role (actor, rollout, ref) than `scope`."""
-    parts = path.lstrip("+~").split(".")
-    if len(parts) > 1 and (parts[0] in VERL_OTHER_MODELS or any("teacher" in part for part in parts)):
-        return True
-    roles = [part for part in parts if part in VERL_ROLES]
-    return bool(roles) and roles[0] != scope

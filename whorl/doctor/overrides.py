@@ -1,4 +1,4 @@
-"""Apply vLLM's --hf-overrides, and its older --rope-... flags, to a model's config as vLLM does."""
+"""Apply vLLM's --hf-overrides, its older --rope-... flags and SGLang's overrides to a config as vLLM does."""
 
 import re
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def inner_config(config: Mapping[str, Any] | None) -> str | None:
 
 def overrides_of(setting: Setting) -> dict[str, Any]:
     """Return what a setting changes in the config: --hf-overrides JSON, --hf-overrides.a.b 1, or an old --rope flag."""
-    if setting.key == "hf_overrides" and isinstance(setting.value, Mapping):
+    if setting.key in ("hf_overrides", "json_model_override_args") and isinstance(setting.value, Mapping):
         return dict(setting.value)
     if dotted := re.search(r"(?:^|\.)hf[-_]overrides\.(.+)", setting.path):
         value = setting.value

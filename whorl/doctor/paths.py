@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from whorl import contracts
-from whorl.doctor import vllm_paths
+from whorl.doctor import sglang_paths, vllm_paths
 from whorl.doctor.launch import Launch
 from whorl.doctor.report import Prediction, RotaryPath
 from whorl.doctor.settings import BadInput
@@ -32,6 +32,11 @@ OPERATORS: Final = {
     "triton_mrope": Operator("triton", "vLLM triton_mrope(q, k, cos, sin, mrope_section, ...), in place"),
     "triton_rope": Operator(
         "triton", "vllm-ascend's Triton rotary kernel: gathers by position, q and k in one launch, in place"
+    ),
+    "sglang_rope": Operator("sglang", "SGLang apply_rope_with_cos_sin_cache_inplace(positions, q, k, ...), in place"),
+    "sglang_mrope": Operator("triton", "SGLang triton_mrope_fused(q, k, cos_sin_cache, positions, ...), in place"),
+    "sglang_gated_rope": Operator(
+        "triton", "SGLang fused_qk_gemma_rmsnorm_rope_gate: norms, rotation and output gate in one kernel"
     ),
     "ascend_rotary_embedding": Operator(
         "vllm_ascend", "torch.ops._C.rotary_embedding(positions, q, k, ...) of vllm-ascend (later _C_ascend)"
@@ -232,6 +237,7 @@ PATHS: Final[dict[str, Callable[[Launch], Prediction]]] = {
     "mindspeed": _megatron,
     "mindspeed-mm": _mindspeed_mm,
     "vllm": vllm_paths.predict,
+    "sglang": sglang_paths.predict,
     "hf": _hf,
     "torchtitan": _torchtitan,
     "whorl": _own_engine,

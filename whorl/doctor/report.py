@@ -63,10 +63,24 @@ class RotaryPath:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Aspect:
+    """One thing that a trainer and its rollout both compute, in words, and whether they agree; None: not known."""
+
+    name: str
+    trainer: str
+    rollout: str
+    agrees: bool | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """The result of one `check`: rotary paths, then findings (errors, warnings, notes).
 
-    `read` are the names of the files that were read; `ran` counts the rotary events of a profiler trace by name.
+    `read` are the names of the files that were read; `ran` counts the rotary events of a profiler trace by name;
+    `sides`: what a trainer and its rollout compute, where the two were compared.
     """
 
     framework: str
@@ -79,6 +93,7 @@ class Report:
     paths: tuple[RotaryPath, ...] = ()
     findings: tuple[Finding, ...] = ()
     ran: dict[str, int] = field(default_factory=dict)
+    sides: tuple[Aspect, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -91,6 +106,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON data; `schema` rises when a key changes its meaning or is removed."""
+        sides = {"sides": [side.to_dict() for side in self.sides]} if self.sides else {}
         return {
             "schema": 1,
             "framework": {"name": self.framework, "because": self.framework_because},
@@ -99,6 +115,7 @@ class Report:
             "model": self.model,
             "read": list(self.read),
             "paths": [path.to_dict() for path in self.paths],
+            **sides,
             "findings": [finding.to_dict() for finding in self.findings],
             "ran": self.ran,
             "exit_code": self.exit_code,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from whorl.doctor.jobs import parts
 from whorl.doctor.launch import Launch
 from whorl.plan.model_shape import ModelShape, from_hugging_face
 
@@ -66,8 +67,8 @@ class Served:
 
 
 def served(launch: Launch) -> Served:
-    """Return what a launch serves (of a verl job its rollout); sizes that nothing states have vLLM's defaults."""
-    launch = launch.parts()[-1]
+    """Return what a launch serves (of a job its rollout); sizes that nothing states have vLLM's defaults."""
+    launch = parts(launch)[-1]
     text, model = launch.text or {}, launch.inputs.model or {}
     dtype = str(launch.get("dtype") or text.get("dtype") or text.get("torch_dtype")).removeprefix("torch.")
     element = FLOATS.get(dtype, 2)

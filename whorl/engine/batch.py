@@ -87,7 +87,7 @@ def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> C
         if seq.placement is not None:
             with_images.append((first_token, chunk))
         if chunk.is_new:
-            tables.append((seq.lane, seq.block_table))
+            tables.append((seq.lane, seq.block_table, seq.slot))
         if chunk.is_last:
             samples += [Sample(chunk, i, place) for i, place in enumerate(_places(chunk))]
             sample_indices += range(first_token + chunk.length - 1, len(tokens))
@@ -116,6 +116,7 @@ def _build_call(chunks: Sequence[Chunk], block_size: int, table_width: int) -> C
     }
     num_prompts = sum(not chunk.is_decode for chunk in chunks)
     call = Call(num_prompts, arrays, max(contexts), tables, samples, scores, score_indices, placed=placed)
+    call.is_adapted = any(chunk.sequence.slot >= 0 for chunk in chunks)
     if with_images and not call.is_decode:
         call.axes = axes_of(index, with_images)
         call.inserts = [insert for first_token, chunk in with_images for insert in inserts_of(first_token, chunk)]

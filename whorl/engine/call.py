@@ -99,13 +99,14 @@ class Call:
     num_prompts: the sequences that compute a part of their prompt; they come first, and the others decode.
     score_indices: the token of each score. axes: [A, T] rotary positions of a prompt call in which a sequence has
     images, instead of the array `positions`; else None. inserts: image features that replace embeddings. placed: its
-    chunks. moves: copies of states that precede it. is_eager: no graph may replay it.
+    chunks. moves: copies of states that precede it. is_eager: no graph may replay it. is_adapted: some sequence has an
+    adapter.
     """
 
     num_prompts: int
     arrays: Mapping[str, Sequence[float] | np.ndarray]
     num_keys: int  # tokens that the longest sequence attends to
-    tables: list[tuple[int, list[int]]]  # new lanes and their block tables
+    tables: list[tuple[int, list[int], int]]  # new lanes, their block tables and the slots of their adapters
     samples: list[Sample] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     score_indices: list[int] = field(default_factory=list)
@@ -114,6 +115,7 @@ class Call:
     placed: list[PlacedChunk] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     is_eager: bool = False
+    is_adapted: bool = False
 
     @property
     def size(self) -> Size:

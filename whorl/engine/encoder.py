@@ -18,17 +18,19 @@ from .placing import PlacedMedia
 from .sequence import Sequence
 
 # Equal keys have equal features. The request's cache salt is part of the key, so that a request cannot learn from
-# timing which images others have sent.
-_Key = tuple[str | None, str, tuple[int, int, int], bytes]
+# timing which images others have sent; and so is an adapter of the tower.
+_Key = tuple[str | None, str | None, str, tuple[int, int, int], bytes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """The tower's work for one image in a step: `layers` to run. item: the image, if these are the first; else None."""
+    """The tower's work for one image in a step: `layers` to run. item: the image, if these are the first; else None.
+    slot: of the adapter that updates the tower; -1: none."""
 
     number: int
     layers: int
     item: MediaItem | None = None
+    slot: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Entry:
     num_tokens: int
     layers: int = 0
     holders: set[int] = field(default_factory=set)  # ids of sequences that still need them
+    slot: int = -1  # of the tower's adapter
 
 
 class Encoder:
@@ -124,12 +127,13 @@ class Encoder:
         index: of the image in the sequence's placement. must_have: it gets an entry in any case.
         """
         item = placed.item
-        key = seq.params.cache_salt, item.kind, item.grid, item.digest
+        adapter = seq.adapter if seq.vision_slot >= 0 else None
+        key = seq.params.cache_salt, adapter, item.kind, item.grid, item.digest
         entry = self._entries.get(key)
         if entry is None:
             if not self._make_room(placed.num_tokens) and not must_have:
                 return None
-            entry = self._entries[key] = Entry(next(self._numbers), placed.num_tokens)
+            entry = self._entries[key] = Entry(next(self._numbers), placed.num_tokens, slot=seq.vision_slot)
             self.num_encoded += 1
         elif index not in seq.features:
             self.num_hit += 1
@@ -170,6 +174,7 @@ class Encoder:
         planned = self._jobs.get(entry.number)
         self._jobs[entry.number] = Job(
             number=entry.number,
+            slot=entry.slot,
             layers=layers + (0 if planned is None else planned.layers),
             item=placed.item if entry.layers == 0 else None if planned is None else planned.item,
         )

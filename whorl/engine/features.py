@@ -1,6 +1,7 @@
 """The features of images on the device: finished ones, and those that the vision tower is computing."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whorl.device import is_interpreting, lasting, unavailable
-from whorl.nn import Inserted
+from whorl.nn import Inserted, LowRanks
 
 from .batch_images import Insert
 from .encoder import Job
@@ -31,8 +32,8 @@ def as_tensor(patches: NDArray[np.float32]) -> Tensor:
 class Features:
     """Features by the encoder's numbers. `encoder.Encoder` decides which are kept."""
 
-    def __init__(self, tower: Any, device: str) -> None:
-        self._tower, self._device = tower, device
+    def __init__(self, tower: Any, device: str, low_ranks: LowRanks | None = None) -> None:
+        self._tower, self._device, self._low_ranks = tower, device, low_ranks
         self._in_progress: dict[int, Any] = {}
         self._done: dict[int, Tensor] = {}  # [1 + deepstack, N, C]
         self._runs_several = runs_several(device)
@@ -48,26 +49,34 @@ class Features:
         for job in jobs:
             if job.item is not None:
                 patches = lasting(as_tensor(job.item.patches), self._device).to(self._device, non_blocking=True)
-                self._in_progress[job.number] = self._tower.begin(patches, job.item.grid)
+                with self._adapter(job):
+                    self._in_progress[job.number] = self._tower.begin(patches, job.item.grid)
         for group in self._groups(jobs):
             encodings = [self._in_progress[job.number] for job in group]
-            finished = self._tower.advance_all(encodings, group[0].layers)
+            with self._adapter(group[0]):
+                finished = self._tower.advance_all(encodings, group[0].layers)
             for job, features in zip(group, finished, strict=True):
                 if features is not None:
                     del self._in_progress[job.number]
                     self._done[job.number] = features
 
+    def _adapter(self, job: Job) -> AbstractContextManager[None]:
+        """Let the tower's products in the context use the adapter of a job."""
+        if job.slot < 0 or self._low_ranks is None:
+            return nullcontext()
+        return self._low_ranks.chosen(job.slot)
+
     def _groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
-        """Yield jobs that run in one batch: of the same layers, and of no more patches than memory allows."""
+        """Yield jobs that run in one batch: of equal layers and adapter, and of no more patches than memory allows."""
         group: list[Job] = []
-        kind: tuple[int, int] | None = None
+        kind: tuple[int, int, int] | None = None
         room = 0
         for job in jobs:
             encoding = self._in_progress[job.number]
-            if (encoding.layer, job.layers) != kind or encoding.num_patches > room or not self._runs_several:
+            if (encoding.layer, job.layers, job.slot) != kind or encoding.num_patches > room or not self._runs_several:
                 if group:
                     yield group
-                group, kind, room = [], (encoding.layer, job.layers), MOST_PATCHES
+                group, kind, room = [], (encoding.layer, job.layers, job.slot), MOST_PATCHES
             group.append(job)
             room -= encoding.num_patches
         if group:

@@ -1,4 +1,4 @@
-"""Lanes hold, on the device, the last token and the block table of each running sequence."""
+"""Lanes hold, on the device, the last token, the block table and the adapter of each running sequence."""
 
 from collections.abc import Mapping
 
@@ -20,10 +20,15 @@ class Lanes:
         empty = torch.zeros(count + 1, width, dtype=torch.int32, device=device)
         self.tables: Tensor = empty if share_tables_with is None else share_tables_with.tables
         assert self.tables.shape == empty.shape, "runners that share block tables need the same lanes and lengths"
+        self.slots = torch.full((count + 1,), -1, dtype=torch.int32, device=device)  # of each lane's adapter; -1: none
+        self._known_slots = [-1] * (count + 1)
         self._is_fused = not is_interpreting() and unavailable("triton", torch.device(device).type) is None
 
-    def admit(self, lane: int, blocks: list[int]) -> None:
-        """Write the whole block table of a new sequence."""
+    def admit(self, lane: int, blocks: list[int], slot: int = -1) -> None:
+        """Write the whole block table of a new sequence. slot: of its adapter."""
+        if slot != self._known_slots[lane]:
+            self._known_slots[lane] = slot
+            self.slots[lane].fill_(slot)
         new = lasting(torch.tensor(blocks, dtype=torch.int32), self._device)
         self.tables[lane, : len(blocks)].copy_(new, non_blocking=True)
 

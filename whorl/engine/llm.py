@@ -1,5 +1,6 @@
 """The engine. Start reading at `LLM.step`: schedule, build the batch, propose drafts, run, accept, finish."""
 
+import logging
 import math
 import random
 import time
@@ -9,16 +10,19 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from whorl.device import HOST, default_device, require
 from whorl.media import MediaItem
-from whorl.nn import Model
+from whorl.nn import Model, Update
 
 from . import sequence_parallel
 from .batch import Batch
 from .blocks import BlockPool
+from .control import Control, PauseMode
 from .encoder import NO_WORK, Encoder
 from .load import load
+from .lora import Adapter, AdapterFile, Adapters
 from .memory import block_size as cache_block_size
 from .memory import (
     blocks_that_fit,
@@ -29,6 +33,7 @@ from .memory import (
     memory_left,
     named_errors,
     need_accelerator,
+    state_line,
     state_pool,
     token_bytes,
     without_states,
@@ -44,6 +49,8 @@ from .settings import EngineSettings
 from .speculate import DraftLength, Proposer, cut, measure_cost, num_agreed
 from .tensor_parallel import Lead
 from .warmup import Kind, Warmed, WarmUp, kind_for, shown
+
+log = logging.getLogger(__name__)
 
 _COST_TOKENS = 64  # the largest decode step that is timed for `DraftLength`
 _MAX_SHARED = 24  # on a CPU: a step of two clients takes about twice as long as one that decodes a single token
@@ -74,7 +81,8 @@ class LLM:
     warm: False leaves the warm-up to the caller, whatever the settings say.
     Raises ValueError when the settings, the model and the device do not fit together.
     The output does not depend on the settings except for dtype and for what rounds: quantize, kv_cache_dtype and
-    sp_quantize. Example: `LLM("Qwen/Qwen3-0.6B").generate("Hello", SamplingParams(max_tokens=8))[0].text`
+    sp_quantize. lora: folders of adapters by name, see `load_lora`.
+    Example: `LLM("Qwen/Qwen3-0.6B").generate("Hello", SamplingParams(max_tokens=8))[0].text`
     """
 
     def __init__(
@@ -94,6 +102,7 @@ class LLM:
         if settings.memory_share is not None:
             need_accelerator(settings.memory_share, device)
         self._lead: Lead | None = None
+        self._kept_adapters: dict[int, abc.Mapping[str, Update]] = {}  # until there is a runner
         checkpoint_path = path if model is None else None
         if model is None:
             model, tokenizer, self._lead = load(path, tokenizer, device, settings, speculate)
@@ -103,6 +112,9 @@ class LLM:
                 "every rank can load it"
             )
         self.model, self.tokenizer, self.proposer = model, tokenizer, speculate
+        self.adapters = Adapters(model, settings.most_loras)
+        for name, adapter_path in settings.adapters.items():  # before the cache takes the rest of the memory
+            self.adapters.load(name, adapter_path, self._keep_adapter)
         self._is_unmeasured = draft_length == "measured"
         self.draft_length = draft_length if isinstance(draft_length, DraftLength) else None
         if speculate is not None:
@@ -113,6 +125,7 @@ class LLM:
             self._make_cache(settings, device)
             self._make_runner(settings, device)
         self._weights = WeightVersions(model)
+        self.control = Control(self)
         self._budget = StepBudget(settings.step_tokens, device=device, fixed=settings.max_prompt_tokens)
         tower = getattr(model, "tower", None)
         grid = 1 if self.pool.states is None else self.pool.states.grid
@@ -120,7 +133,7 @@ class LLM:
         counts = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": settings.step_tokens}
         max_shared = _MAX_SHARED if device == HOST else None  # on an accelerator a step costs the same for one and many
         self.scheduler = Scheduler(self.pool, **counts, max_shared=max_shared, encoder=self.encoder)
-        self.sampler = Sampler(model, self.vocab_size)
+        self.sampler = Sampler(self.runner, self.vocab_size, mode=settings.logprobs_mode)
         self.eos_ids = () if tokenizer is None else tuple(tokenizer.eos_ids)
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids
         self._seeds = random.Random(settings.seed)
@@ -154,6 +167,7 @@ class LLM:
             if self._lead is None:
                 num_blocks = blocks_that_fit(cache_room(specs, device), memory, **sizes)
             else:
+                sizes["adapters"] = self.adapters.low_ranks.nbytes
                 num_blocks = self._lead.num_blocks(specs, memory, **sizes)
                 if share is not None:  # other ranks' devices may have less free memory
                     num_blocks = min(num_blocks, self._lead.num_blocks(specs, None, **sizes))
@@ -161,6 +175,11 @@ class LLM:
         self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=settings.use_prefix_cache, states=states)
         limit = min(max_len, num_blocks * block_size)
         self.max_model_len = _checked_max_len(settings.max_model_len, limit, "the cache")
+
+    def _keep_adapter(self, slot: int, updates: abc.Mapping[str, Update]) -> None:
+        """Write an adapter before there is a runner."""
+        self.adapters.low_ranks.load(slot, updates)
+        self._kept_adapters[slot] = updates
 
     def _make_runner(self, settings: EngineSettings, device: str) -> None:
         num_ranks = 1 if self._lead is None else self._lead.group.size
@@ -173,7 +192,14 @@ class LLM:
             "num_snapshots": 0 if self.pool.states is None else self.pool.states.num_snapshots,
         }
         sp = sequence_parallel.for_ranks(settings, num_ranks, device=device, model=self.model)
-        self.runner = (Runner if self._lead is None else self._lead.runner)(self.model, settings, **options, sp=sp)
+        low_ranks = self.adapters.low_ranks
+        make = Runner if self._lead is None else self._lead.runner
+        self.runner = make(self.model, settings, **options, sp=sp, low_ranks=low_ranks)
+        if self.runner.states is not None:
+            log.info("%s", state_line(self.cache_specs, settings.max_num_seqs, options["num_snapshots"]))
+        for slot, updates in self._kept_adapters.items() if self._lead is not None else ():
+            self.runner.load_adapter(slot, updates)  # on the other ranks, too
+        self._kept_adapters.clear()
         if (draft_head := self._draft_head) is not None and self.proposer is not None:
             runner_class = Runner if self._lead is None else self._lead.draft_runner
             runner = runner_class(draft_head, settings, **options, share_tables_with=self.runner)
@@ -190,13 +216,23 @@ class LLM:
         When running ahead, the next step is launched before this step's tokens are read, so that the device never waits
         for the host. If a sequence turns out to be finished, its token of the next step is discarded.
         """
-        if not self._flights:
+        if self.control.deltas:
+            deltas, self.control.deltas = self.control.deltas, []
+            return deltas
+        is_held = self.control.is_held
+        if not self._flights and not is_held:
             self._launch()
-        if self._flights and self._may_run_ahead():
+        if self._flights and not is_held and self._may_run_ahead():
             self._launch()
         if not self._flights:
-            assert not self.has_work, f"nothing was scheduled although there is work: {self.stats()}"
+            assert is_held or not self.scheduler.has_work, (
+                f"nothing was scheduled although there is work: {self.stats()}"
+            )
             return []
+        return self.land()
+
+    def land(self) -> list[Delta]:
+        """Read the tokens of the oldest step that was launched, and return them."""
         batch, read, results = self._flights.popleft()
         tokens = read()
         deltas = [delta for chunk in batch.chunks if (delta := self._finish(chunk, tokens.get(chunk))) is not None]
@@ -220,10 +256,12 @@ class LLM:
         where they are equal. media: images and videos in the order of their placeholder tokens, of which the prompt
         has one for each feature. Raises ValueError for a request that could never run, such as too long a prompt.
         """
+        self.control.check()
         params = params or self.default_params
         prompt_ids = self._encode(prompt)
         contents = list(contents)
         self._check(prompt_ids, params)
+        adapter = None if params.lora is None else self.adapters.find(params.lora)
         placement = self.place(prompt_ids, media)
         if self._weights.have_changed():
             self.forget()
@@ -247,7 +285,9 @@ class LLM:
                 )
             )
         for seq in copies:
-            self.scheduler.add(seq)
+            if adapter is not None:
+                adapter.give(seq)
+            self.control.add(seq)
         return copies
 
     @property
@@ -264,7 +304,7 @@ class LLM:
         """Stop a sequence and free its blocks; a finished sequence is left as it is."""
         if not seq.is_finished:
             seq.finish(FinishReason.ABORT)
-            self.scheduler.finish(seq)
+            self.control.remove(seq)
 
     def forget(self) -> None:
         """Clear the prefix cache and recompute running sequences, because the weights have changed.
@@ -276,6 +316,83 @@ class LLM:
         self.pool.forget()
         if self.encoder is not None:
             self.encoder.forget()
+
+    def forget_weights(self) -> None:
+        """`forget`, after the weights have changed in a way that is known."""
+        self._weights.have_changed()
+        self.forget()
+
+    # ---- what a trainer does: see control.py
+
+    def update_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: str | None = None, partial: bool = False
+    ) -> str:
+        """Replace the weights by these tensors, by Hugging Face's names, and return their version.
+
+        version: default: the number of updates so far. partial: tensors that do not come keep their values; else every
+        tensor must come. Requests in progress do what their `on_update` says; no cached prefix of the old weights is
+        used again. Raises ValueError for tensors that do not fit the model. If any had been copied by then, the weights
+        are incomplete, all requests are aborted, and `WeightsError` is raised until an update succeeds.
+        Example: `llm.update_weights(model.named_parameters())`
+        """
+        return self.control.update_all(tensors, version, is_partial=partial)
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights: "0" as they were loaded, then as `update_weights` was told."""
+        return self.control.version
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Launch no further step until `resume`; new requests wait.
+
+        mode: what becomes of the requests: they are aborted ("abort"), they are finished by the steps that follow
+        ("wait"), or they stay as they are ("keep").
+        """
+        self.control.pause(mode)
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.control.resume()
+
+    def sleep(self, level: int = 1, *, mode: PauseMode = "abort") -> None:
+        """Give memory back to the device until `wake`: that of the cache, and that of the weights.
+
+        level: 1 keeps the weights in the host's memory, 2 discards them, so that an update must follow. mode: what
+        becomes of the requests, as for `pause`; those that are kept are computed again from their tokens.
+        """
+        self.control.sleep(level, mode)
+
+    def wake(self, tags: Iterable[str] | None = None) -> None:
+        """Take memory again for "weights" and "kv_cache", or for one of the two; steps need both."""
+        self.control.wake(tags)
+
+    def renew_addresses(self) -> None:
+        """Note where the weights are now, after their memory was allocated anew."""
+        self._weights = WeightVersions(self.model)
+
+    @property
+    def is_flying(self) -> bool:
+        """Whether a step is launched whose tokens are not read."""
+        return bool(self._flights)
+
+    @property
+    def may_step(self) -> bool:
+        """Whether `step` would do anything now."""
+        is_ready = self.scheduler.has_work and not self.control.is_held
+        return bool(self.control.deltas or self._flights) or is_ready
+
+    def load_lora(self, name: str, source: str | Path | AdapterFile, *, replace: bool = False) -> Adapter:
+        """Load an adapter, so that requests may choose it: `SamplingParams(lora=name)`.
+
+        source: a folder that PEFT wrote, a Hugging Face id, or what `read_adapter` returned. replace: it takes the name
+        of a loaded one; sequences that began with that one go on with it. Raises ValueError if it cannot be served, the
+        name is taken or no slot is free (`max_loras`), and OutOfMemory; the engine goes on as before.
+        """
+        return self.adapters.load(name, source, self.runner.load_adapter, replace=replace)
+
+    def unload_lora(self, name: str) -> None:
+        """Unload an adapter; sequences that began with it go on. Raises ValueError if none has the name."""
+        self.adapters.unload(name)
 
     def close(self) -> None:
         """End the other ranks, if there are any. The end of the program does this as well."""
@@ -295,7 +412,7 @@ class LLM:
     @property
     def has_work(self) -> bool:
         """Whether any sequence is waiting or running."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.control.num_late > 0
 
     def generate(
         self,
@@ -339,7 +456,7 @@ class LLM:
             encoder_stats["num_encoder_tokens"] = encoder.num_held
         return {
             **encoder_stats,
-            **({} if self.pool.states is None else self.pool.states.stats()),
+            **self._state_stats(),
             "num_steps": self.num_steps,
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting),
@@ -351,6 +468,12 @@ class LLM:
             "num_drafted": self.num_drafted,
             "num_accepted": self.num_accepted,
         }
+
+    def _state_stats(self) -> dict[str, int]:
+        """Return the bytes of states and snapshots on this rank, and counters of snapshots; {} for a model without."""
+        if self.pool.states is None or self.runner.states is None:
+            return {}
+        return {"num_state_bytes": self.runner.states.num_bytes, **self.pool.states.stats()}
 
     # ---- the parts of a step
 
@@ -440,6 +563,8 @@ class LLM:
             return None
         seq.num_unread -= 1
         first = len(seq.token_ids)
+        if not seq.weight_versions or seq.weight_versions[-1][0] != self.control.version:
+            seq.weight_versions.append((self.control.version, seq.num_outputs))
         if seq.error is not None:  # these tokens were sampled without a mask
             seq.finish(FinishReason.ERROR)
             tokens = []

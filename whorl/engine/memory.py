@@ -17,6 +17,7 @@ from .settings import EngineSettings
 from .states import StatePool
 
 _HOST_MEMORY = 1 << 30  # bytes; a CPU shares its memory with all other programs, so most of it is left free
+_UNLIMITED = 1 << 60  # bytes
 _SHARE = 0.9  # of an accelerator's free memory; the rest is for activations
 Specs = Sequence[CacheSpec | StateSpec]
 
@@ -150,13 +151,25 @@ def state_pool(specs: Specs, model: Model, settings: EngineSettings, block_size:
         return None
     count = settings.max_num_seqs if settings.num_snapshots is None else settings.num_snapshots
     count = count if settings.use_prefix_cache else 0
-    states = StatePool(count, state_grid=grid, block_size=block_size, interval=settings.snapshot_tokens)
+    rooms = [spec.most_rows for spec in by_sequence(specs) if spec.most_rows is not None]
+    sizes = {"state_grid": grid, "block_size": block_size, "interval": settings.snapshot_tokens}
+    states = StatePool(count, **sizes, most_rows=min(rooms, default=None))
     if (most := settings.max_prompt_tokens) is not None and most < states.grid:
         raise ValueError(
             f"max_prompt_tokens is {most}, expected at least {states.grid}, the tokens of a chunk of a prompt that the "
             f"states of {name}'s layers need"
         )
     return states
+
+
+def state_line(specs: Specs, max_num_seqs: int, num_snapshots: int) -> str:
+    """Return what the states of sequences take, in words."""
+    lane, snapshot = (sum(getattr(spec, n) for spec in by_sequence(specs)) for n in ("lane_bytes", "snapshot_bytes"))
+    total = (max_num_seqs + 1) * lane + num_snapshots * snapshot
+    return (
+        f"states: {_gb(total)}, for {max_num_seqs} sequences of {_gb(lane)} (--max-num-seqs) and {num_snapshots} "
+        f"snapshots of {_gb(snapshot)} (--num-snapshots)"
+    )
 
 
 def without_states(model: Model, proposer: str) -> Specs:
@@ -198,10 +211,11 @@ def token_bytes(specs: Specs) -> int:
 
 def cache_room(specs: Specs, device: str, num_ranks: int = 1) -> dict[str, int]:
     """Return the bytes on this rank of a token, of a sequence's state ("lane") and of a snapshot of it, and the bytes
-    that are free for all caches of one of `num_ranks` ranks."""
+    that are free for all caches of one of `num_ranks` ranks; "most": with states they may take more, up to so many."""
     states = by_sequence(specs)
     lane, snapshot = (sum(getattr(spec, name) for spec in states) for name in ("lane_bytes", "snapshot_bytes"))
-    return {"token": token_bytes(specs), "lane": lane, "snapshot": snapshot, "free": cache_memory(device, num_ranks)}
+    free, most = cache_memory(device, num_ranks), cache_memory(device, num_ranks, most=_UNLIMITED)
+    return {"token": token_bytes(specs), "lane": lane, "snapshot": snapshot, "free": free, "most": most}
 
 
 def blocks_that_fit(
@@ -211,8 +225,8 @@ def blocks_that_fit(
 
     room: of `cache_room`. memory: bytes for all caches; None: those that are free. ValueError if the states do not fit.
     """
-    memory = room["free"] if memory is None else memory
     states = (max_num_seqs + 1) * room["lane"] + num_snapshots * room["snapshot"]  # padding has a lane, too
+    memory = min(room["free"] + states, room["most"]) if memory is None else memory
     if states > memory:
         raise ValueError(
             f"the cache has {memory:,} bytes, and the states of {max_num_seqs} sequences and {num_snapshots} snapshots "
@@ -221,13 +235,14 @@ def blocks_that_fit(
     return min(most, (memory - states) // (room["token"] * block_size)) if room["token"] else most
 
 
-def cache_memory(device: str, num_ranks: int = 1) -> int:
-    """Return the bytes that the cache of a rank takes by default. On a CPU the ranks share the host's memory."""
+def cache_memory(device: str, num_ranks: int = 1, *, most: int = _HOST_MEMORY) -> int:
+    """Return the bytes that the cache of a rank takes by default. On a CPU the ranks share the host's memory: they take
+    half of what is free, and `most` bytes each."""
     module = accelerator(device)
     if module is not None:
         return int(_SHARE * module.mem_get_info()[0])
     free = free_memory()
-    return _HOST_MEMORY if free is None else min(_HOST_MEMORY, free // (2 * num_ranks))
+    return most if free is None else min(most, free // (2 * num_ranks))
 
 
 def check_cache(num_blocks: int, block_bytes: int, device: str, *, memory: int | None, name: str = "cache") -> None:

@@ -44,6 +44,7 @@ class Output:
     num_cached: int  # prompt tokens found in the prefix cache
     num_drafted: int
     num_accepted: int
+    weight_versions: tuple[tuple[str, int], ...]  # version of the weights, and the first output token it has sampled
 
     @classmethod
     def of(cls, seq: Sequence) -> "Output":
@@ -62,6 +63,7 @@ class Output:
             num_cached=seq.num_cached,
             num_drafted=seq.num_drafted,
             num_accepted=seq.num_accepted,
+            weight_versions=tuple(seq.weight_versions),
         )
 
 
@@ -148,5 +150,7 @@ def _add_all(
 def _run(llm: "LLM", sequences: list[Sequence], progress: bool) -> None:
     with shown_progress(sequences, progress) as update:
         while not all(seq.is_finished for seq in sequences):
+            if not llm.may_step:
+                raise RuntimeError("generate: the engine is paused; call resume first")
             llm.step()
             update()

@@ -39,7 +39,7 @@ class PlacedMedia:
 
     def contents(self) -> Iterator[Content]:
         """Yield the contents for the prefix cache: each frame of a video has its own, whatever text is between them."""
-        grid = struct.pack("<3q", *self.item.grid)
+        grid = struct.pack("<3qd", *self.item.grid, self.item.interval)
         for frame, span in enumerate(self.spans):
             yield Content(span, self.item.digest + grid + struct.pack("<q", frame))
 
@@ -153,11 +153,14 @@ def _describe_run(ids: NDArray[np.int64], run: NDArray[np.int64]) -> str:
 def _with_positions(ids: NDArray[np.int64], items: list[PlacedMedia], model: Any) -> Placement:
     """Return the placement of items whose spans are known, with the positions of all tokens of the prompt."""
     grids = {kind: [placed.item.grid for placed in items if placed.item.kind == kind] for kind in ("image", "video")}
+    rule = model.config.position_rule
+    intervals = [placed.item.interval for placed in items if placed.item.kind == "video"]
     axes, deltas = multimodal_positions(
         ids,
-        model.config.position_rule,
+        rule,
         image_grid_thw=grids["image"] or None,
         video_grid_thw=grids["video"] or None,
+        seconds_per_grid=None if rule.tokens_per_second is None else intervals,
         cu_seqlens=[0, len(ids)],
     )
     return Placement(tuple(items), axes, int(deltas[0, 0]))

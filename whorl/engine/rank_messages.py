@@ -43,16 +43,16 @@ def send_call(group: Rank, name: str, call: Call) -> None:
     if call.axes is not None:
         axes = np.ascontiguousarray(call.axes, dtype=np.int64)
         packed = np.concatenate([packed, axes.reshape(-1).view(np.uint8)])
-    more = call.num_prompts, call.num_keys, call.is_eager, call.tables, call.inserts, call.moves
+    more = call.num_prompts, call.num_keys, call.is_eager, call.is_adapted, call.tables, call.inserts, call.moves
     send(group, name, call.size, *more, packed=packed)
 
 
 def unpacked_call(arguments: list[Any], packed: np.ndarray) -> Call:
     """Return the call of a message that `send_call` has sent."""
-    size, num_prompts, num_keys, is_eager, tables, inserts, moves = arguments
+    size, num_prompts, num_keys, is_eager, is_adapted, tables, inserts, moves = arguments
     size = tuple(size)
     arrays: Any = field_views(packed, size)
-    call = Call(num_prompts, arrays, num_keys, tables, is_eager=is_eager)
+    call = Call(num_prompts, arrays, num_keys, tables, is_eager=is_eager, is_adapted=is_adapted)
     if len(axes := packed[field_offsets(size)[1] :]):
         call.axes = axes.view(np.int64).reshape(-1, size[0])
     call.inserts = [Insert(*row) for row in inserts]

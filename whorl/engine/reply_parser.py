@@ -16,7 +16,7 @@ from .call_forms import CallPart, CallReader, CallWriter, ReadStatus, Schemas, n
 
 THINK, END_THINK = "<think>", "</think>"
 # Names of the one form of reasoning: ours, and those of vLLM for its models.
-REASONING = ("think", "qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v32")
+REASONING = ("think", "qwen3", "glm45", "deepseek_r1", "deepseek_v3", "deepseek_v32")
 
 
 @dataclass(slots=True)

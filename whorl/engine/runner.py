@@ -21,7 +21,7 @@ from torch import Tensor
 from whorl import ops
 from whorl.device import ahead, graph_pool, has_one_arithmetic, lasting, record_graph, synchronize
 from whorl.device import use_graphs as wants_graphs
-from whorl.nn import Inserted, Model, States, StateSpec, Step
+from whorl.nn import Inserted, LowRanks, Model, States, StateSpec, Step, Update
 from whorl.ops._varied import varied
 
 from .batch import Batch
@@ -40,6 +40,7 @@ from .states import Move
 
 _STRIDE = 7919  # between the token ids of dummy calls, so that they are different tokens
 Outputs = tuple[Tensor, Tensor, Tensor]  # hidden states of all tokens, logits and token ids of the samples
+_Graphs = dict[bool, dict[tuple[int, int], "_Graph | None"]]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +66,7 @@ class Runner:
     max_len: the most tokens of a sequence. vocab_size: only ids below it are sampled; None: the model's. sp: the fields
     of `sequence_parallel.SPSettings`, with several ranks; None: prompts run without sequence parallelism.
     num_snapshots: room for so many snapshots of states, if the model's layers keep a state for each sequence.
+    low_ranks: the slots of adapters; None: no sequence has one.
     share_tables_with: a runner of the same sizes whose block tables this runner uses, because its caches lie in the
     same blocks.
     """
@@ -81,9 +83,11 @@ class Runner:
         vocab_size: int | None = None,
         num_snapshots: int = 0,
         sp: dict[str, Any] | None = None,
+        low_ranks: LowRanks | None = None,
         share_tables_with: "Runner | None" = None,
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
+        self.low_ranks = low_ranks
         self.vocab_size = vocab_size or model.vocab_size
         specs, max_num_seqs = cache_specs(model, settings.kv_cache_dtype), settings.max_num_seqs
         states = by_sequence(specs)
@@ -106,6 +110,7 @@ class Runner:
         self._graphs: dict[tuple[int, int], _Graph | None] = {}  # decode calls, by tokens and keys
         # Calls with prompts, by tokens of prompts and of decoding sequences.
         self._prompt_graphs: dict[tuple[int, int], _Graph | None] = {}
+        self._adapted_graphs: _Graphs = {}  # calls with adapters, by whether they decode and the sizes above
         # The outputs of a graph are valid until the next graph of its pool is replayed, and a step may have both kinds.
         self._pool, self._prompt_pool = (graph_pool(device) if self._use_graphs else None for _ in range(2))
         self._prompt_outputs: Outputs | None = None
@@ -113,8 +118,15 @@ class Runner:
         channels = getattr(model, "state_size", 0)
         self._states = torch.zeros(DECODING[-1], channels, dtype=model.dtype, device=device) if channels else None
         tower = getattr(model, "tower", None)
-        self.features = None if tower is None else Features(tower, device)
+        self.features = None if tower is None else Features(tower, device, low_ranks)
         self.prompts = None if sp is None else PromptForward(model, device, SPSettings(**sp))
+
+    def drop_graphs(self) -> None:
+        """Forget the recorded graphs, because memory that they use is elsewhere now; they are recorded again."""
+        self._graphs.clear()
+        self._prompt_graphs.clear()
+        self._prompt_outputs = None
+        self._pool, self._prompt_pool = (graph_pool(self.device) if self._use_graphs else None for _ in range(2))
 
     def encode(self, work: Work) -> None:
         """Run the vision tower's part of a step, before `run`."""
@@ -160,8 +172,8 @@ class Runner:
     @torch.inference_mode()
     def run_call(self, call: Call, states: Tensor | None = None) -> Result:
         """Run one call, as a graph if one fits. states: as for `run`, of all tokens of the call."""
-        for lane, blocks in call.tables:
-            self.lanes.admit(lane, blocks)
+        for lane, blocks, slot in call.tables:
+            self.lanes.admit(lane, blocks, slot)
         for move in call.moves:
             self._move(move)
         graph = self._graph(call)
@@ -190,7 +202,7 @@ class Runner:
         """Return the arguments of `_compute` for a call that is not recorded."""
         width = -(-call.num_keys // self.block_size)
         options: dict[str, Any] = {"width": width, "is_decode": call.is_decode, "is_dense": call.is_dense}
-        options["decoding_from"] = call.decoding_from
+        options |= {"decoding_from": call.decoding_from, "is_adapted": call.is_adapted}
         options |= {} if call.axes is None else self._image_inputs(call)
         if self._states is not None:
             no_states = self._states.new_zeros(call.size[0], self._states.shape[1])
@@ -218,11 +230,12 @@ class Runner:
         positions: Tensor | None = None,
         inserted: Inserted | None = None,
         states: Tensor | None = None,
+        is_adapted: bool = False,
     ) -> Outputs:
         """Return hidden states of all tokens, logits and token ids of the samples. A graph records all of this.
 
         width: blocks of a lane that the call may read. decoding_from: as in `Step`. positions: [A, T], if they have
-        several axes. states: the target model's hidden states.
+        several axes. states: the target model's hidden states. is_adapted: some lane has an adapter.
         """
         if decoding_from is not None:
             self.lanes.write_blocks(inputs)
@@ -239,12 +252,15 @@ class Runner:
             states=states,
             decoding_from=decoding_from,
             lanes=None if self.states is None else inputs["entry_lanes"],
+            is_decode=is_decode,
         )
-        hidden = self._forward(step, is_decode)
+        with self._adapters(inputs["lanes"], is_adapted):
+            hidden = self._forward(step, is_decode, is_adapted)
         if not len(inputs["seeds"]):  # no prompt ends in this call; not every backend takes empty tensors
             no_logits = hidden.new_empty(0, self.model.vocab_size)
             return hidden, no_logits, no_logits.new_empty(0, dtype=torch.int64)
-        logits = self.model.logits(hidden if is_dense else hidden[inputs["sample_indices"]])
+        with self._adapters(inputs["sample_lanes"], is_adapted):
+            logits = self.model.logits(hidden if is_dense else hidden[inputs["sample_indices"]])
         filters: dict[str, Any] = {name: inputs[name] for name in FILTERS}
         token_ids = ops.sample(logits[:, : self.vocab_size], seeds=inputs["seeds"], steps=inputs["places"], **filters)
         # A sequence with a draft has several samples in one lane, and any of them may be stored. That is harmless: the
@@ -252,9 +268,33 @@ class Runner:
         self.lanes.keep(inputs["sample_lanes"], token_ids)
         return hidden, logits, token_ids
 
-    def _forward(self, step: Step, is_decode: bool) -> Tensor:
-        """Return hidden states [T, C]; prompts may run with sequence parallelism."""
-        if self.prompts is not None and not is_decode and self.prompts.takes(step):
+    def _adapters(self, lanes: Tensor, is_adapted: bool) -> contextlib.AbstractContextManager[None]:
+        """Let the rows of products in the context, of these lanes, use their adapters."""
+        if not is_adapted or self.low_ranks is None:
+            return contextlib.nullcontext()
+        return self.low_ranks.chosen(self.lanes.slots.index_select(0, lanes))
+
+    def logits(self, hidden: Tensor, slots: Sequence[int]) -> Tensor:
+        """Return the logits [N, V] of hidden states [N, C] outside of a call. slots: of their adapters; -1: none."""
+        if self.low_ranks is None or max(slots) < 0:
+            return self.model.logits(hidden)
+        with self.low_ranks.chosen(torch.tensor(slots, dtype=torch.int32).to(hidden.device)):
+            return self.model.logits(hidden)
+
+    def load_adapter(self, slot: int, updates: Mapping[str, Update]) -> None:
+        """Write an adapter to a slot, see `LowRanks.load`. No call that is in progress may use the slot."""
+        assert self.low_ranks is not None, "the engine has no slots for adapters"
+        has_moved = True
+        try:
+            has_moved = self.low_ranks.load(slot, updates)
+        finally:
+            if has_moved:
+                synchronize(self.device)
+                self._adapted_graphs.clear()
+
+    def _forward(self, step: Step, is_decode: bool, is_adapted: bool) -> Tensor:
+        """Return hidden states [T, C]; prompts may run with sequence parallelism, if none has an adapter."""
+        if self.prompts is not None and not is_decode and not is_adapted and self.prompts.takes(step):
             return self.prompts(step, self.caches)
         return self.model.forward(step, self.caches)
 
@@ -262,17 +302,21 @@ class Runner:
         """Return the graph that fits a call, recorded if it is new; None if the call is not to be replayed."""
         if not self._use_graphs or call.is_eager:
             return None
+        call.is_adapted = call.is_adapted and self.low_ranks is not None
         if not call.is_decode:
             return self._prompt_graph(call)
         key = self._sizes.for_decoding(call.size[0], call.num_keys) if call.is_dense else None
         if key is None:
             return None
-        if key not in self._graphs:
+        graphs = self._adapted_graphs.setdefault(True, {}) if call.is_adapted else self._graphs
+        if key not in graphs:
             num_tokens, keys = key
             padded = Padded((num_tokens,) * 3, is_recorded=True)
+            dummy = self._dummy_decode(num_tokens)
+            dummy.is_adapted = call.is_adapted
             with ahead():
-                self._graphs[key] = self._record(self._dummy_decode(num_tokens), padded, keys, self._pool)
-        return self._graphs[key]
+                graphs[key] = self._record(dummy, padded, keys, self._pool)
+        return graphs[key]
 
     def _prompt_graph(self, call: Call) -> "_Graph | None":
         """As `_graph`, for a call with prompts, without images or hidden states."""
@@ -280,16 +324,18 @@ class Runner:
         key = self._sizes.for_prompts(num_tokens, call.num_prompts, call.size[0] - num_tokens)
         if key is None or not self._is_plain or call.axes is not None:
             return None
-        if key not in self._prompt_graphs:
+        graphs = self._adapted_graphs.setdefault(False, {}) if call.is_adapted else self._prompt_graphs
+        if key not in graphs:
             num_tokens, num_decoding = key
             num_prompts = most_prompts(num_tokens)
             size = num_tokens + num_decoding, num_prompts + num_decoding, num_prompts + num_decoding
             padded = Padded(size, (num_tokens, num_prompts) if num_decoding else None, is_recorded=True)
             length = min(num_tokens, self.max_len, self._inputs.max_tokens - num_decoding)
             dummy = _joined(self._dummy_prompt(length), self._dummy_decode(num_decoding))
+            dummy.is_adapted = call.is_adapted
             with varied():  # else every graph would compile kernels of its own
-                self._prompt_graphs[key] = self._record(dummy, padded, self.max_len, self._prompt_pool)
-        return self._prompt_graphs[key]
+                graphs[key] = self._record(dummy, padded, self.max_len, self._prompt_pool)
+        return graphs[key]
 
     def graph_sizes(self, max_tokens: int) -> list[tuple[int, int]]:
         """Return tokens and keys of all graphs that decode calls of up to `max_tokens` may need; [] without graphs."""
@@ -309,7 +355,7 @@ class Runner:
         self._inputs.send(dummy, padded)
         graph, inputs = _Graph(padded), self._inputs.tensors(padded.size)
         options: dict[str, Any] = {"width": -(-keys // self.block_size), "decoding_from": padded.decoding_from}
-        options |= {"is_decode": dummy.is_decode, "is_dense": dummy.is_decode}
+        options |= {"is_decode": dummy.is_decode, "is_dense": dummy.is_decode, "is_adapted": dummy.is_adapted}
         options["states"] = None if self._states is None else self._states[: padded.size[0]]
 
         def run() -> None:

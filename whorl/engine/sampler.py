@@ -14,14 +14,13 @@ target's distribution.
 
 from collections import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from whorl import ops
 from whorl.device import HOST, lasting
-from whorl.nn import Model
 from whorl.ops.sample import gumbel, probabilities
 
 from .adjust import Adjuster
@@ -35,6 +34,12 @@ from .sequence import Logprob
 _SCORE_ROWS = 256  # rows of logits in memory at once while a prompt is scored
 
 
+class Head(Protocol):
+    """Computes the logits [N, V] of hidden states [N, C] of sequences whose adapters have these slots."""
+
+    def logits(self, hidden: Tensor, slots: abc.Sequence[int]) -> Tensor: ...
+
+
 class Token(NamedTuple):
     """A sampled token and, if requested, its log-probability."""
 
@@ -43,10 +48,13 @@ class Token(NamedTuple):
 
 
 class Sampler:
-    """Samples the outputs of calls. Ids >= vocab_size pad the model's vocabulary and are never sampled."""
+    """Samples the outputs of calls. Ids >= vocab_size pad the model's vocabulary and are never sampled.
 
-    def __init__(self, model: Model, vocab_size: int) -> None:
-        self.model, self.vocab_size = model, vocab_size
+    head: the runner or model whose `logits` scores prompts. mode: the setting `logprobs_mode`.
+    """
+
+    def __init__(self, head: Head, vocab_size: int, *, mode: str = "raw_logprobs") -> None:
+        self.head, self.vocab_size, self.mode = head, vocab_size, mode
         self._adjuster = Adjuster(vocab_size)
 
     @torch.inference_mode()
@@ -66,7 +74,7 @@ class Sampler:
             is_plain = all(sample.chunk.sequence.is_plain and sample.chunk.probs is None for sample in result.samples)
             ids.append(result.token_ids if is_plain else self.sample(result.logits, result.samples))
             counts = [sample.chunk.sequence.params.logprobs for sample in result.samples]
-            logprobs += self._logprobs(result.logits, ids[-1], counts)
+            logprobs += self._logprobs(self._reported(result.logits, result.samples), ids[-1], counts)
         if not ids:
             return dict
         read = fetch(ids[0] if len(ids) == 1 else torch.cat(ids))
@@ -107,16 +115,39 @@ class Sampler:
             all_scores, hidden = [all_scores[row] for row in rows], hidden[rows]
         for start in range(0, len(all_scores), _SCORE_ROWS):
             scores = all_scores[start : start + _SCORE_ROWS]
-            logits = self.model.logits(hidden[start : start + _SCORE_ROWS])
+            logits = self.head.logits(hidden[start : start + _SCORE_ROWS], [score.sequence.slot for score in scores])
             ids = [score.sequence.token_ids[score.position + 1] for score in scores]
             counts = [score.sequence.params.prompt_logprobs for score in scores]
-            logprobs = self._logprobs(logits, torch.tensor(ids, device=logits.device), counts)
+            logprobs = self._logprobs(logits, torch.tensor(ids, device=logits.device), counts, has_rank=True)
             for score, logprob in zip(scores, logprobs, strict=True):
                 assert logprob is not None
                 score.sequence.prompt_logprobs.append(logprob)
 
-    def _logprobs(self, logits: Tensor, ids: Tensor, counts: abc.Sequence[int | None]) -> list[Logprob | None]:
-        """Return the log-probability of `ids[i]` by row i of logits [N, V], before temperature, penalties and filters.
+    def _reported(self, logits: Tensor, samples: abc.Sequence[Sample]) -> Tensor:
+        """Return the logits whose log-softmax is reported: the model's, or those that were sampled from.
+
+        With no filter these are logits / temperature, of which a trainer gets the same bits.
+        """
+        params = [sample.chunk.sequence.params for sample in samples]
+        if self.mode == "raw_logprobs" or all(p.logprobs is None for p in params):
+            return logits
+        if all(p.is_unfiltered and p.temperature in (0.0, 1.0) for p in params):
+            return logits
+        adjusted = self._adjuster.adjust(logits.float(), samples)
+        filters = _filters(params, logits.device)
+        scale = torch.where(filters["temperature"] > 0, filters["temperature"], 1)[:, None]
+        # Ids that pad the vocabulary are part of the model's softmax, and so of the trainer's.
+        reported = logits.float() / scale
+        reported[:, : self.vocab_size] = adjusted / scale
+        is_cut = torch.ones_like(reported, dtype=torch.bool)
+        is_cut[:, : self.vocab_size] = probabilities(adjusted, **filters) == 0
+        has_filter = torch.tensor([p.has_filter for p in params], device=logits.device)[:, None]
+        return reported.masked_fill(is_cut & has_filter, -torch.inf)
+
+    def _logprobs(
+        self, logits: Tensor, ids: Tensor, counts: abc.Sequence[int | None], *, has_rank: bool = False
+    ) -> list[Logprob | None]:
+        """Return the log-probability of `ids[i]` by row i of logits [N, V].
 
         counts: how many of the likeliest tokens to report for each row; None: the row needs no log-probability.
         """
@@ -125,12 +156,14 @@ class Sampler:
         if not rows:
             return logprobs
         all_logprobs = ops.log_softmax(logits[rows])
-        sampled, sampled_ids = all_logprobs.gather(1, ids[rows, None]).squeeze(1).tolist(), ids.tolist()
+        own = all_logprobs.gather(1, ids[rows, None])
+        sampled, sampled_ids = own.squeeze(1).tolist(), ids.tolist()
         count = min(max(counts[row] or 0 for row in rows), self.vocab_size)
         values, tops = (t.tolist() for t in all_logprobs[:, : self.vocab_size].topk(count))
+        ranks = (1 + (all_logprobs > own).sum(1)).tolist() if has_rank else [0] * len(rows)
         for i, row in enumerate(rows):
             top = tuple(zip(tops[i], values[i], strict=True))[: counts[row]]
-            logprobs[row] = Logprob(sampled_ids[row], sampled[i], top)
+            logprobs[row] = Logprob(sampled_ids[row], sampled[i], top, ranks[i])
         return logprobs
 
 

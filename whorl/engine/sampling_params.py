@@ -8,12 +8,15 @@ from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from whorl.fields import Option, option, options, out_of_bounds
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+ON_UPDATE = Literal["continue", "restart", "abort"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +57,11 @@ class SamplingParams:
     with each token (0: only the token itself). allow: a function of the output so far that returns a bool mask [V] of
     the tokens that may follow, or None for all; if it keeps state it has a method `fork`, called once for each
     sequence. cache_salt: prefixes are shared only among requests of the same salt, so that neither latency nor
-    counters reveal other requests. embed: keep the last hidden state of the prompt's last token. client: whose request
-    it is; clients take turns, see `fair_queue`. priority: lower numbers run earlier; those of one client are compared,
-    between clients a number below 0 counts as 0.
+    counters reveal other requests. lora: the name of an adapter (`LLM.load_lora`); None: the model alone. on_update:
+    when the weights change before its end, it goes on with the new ones, is computed again from the prompt on, or ends
+    with the reason "abort". embed: keep the last hidden state of the prompt's last token. client: whose request it is;
+    clients take turns, see `fair_queue`. priority: lower numbers run earlier; those of one client are compared, between
+    clients a number below 0 counts as 0.
     Raises ValueError when a value is out of range. Example: `SamplingParams(temperature=0, max_tokens=64)`
     """
 
@@ -130,6 +135,8 @@ class SamplingParams:
     embed: bool = False
     allow: "Callable[[abc.Sequence[int]], Tensor | None] | None" = None
     cache_salt: str | None = None
+    on_update: ON_UPDATE = "continue"
+    lora: str | None = None
     client: str | None = None
     priority: int = 0
 
@@ -139,6 +146,8 @@ class SamplingParams:
             expected["logit_bias"] = "numbers by token id"
         if isinstance(self.stop, str) or not all(self.stop):
             expected["stop"] = "a tuple of strings that are not empty"
+        if self.on_update not in get_args(ON_UPDATE):
+            expected["on_update"] = f"one of {', '.join(get_args(ON_UPDATE))}"
         for name, text in expected.items():
             if text is not None:
                 raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}, expected {text}")
@@ -148,6 +157,17 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether tokens are left out because they are unlikely."""
+        return (self.top_k, self.top_p, self.min_p, self.top_n_sigma) != (0, 1.0, 0.0, 0.0)
+
+    @property
+    def is_unfiltered(self) -> bool:
+        """Whether it is sampled from the model's distribution, at some temperature."""
+        is_adjusted = self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0 or self.allow is not None
+        return not is_adjusted and not self.has_filter
 
     @property
     def is_plain(self) -> bool:

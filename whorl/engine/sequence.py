@@ -35,13 +35,21 @@ class AllowError(ValueError):
     """Raised by `SamplingParams.allow` when it cannot tell which tokens may follow. It ends that sequence only."""
 
 
+class WeightsError(RuntimeError):
+    """The engine cannot do this with the weights that it has now: they are torn, asleep, or being updated."""
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability under the model's distribution, before filters, and the likeliest alternatives."""
+    """A token's log-probability, before filters unless the settings say otherwise, and the likeliest alternatives.
+
+    rank: of the token, counted from 1, where it is reported: for tokens of a prompt.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = field(default=0, compare=False)
 
 
 class Detokenizer(Protocol):
@@ -178,6 +186,8 @@ class Sequence:
         self.params, self.copy, self.after = params, copy, after
         self.client, self.priority = params.client, params.priority
         self.adapter: str | None = None  # name and version of what is added to the model's weights for it
+        self.slot = -1  # that its adapter has on the device; -1: it has none
+        self.vision_slot = -1  # the same, if its adapter updates the vision tower
         self.is_plain = params.is_plain
         fork = getattr(params.allow, "fork", None)
         self.allow = params.allow if fork is None else fork()
@@ -202,6 +212,8 @@ class Sequence:
         self.num_preempted = 0
         self.last_shared = 0  # the last step shared by clients in which it decoded
         self.num_drafted = self.num_accepted = 0
+        # The version of the weights that each run of its tokens was sampled with, and the first output of the run.
+        self.weight_versions: list[tuple[str, int]] = []
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[Logprob] = []
         self.prompt_logprobs: list[Logprob] = []  # of the prompt tokens from the second on
@@ -243,6 +255,17 @@ class Sequence:
     def num_unscored(self) -> int:
         """Prompt positions that are still to be scored: they must be computed, not taken from the prefix cache."""
         return 0 if self.params.prompt_logprobs is None else self.prompt_len - 1 - len(self.prompt_logprobs)
+
+    def restart(self, detokenizer: Detokenizer | None) -> None:
+        """Discard what was generated, so that it is computed again from the prompt on. It must not be running."""
+        assert not self.block_table, f"{self!r} holds blocks"
+        del self.token_ids[self.prompt_len :]
+        self.text = Text(detokenizer, self.params.stop, include_stop=self.params.include_stop)
+        fork = getattr(self.params.allow, "fork", None)
+        self.allow, self.counts = self.params.allow if fork is None else fork(), None
+        self.logprobs, self.prompt_logprobs, self.weight_versions, self.embedding = [], [], [], None
+        self.num_drafted = self.num_accepted = self.num_cached = 0
+        self.timings = Timings(added=self.timings.added)
 
     def append(self, token_id: int, logprob: Logprob | None = None) -> None:
         """Append a sampled token; finish the sequence if the token ends it."""

@@ -130,7 +130,7 @@ class PromptForward:
         """Run a call with an attention that returns zeros, so that no cache is needed, and report its exchanges."""
         token_ids, shared = torch.arange(_EXAMPLE, device=device) % 2, self._shared(_EXAMPLE)
         with sharing(shared):
-            self._model.hidden(token_ids, lambda mixer, x: x.new_zeros(x.shape[0], mixer.mixed_size))
+            self._model.hidden(token_ids, lambda mixer, x, *_: x.new_zeros(x.shape[0], mixer.mixed_size))
         size, is_auto = collectives.group_size(self._group), self._settings.mode == "auto"
         least, gain = _measured(shared, size) if is_auto else (self._settings.min_tokens or 1, None)
         return Report(

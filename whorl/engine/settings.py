@@ -5,6 +5,7 @@ A field is declared once, with its default, its bounds and its help text. Comman
 
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
@@ -19,6 +20,7 @@ of_model, of_ranks, of_steps, of_cache, switch = (
     partial(option, panel=panel) for panel in (MODEL, RANKS, STEPS, CACHE, SWITCHES)
 )
 STEP_TOKENS = 2048
+SLOTS = 8  # of adapters, by default
 DTYPES = {"half": "float16", "float": "float32", "auto": None}  # vLLM's names for dtypes
 
 
@@ -42,8 +44,13 @@ class LoadOptions:
     )
     unpack: bool | None = of_model(
         None,
-        "Unpack quantized weights to plain ones. Default: on a CPU if they fit; elsewhere only GGUF files.",
+        "Unpack quantized weights to plain ones. Default: on a CPU if they fit, except GGUF files; elsewhere GGUF alone.",
         "--unpack/--no-unpack",
+    )
+    backend: Literal["auto", "native", "transformers"] = of_model(
+        "auto",
+        "Code of the model: whorl's own file, or that of transformers, which auto takes for models that have none.",
+        vllm=("--model-impl",),
     )
     max_model_len: int | None = of_model(
         None,
@@ -68,6 +75,19 @@ class EngineSettings(LoadOptions):
     `LLM(path, EngineSettings(tp=2, max_model_len=32768))`
     """
 
+    lora: tuple[str, ...] = of_model(
+        (),
+        "Adapter of PEFT (LoRA) that requests may choose by its name; may be repeated. generate and chat use the last.",
+        "--lora",
+        vllm=("--lora-modules",),
+        metavar="NAME=PATH",
+    )
+    max_loras: int | None = of_model(
+        None,
+        "Most adapters at once, including unloaded ones that requests still use. Default: 8, or one more than --lora.",
+        vllm=("--max-loras",),
+        least=1,
+    )
     tp: int | None = of_ranks(
         None,
         "Tensor parallel degree: ranks that share the model, one device each. Default: 1, or the ranks of torchrun.",
@@ -179,11 +199,35 @@ class EngineSettings(LoadOptions):
         None,
         "Warm up all sizes, common ones or none. Default: full for whorl serve on an accelerator, else off.",
     )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = of_steps(
+        "raw_logprobs",
+        "Log-probabilities of answers: the model's, or those of the distribution that was sampled from, after "
+        "penalties, temperature and filters.",
+        vllm=("--logprobs-mode",),
+    )
     seed: int | None = of_steps(None, "Seed of requests without one. Default: a new one each time.", vllm=("--seed",))
 
     def __post_init__(self) -> None:
         LoadOptions.__post_init__(self)
+        lora: Any = self.lora
+        pairs = [f"{name}={path}" for name, path in lora.items()] if isinstance(lora, Mapping) else lora
+        object.__setattr__(self, "lora", tuple(pairs))
+        if len(self.adapters) != len(self.lora):
+            raise ValueError(f"lora is {list(self.lora)}, expected NAME=PATH, each with another name")
+        if self.max_loras is not None and self.max_loras < len(self.lora):
+            raise ValueError(f"max_loras is {self.max_loras}, and lora names {len(self.lora)} adapters; raise it")
         self._check_ranks()
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders or ids of the adapters of `lora`, by name."""
+        pairs = (pair.partition("=") for pair in self.lora)
+        return {name: path for name, _, path in pairs if name and path}
+
+    @property
+    def most_loras(self) -> int:
+        """How many adapters have a slot at once."""
+        return self.max_loras or max(SLOTS, len(self.lora) + 1)
 
     def _check_ranks(self) -> None:
         """Raise ValueError if options of sequence parallelism contradict each other."""

@@ -30,13 +30,16 @@ class Move(NamedTuple):
 class StatePool:
     """Up to `num_snapshots` snapshots, and the limits that states set to chunks and drafts.
 
-    state_grid: `StateSpec.grid`. A prompt's state is saved at its end, where its tokens stop to be those of earlier
-    sequences, and about every `interval` tokens; any state when its sequence ends or is preempted. What is saved is the
-    state at the last multiple of the grid.
+    state_grid, most_rows: `StateSpec.grid` and `StateSpec.most_rows`. A prompt's state is saved at its end, where its
+    tokens stop to be those of earlier sequences, and about every `interval` tokens; any state when its sequence ends or
+    is preempted. What is saved is the state at the last multiple of the grid.
     """
 
-    def __init__(self, num_snapshots: int, *, state_grid: int, block_size: int, interval: int) -> None:
+    def __init__(
+        self, num_snapshots: int, *, state_grid: int, block_size: int, interval: int, most_rows: int | None = None
+    ) -> None:
         self.num_snapshots, self.state_grid, self._block_size = num_snapshots, state_grid, block_size
+        self._most_drafted = (most_rows or state_grid) - 1
         self.grid = math.lcm(state_grid, block_size)  # where a prefix can be cut, and chunks of prompts end
         self._step, self._interval = self.grid // block_size, interval
         self._free = list(range(num_snapshots))[::-1]
@@ -80,8 +83,9 @@ class StatePool:
         return (len(seq.token_ids) - 1) // self.grid * self.grid
 
     def draft_room(self, start: int) -> int:
-        """Return the longest draft after the token at `start`: it must not include the last token before the grid."""
-        return max(0, self.state_grid - 2 - start % self.state_grid)
+        """Return the longest draft after the token at `start`: it must not include the last token before the grid, and
+        a layer has room for some rows only."""
+        return max(0, min(self.state_grid - 2 - start % self.state_grid, self._most_drafted))
 
     def advance(self, chunks: Iterable["Chunk"]) -> None:
         """Note that chunks have been launched, and save states of prompts where they are due."""

@@ -9,7 +9,7 @@ hidden states is sharded like the model; with its calls rank 0 broadcasts these 
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from whorl.media import MediaItem
-from whorl.nn import Model, Ranks
+from whorl.nn import LowRanks, Model, Ranks, Update
 from whorl.nn import weights as formats
 
 from .call import Call
@@ -39,24 +39,27 @@ class Lead:
     """Rank 0's model and the group of ranks that runs it."""
 
     def __init__(self, group: RankGroup, model: Model) -> None:
-        self.group, self._local_model = group, model
-        self.model: Any = SharedModel(group, model)
+        self.group, self.model = group, model
         self._end = weakref.finalize(self, _end, group)
 
-    def num_blocks(self, specs: Specs, memory: int | None, **sizes: int) -> int:
+    def num_blocks(self, specs: Specs, memory: int | None, *, adapters: int = 0, **sizes: int) -> int:
         """Return how many blocks fit on every rank. specs: of all caches on this rank; others may differ in the bytes
         of a token, because they may have different numbers of heads. memory: bytes for the cache on each; None: the
-        default share of its own free memory. sizes: as for `blocks_that_fit`."""
+        default share of its own free memory. adapters: bytes of adapters here, which the others have yet to load.
+        sizes: as for `blocks_that_fit`."""
         local = cache_room(specs, self.group.device, self.group.size)
-        return min(blocks_that_fit(room, memory, **sizes) for room in [local, *self.group.collect("room")])
+        others = [{**room, "free": max(0, room["free"] - adapters)} for room in self.group.collect("room")]
+        return min(blocks_that_fit(room, memory, **sizes) for room in [local, *others])
 
-    def runner(self, model: Model, settings: EngineSettings, **options: Any) -> "LeadRunner":
+    def runner(
+        self, model: Model, settings: EngineSettings, *, low_ranks: LowRanks | None = None, **options: Any
+    ) -> "LeadRunner":
         """Create the runners of all ranks and connect the ranks; the arguments are those of `Runner`."""
         self.group.collect("room")  # a rank publishes this when it has loaded its weights
         self.group.put("runner", options)
         with self.group.together():
             self.group.join()
-            return LeadRunner(self._local_model, settings, group=self.group, **options)
+            return LeadRunner(self.model, settings, group=self.group, low_ranks=low_ranks, **options)
 
     def draft_runner(self, draft_head: Model, settings: EngineSettings, **options: Any) -> "LeadRunner":
         """Create rank 0's runner of the draft head; the other ranks have created theirs with that of the model."""
@@ -77,7 +80,8 @@ def load(
 
     formats.check_scheme(settings.quantize, torch.device(device).type)
     ranks = Ranks(rank=0, size=place.size)
-    with open_checkpoint(path) as checkpoint:  # raises here, before any rank starts, if the model cannot be sharded
+    # Raises here, before any rank starts, if the model cannot be sharded.
+    with open_checkpoint(path, backend=settings.backend) as checkpoint:
         config = rounded(checkpoint, settings.quantize).config
         meta = build(config, device="meta", dtype=torch.float32, tp=ranks, max_length=settings.max_model_len)
         cache_specs(meta, settings.kv_cache_dtype)
@@ -111,22 +115,6 @@ def _cache_room(
 # ---- rank 0 broadcasts what it does, then does it
 
 
-class SharedModel:
-    """Rank 0's model, whose `logits` all ranks compute together: prompts are scored outside of a call."""
-
-    def __init__(self, group: RankGroup, model: Any) -> None:
-        self._group, self._model = group, model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        with self._group.together():
-            send(self._group, "logits", *hidden.shape)
-            distributed.broadcast(hidden.contiguous(), 0)
-            return self._model.logits(hidden)  # type: ignore[no-any-return]
-
-
 class LeadRunner(Runner):
     """Rank 0's runner: it sends every call to the other ranks before it runs it."""
 
@@ -150,11 +138,30 @@ class LeadRunner(Runner):
             distributed.broadcast(token_ids, 0)
             super().put(lanes, token_ids)
 
+    def logits(self, hidden: Tensor, slots: Sequence[int]) -> Tensor:
+        with self.group.together():
+            send(self.group, "logits", *hidden.shape, list(slots))
+            distributed.broadcast(hidden.contiguous(), 0)
+            return super().logits(hidden, slots)
+
+    def load_adapter(self, slot: int, updates: Mapping[str, Update]) -> None:
+        """Send an adapter to all ranks, each of which keeps its shard."""
+        with self.group.together():
+            tensors = {name: [x for x in (u.a, u.b, u.bias) if x is not None] for name, u in updates.items()}
+            shapes = [
+                [name, updates[name].scale, [list(x.shape) for x in of_name]] for name, of_name in tensors.items()
+            ]
+            send(self.group, "adapter", slot, shapes)
+            for of_name in tensors.values():
+                for x in of_name:
+                    distributed.broadcast(x.float().contiguous(), 0, group=self.group.control)
+            super().load_adapter(slot, updates)
+
     def encode(self, work: Work) -> None:
         """Encode images on all ranks: every rank has the whole vision tower and the features of every image."""
         with self.group.together():
             images = [None if job.item is None else (job.item.grid, job.item.patches.shape[1]) for job in work.jobs]
-            jobs = [(job.number, job.layers, image) for job, image in zip(work.jobs, images, strict=True)]
+            jobs = [(job.number, job.layers, job.slot, image) for job, image in zip(work.jobs, images, strict=True)]
             send(self.group, "encode", work.dropped, jobs)
             for job in work.jobs:
                 if job.item is not None:
@@ -179,7 +186,7 @@ def follow(rank: Rank) -> None:
     rank.publish("room", _cache_room(model, rank.device, rank.size, settings.kv_cache_dtype, draft_head))
     options = rank.get("runner")
     rank.join()
-    runner = FollowRunner(model, settings, **options)
+    runner = FollowRunner(model, settings, **options, low_ranks=LowRanks(model, settings.most_loras))
     if draft_head is not None:
         runner.draft = Runner(draft_head, settings, **options | {"sp": None}, share_tables_with=runner)
     keep_objects()  # a rank that collects garbage lets all others wait
@@ -206,20 +213,22 @@ class FollowRunner(Runner):
                 self._put(*arguments)
             elif name == "logits":
                 self._head(*arguments)
+            elif name == "adapter":
+                self._adapter(rank, *arguments)
             else:
                 dropped, jobs = arguments
                 self.encode(Work(dropped, [self._job(rank, *job) for job in jobs], 0))
 
-    def _job(self, rank: Rank, number: int, layers: int, image: tuple[list[int], int] | None) -> Job:
+    def _job(self, rank: Rank, number: int, layers: int, slot: int, image: tuple[list[int], int] | None) -> Job:
         """Return the job of a message. image: if it is new, its grid and the numbers of a patch; the patches follow."""
         if image is None:
-            return Job(number=number, layers=layers)
+            return Job(number=number, layers=layers, slot=slot)
         (frames, rows, columns), width = image
         patches = torch.empty(frames * rows * columns, width)
         distributed.broadcast(patches, 0, group=rank.control)
         # The digest, which identifies the image, is needed on rank 0 only.
         item = MediaItem(kind="image", patches=patches.numpy(), grid=(frames, rows, columns), digest=b"")
-        return Job(number=number, layers=layers, item=item)
+        return Job(number=number, layers=layers, slot=slot, item=item)
 
     def _draft_call(self, call: Call) -> None:
         """Receive the hidden states of a call of the draft head, and run it."""
@@ -237,8 +246,18 @@ class FollowRunner(Runner):
         distributed.broadcast(token_ids, 0)
         self.draft.put(lanes, token_ids)
 
-    def _head(self, num_tokens: int, width: int) -> None:
-        """Take part in `SharedModel.logits`: receive hidden states [num_tokens, width], compute this rank's share."""
+    def _head(self, num_tokens: int, width: int, slots: list[int]) -> None:
+        """Take part in `LeadRunner.logits`: receive hidden states [num_tokens, width], compute this rank's share."""
         hidden = torch.empty(num_tokens, width, dtype=self.model.dtype, device=self.device)
         distributed.broadcast(hidden, 0)
-        self.model.logits(hidden)
+        self.logits(hidden, slots)
+
+    def _adapter(self, rank: Rank, slot: int, shapes: list[tuple[str, float, list[list[int]]]]) -> None:
+        """Receive an adapter and write this rank's shard of it to a slot."""
+        updates = {}
+        for name, scale, of_name in shapes:
+            tensors = [torch.empty(shape) for shape in of_name]
+            for x in tensors:
+                distributed.broadcast(x, 0, group=rank.control)
+            updates[name] = Update(a=tensors[0], b=tensors[1], scale=scale, bias=[*tensors, None][2])
+        self.load_adapter(slot, updates)

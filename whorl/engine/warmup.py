@@ -82,10 +82,11 @@ class WarmUp:
         self.num_steps = 0
         self.seconds: dict[str, float] = {}
         self._is_full = kind == "full"
+        self._slot = -1  # of the adapter of dummy sequences
         self._lane = llm.scheduler.max_num_seqs  # the runner's spare lane
         self._most_seqs = llm.scheduler.max_num_seqs
         self._num_drafted = llm.proposer.k if llm.proposer else 0
-        self._sampler = Sampler(llm.model, llm.vocab_size)  # the engine's sampler holds the state of requests
+        self._sampler = Sampler(llm.runner, llm.vocab_size)  # the engine's sampler holds the state of requests
         self._longest = llm.max_model_len - 1  # a prompt leaves room for one generated token
         most_tokens = min(llm.max_prompt_tokens, llm.settings.step_tokens)
         self._most_tokens = min(most_tokens, self._most_seqs * self._longest)
@@ -117,6 +118,7 @@ class WarmUp:
         yield from self._mixed()
         yield from self._sampling()
         yield from self._drafting()
+        yield from self._adapted() if self.llm.adapters.by_name else ()
 
     # ---- the tasks
 
@@ -204,6 +206,20 @@ class WarmUp:
             yield Task("draft", f"check {count} drafts", partial(self._step, chunks))
         yield Task("draft", "cost of drafts", partial(self.llm.measure_drafts, proposer))
 
+    def _adapted(self) -> Iterator[Task]:
+        """What is recorded once more for steps in which sequences have adapters, and a prompt that is not recorded."""
+        prompt = self._fill(f"prompt of {self._most_tokens}", split(self._most_tokens, self._longest))
+        for task in (*self._decoding(), *self._recorded_prompts(), prompt):
+            yield task._replace(description=f"{task.description}, adapters", run=partial(self._with_adapter, task.run))
+
+    def _with_adapter(self, run: Callable[[], None]) -> None:
+        """Run a task with sequences that have an adapter, in a lane that has none."""
+        self._slot = 0
+        try:
+            run()
+        finally:
+            self._slot = -1
+
     # ---- running dummy sequences
 
     def _fill(self, description: str, prompts: abc.Sequence[tuple[int, int]]) -> Task:
@@ -247,7 +263,7 @@ class WarmUp:
         tokens = (np.arange(length) * _STRIDE % self.llm.vocab_size).tolist()
         prompt_len = length if is_prompt else length - 1
         seq = Sequence(tokens[:prompt_len] or tokens, params or SamplingParams(), max_len=length + draft + 1)
-        seq.token_ids, seq.lane = tokens, self._lane
+        seq.token_ids, seq.lane, seq.slot = tokens, self._lane, self._slot
         seq.block_table = [0] * self.llm.pool.blocks_for(length + draft)
         seq.num_computed = length - num_new
         chunks = [Chunk(seq, num_new) for _ in range(count)]

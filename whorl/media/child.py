@@ -35,7 +35,7 @@ def video_options(fields: Mapping[str, Any]) -> VideoOptions:
 
 
 def decode(job: Mapping[str, Any], parts: list[bytes]) -> tuple[NDArray[np.uint8], dict[str, Any]]:
-    """Decode a job; returns the pixels [F, H, W, 3], and for a video file the frames' indices and the fps."""
+    """Decode a job; returns the pixels [F, H, W, 3], and for a video file the fields of `Sampled`."""
     from .pictures import open_picture, resized, to_rgb
     from .videos import read_frames, read_video
 
@@ -47,8 +47,8 @@ def decode(job: Mapping[str, Any], parts: list[bytes]) -> tuple[NDArray[np.uint8
     video = video_options(job["options"])
     if job["kind"] == "frames":
         return read_frames(parts, video, max_pixels=max_pixels), {}
-    frames, indices, fps = read_video(parts[0], video, max_pixels=max_pixels, max_frames=job["max_frames"])
-    return frames, {"indices": indices, "fps": fps}
+    frames, sampled = read_video(parts[0], video, max_pixels=max_pixels, max_frames=job["max_frames"])
+    return frames, sampled._asdict()
 
 
 def run_job(job: Mapping[str, Any], parts: list[bytes]) -> tuple[dict[str, Any], Any]:

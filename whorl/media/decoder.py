@@ -22,7 +22,7 @@ from whorl.sandbox import Ending, Sandbox, read, read_exactly, write
 from .errors import DecodeError, MediaError
 from .limits import Limits
 from .options import ImageOptions, VideoOptions
-from .sizes import MAX_RATIO
+from .sizes import MAX_RATIO, Sampled
 
 _LOG = logging.getLogger("whorl.media")
 _MOST_JSON = 1 << 20  # bytes of the JSON of an answer
@@ -87,15 +87,17 @@ class Decoder(Sandbox):
         """Decode and resize pictures that are the frames of a video; returns [F, H, W, 3]."""
         return _check_count(self._ask("frames", parts, options, options.frames)[0], len(parts))
 
-    def video(self, data: bytes, options: VideoOptions) -> tuple[NDArray[np.uint8], list[int], float]:
-        """Decode a video file; returns the sampled frames [F, H, W, 3], their indices, and the video's fps."""
+    def video(self, data: bytes, options: VideoOptions) -> tuple[NDArray[np.uint8], Sampled]:
+        """Decode a video file; returns the sampled frames [F, H, W, 3], and which they are."""
         need_av()
         values, result = self._ask("video", [data], options, options.frames)
-        indices, fps = result.get("indices"), result.get("fps")
+        indices, fps, total = result.get("indices"), result.get("fps"), result.get("total")
         is_list = isinstance(indices, list) and all(isinstance(i, int) and i >= 0 for i in indices)
         if not is_list or not indices or not isinstance(fps, float) or not 0 < fps < math.inf:
             raise DecodeError("broken")
-        return _check_count(values, len(indices)), indices, fps
+        if not isinstance(total, int) or total <= max(indices):
+            raise DecodeError("broken")
+        return _check_count(values, len(indices)), Sampled(indices, fps, total)
 
     def count_pixels(self, data: bytes) -> int:
         """Return the number of pixels that a picture declares."""
@@ -116,8 +118,13 @@ class Decoder(Sandbox):
         kind: image, frames or video. parts: the bytes. sizes: the options that limit the size of a frame.
         """
 
+        # A picture's limit may be for several frames of it, a video's for each of its frames.
+        most = sizes.max_pixels
+        if isinstance(options, VideoOptions) and options.area == "frame":
+            most *= options.max_frames
+
         def read_pixels(result: dict[str, Any], stdout: IO[bytes]) -> tuple[NDArray[np.uint8], dict[str, Any]]:
-            shape = _shape(result["shape"], sizes)
+            shape = _shape(result["shape"], sizes, most)
             data = read_exactly(stdout, math.prod(shape) * 3)
             return np.frombuffer(data, np.uint8).reshape(*shape, 3), result
 
@@ -160,13 +167,16 @@ class Decoder(Sandbox):
             return DecodeError("broken")
 
 
-def _shape(shape: Any, options: ImageOptions) -> tuple[int, ...]:
-    """Check frames, height and width of a result; EOFError if they cannot be right: the process is not trusted."""
+def _shape(shape: Any, options: ImageOptions, max_pixels: int) -> tuple[int, ...]:
+    """Check frames, height and width of a result; EOFError if they cannot be right: the process is not trusted.
+
+    max_pixels: of all frames together.
+    """
     is_shape = isinstance(shape, list) and len(shape) == 3 and all(isinstance(n, int) and n > 0 for n in shape)
     if not is_shape or shape[1] % options.factor or shape[2] % options.factor:
         raise EOFError
     # Only small or narrow pictures, whose sides are rounded up, may exceed max_pixels.
-    most = max(options.max_pixels, options.min_pixels * 4, options.factor**2 * MAX_RATIO * 4 * shape[0])
+    most = max(max_pixels, options.min_pixels * 4, options.factor**2 * MAX_RATIO * 4 * shape[0])
     if math.prod(shape) > most:
         raise EOFError
     return tuple(shape)

@@ -6,6 +6,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from .families import DEFAULT
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MediaItem:
@@ -15,7 +17,9 @@ class MediaItem:
         inside a block; V over channels, frames of the temporal patch, rows and columns of pixels.
     grid: temporal patches, rows and columns, counted in patches: their product is P.
     digest: hash of the original bytes and of everything else that influences the pixels.
-    seconds: of a video, the time of each temporal patch.
+    seconds: of a video, the time of each temporal patch. interval: seconds from one to the next, by which the positions
+        of some models advance.
+    family: of the model that it was made for, a key of `whorl.media.families.FAMILIES`.
     """
 
     kind: Literal["image", "video"]
@@ -23,3 +27,5 @@ class MediaItem:
     grid: tuple[int, int, int]
     digest: bytes
     seconds: tuple[float, ...] = ()
+    interval: float = 1.0
+    family: str = DEFAULT

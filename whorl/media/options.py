@@ -9,7 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from .families import DEFAULT, FAMILIES, Family, Sampling
 
 _PICTURES, _VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
 _BOTH = "processor_config.json"
@@ -25,7 +27,8 @@ class ImageOptions:
     patch_size: side of a patch in pixels. merge_size: side, in patches, of the square that becomes one token.
     temporal_patch_size: frames of a patch. min_pixels, max_pixels: a picture is resized so that its area is between
     these; for a video, the area of all frames together. rescale: what levels 0 to 255 are multiplied with; mean, std:
-    of each channel, after that. resample: Pillow's number of the filter.
+    of each channel, after that. resample: Pillow's number of the filter. frames: the limits on the area are for so many
+    equal frames.
     """
 
     patch_size: int
@@ -37,9 +40,10 @@ class ImageOptions:
     temporal_patch_size: int = 2
     rescale: float = 1 / 255
     resample: int = 3
+    frames: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("patch_size", "min_pixels", "max_pixels", "merge_size", "temporal_patch_size"):
+        for name in ("patch_size", "min_pixels", "max_pixels", "merge_size", "temporal_patch_size", "frames"):
             _check_count(name, getattr(self, name))
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"size: shortest_edge is {self.min_pixels}, over longest_edge, {self.max_pixels}")
@@ -66,6 +70,7 @@ class VideoOptions:
 
     frames: preprocessing of each frame. fps: how many frames are sampled from a second. cap_pixels_per_frame,
     max_video_tokens: transformers' names: whether each frame has its own limit, and that limit in tokens.
+    sampling, area: as in `whorl.media.families.Family`. max_duration: seconds, of the sampling by seconds.
     """
 
     frames: ImageOptions
@@ -74,9 +79,12 @@ class VideoOptions:
     max_frames: int = 768
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 768
+    sampling: Sampling = "ends"
+    area: Literal["video", "frame"] = "video"
+    max_duration: int = 300
 
     def __post_init__(self) -> None:
-        for name in ("min_frames", "max_frames", "max_video_tokens"):
+        for name in ("min_frames", "max_frames", "max_video_tokens", "max_duration"):
             _check_count(name, getattr(self, name))
         if isinstance(self.fps, bool) or not isinstance(self.fps, int | float) or not self.fps > 0:
             raise ValueError(f"fps is {self.fps!r}, expected a number over 0")
@@ -84,10 +92,11 @@ class VideoOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Preprocessing of a model's media. video: None: the model takes no videos."""
+    """Preprocessing of a model's media. video: None: the model takes no videos. family: a key of `FAMILIES`."""
 
     image: ImageOptions
     video: VideoOptions | None = None
+    family: str = DEFAULT
 
 
 def read_options(folder: str | Path) -> Options | None:
@@ -96,7 +105,8 @@ def read_options(folder: str | Path) -> Options | None:
     Raises ValueError, which names the file that is missing or invalid.
     """
     folder = Path(folder)
-    tower = _read(folder / "config.json").get("vision_config")
+    config = _read(folder / "config.json")
+    tower, kind = config.get("vision_config"), str(config.get("model_type"))
     if tower is None:
         return None
     both = _read(folder / _BOTH)
@@ -104,13 +114,16 @@ def read_options(folder: str | Path) -> Options | None:
     videos = _section(folder, both, "video_processor", _VIDEOS)
     if pictures is None:
         raise ValueError(f"{folder}: has a vision_config, and neither {_PICTURES} nor image_processor in {_BOTH}")
-    image = _image_options(*pictures)
+    name = kind if kind in FAMILIES else DEFAULT
+    image = _image_options(*pictures, frames=FAMILIES[name].picture_frames)
     _check_tower(folder, image, tower)
+    if videos is None and FAMILIES[name].area == "frame":
+        videos = pictures  # as transformers does for models from before it had video_preprocessor_config.json
     if videos is None:
-        return Options(image=image)
-    video = _video_options(*videos)
+        return Options(image=image, family=name)
+    video = _video_options(*videos, FAMILIES[name])
     _check_tower(folder, video.frames, tower)
-    return Options(image=image, video=video)
+    return Options(image=image, video=video, family=name)
 
 
 def _section(folder: Path, both: Mapping[str, Any], name: str, file: str) -> tuple[str, Mapping[str, Any]] | None:
@@ -133,8 +146,9 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _image_options(where: str, section: Mapping[str, Any]) -> ImageOptions:
-    """Build the options from a section of the model's files, with transformers' names. where: its place, for errors."""
+def _image_options(where: str, section: Mapping[str, Any], *, frames: int = 1) -> ImageOptions:
+    """Build the options from a section of the model's files, with transformers' names. where: its place, for errors.
+    frames: as in `ImageOptions`."""
     if off := [name for name in _STEPS if section.get(name) is False]:
         raise ValueError(f"{where}: {off[0]} is false, and this processor always does it")
     size = section.get("size") or {}
@@ -146,6 +160,7 @@ def _image_options(where: str, section: Mapping[str, Any]) -> ImageOptions:
         "max_pixels": section.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
         "mean": section.get("image_mean"),
         "std": section.get("image_std"),
+        "frames": frames,
     }
     if missing := [name for name, value in values.items() if value is None]:
         raise ValueError(f"{where}: {', '.join(missing)} is missing")
@@ -157,13 +172,14 @@ def _image_options(where: str, section: Mapping[str, Any]) -> ImageOptions:
     return _build(ImageOptions, where, values)
 
 
-def _video_options(where: str, section: Mapping[str, Any]) -> VideoOptions:
+def _video_options(where: str, section: Mapping[str, Any], family: Family) -> VideoOptions:
     if section.get("num_frames") is not None or section.get("do_sample_frames") is False:
         raise ValueError(
             f"{where}: frames are sampled by fps; num_frames and do_sample_frames = false are not supported"
         )
-    names = ("fps", "min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens")
-    values = {name: section[name] for name in names if section.get(name) is not None}
+    own = ("fps", "min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens", "sampling", "area")
+    values = {name: getattr(family, name) for name in own}
+    values |= {name: section[name] for name in (*own[:-2], "max_duration") if section.get(name) is not None}
     return _build(VideoOptions, where, {"frames": _image_options(where, section), **values})
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from .families import DEFAULT
 from .item import MediaItem
 from .options import ImageOptions
 
@@ -21,7 +22,7 @@ REVISION = 1  # of the code that computes pixels; increase it with every change 
 class Pixels:
     """A decoded and resized picture or video.
 
-    values: [F, H, W, 3] uint8; a picture has one frame. seconds: the time of each temporal patch of a video.
+    values: [F, H, W, 3] uint8; a picture has one frame. seconds, interval, family: as in `MediaItem`.
     """
 
     kind: Literal["image", "video"]
@@ -29,6 +30,8 @@ class Pixels:
     options: ImageOptions
     digest: bytes
     seconds: tuple[float, ...] = ()
+    interval: float = 1.0
+    family: str = DEFAULT
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -46,7 +49,13 @@ class Pixels:
     def item(self) -> MediaItem:
         """Compute the patches."""
         return MediaItem(
-            kind=self.kind, patches=self._patches(), grid=self.grid, digest=self.digest, seconds=self.seconds
+            kind=self.kind,
+            patches=self._patches(),
+            grid=self.grid,
+            digest=self.digest,
+            seconds=self.seconds,
+            interval=self.interval,
+            family=self.family,
         )
 
     def _patches(self) -> NDArray[np.float32]:

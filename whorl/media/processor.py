@@ -6,14 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from queue import LifoQueue
 
+import numpy as np
+from numpy.typing import NDArray
+
 from whorl.sandbox import close_all
 
 from .decoder import Decoder, need_pillow
 from .errors import MediaError
+from .families import FAMILIES
 from .limits import Limits
 from .options import ImageOptions, Options, VideoOptions, read_options
 from .pixels import Pixels, digest
-from .sizes import frame_indices, patch_seconds
+from .sizes import Sampled, frame_indices, patch_seconds
 
 LOW_DETAIL = 512 * 512  # pixels: OpenAI's limit for a picture with detail = "low"
 
@@ -53,6 +57,11 @@ class Processor:
     def merge_size(self) -> int:
         return self.options.image.merge_size
 
+    @property
+    def family(self) -> str:
+        """The model's family, a key of `whorl.media.families.FAMILIES`."""
+        return self.options.family
+
     def close(self) -> None:
         close_all(self.decoders)
 
@@ -68,17 +77,17 @@ class Processor:
         options = self._image_options(is_low)
         with self._use(decoder) as decoder:
             values = decoder.image(data, options)
-        return Pixels(kind="image", values=values, options=options, digest=digest("image", [data], options))
+        name = digest("image", [data], options)
+        return Pixels(kind="image", values=values, options=options, digest=name, family=self.family)
 
     def video(self, data: bytes, *, decoder: Decoder | None = None) -> Pixels:
         """Decode a video file and sample its frames."""
         self._check_bytes(data)
         options = self._video_options()
         with self._use(decoder) as decoder:
-            values, indices, fps = decoder.video(data, options)
+            values, sampled = decoder.video(data, options)
         name = digest("video", [data], options, max_frames=self.limits.max_frames)
-        seconds = patch_seconds(indices, fps, options.frames.temporal_patch_size)
-        return Pixels(kind="video", values=values, options=options.frames, digest=name, seconds=seconds)
+        return self._video_pixels(values, sampled, name)
 
     def frames(self, parts: Sequence[bytes], *, fps: float | None = None, decoder: Decoder | None = None) -> Pixels:
         """Decode a video that is a list of pictures. fps: their rate; None: they are sampled at the model's rate."""
@@ -89,12 +98,23 @@ class Processor:
             raise MediaError(f"the video's fps is {fps:g}, expected more than 0")
         self._check_bytes(*parts)
         rate = options.fps if fps is None else fps
-        indices = frame_indices(len(parts), rate, options)
+        sampled = Sampled(frame_indices(len(parts), rate, options), rate, len(parts))
         with self._use(decoder) as decoder:
-            values = decoder.frames([parts[index] for index in indices], options)
-        name = digest("frames", parts, options, fps=rate)
-        seconds = patch_seconds(indices, rate, options.frames.temporal_patch_size)
-        return Pixels(kind="video", values=values, options=options.frames, digest=name, seconds=seconds)
+            values = decoder.frames([parts[index] for index in sampled.indices], options)
+        return self._video_pixels(values, sampled, digest("frames", parts, options, fps=rate))
+
+    def _video_pixels(self, values: NDArray[np.uint8], sampled: Sampled, name: bytes) -> Pixels:
+        options, size = self._video_options(), self._video_options().frames.temporal_patch_size
+        is_first = FAMILIES[self.family].time == "first"
+        return Pixels(
+            kind="video",
+            values=values,
+            options=options.frames,
+            digest=name,
+            seconds=patch_seconds(sampled.indices, sampled.fps, size, first=is_first),
+            interval=sampled.interval(size),
+            family=self.family,
+        )
 
     @contextmanager
     def _use(self, decoder: Decoder | None) -> Iterator[Decoder]:

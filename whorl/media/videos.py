@@ -15,22 +15,23 @@ from PIL import Image
 from .errors import DecodeError
 from .options import VideoOptions
 from .pictures import open_picture, resized, to_rgb
-from .sizes import DEFAULT_FPS, frame_indices, video_size
+from .sizes import DEFAULT_FPS, Sampled, frame_indices, video_size
 
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d")
 
 
 def read_video(
     data: bytes, options: VideoOptions, *, max_pixels: int, max_frames: int
-) -> tuple[NDArray[np.uint8], list[int], float]:
-    """Return the sampled frames [F, H, W, 3], their indices in the video, and the video's frames per second."""
+) -> tuple[NDArray[np.uint8], Sampled]:
+    """Return the sampled frames [F, H, W, 3], and which they are."""
     fps, total = _count(data, max_pixels, max_frames)
     frames, indices, num_decoded = _sample(data, fps, total, options, max_pixels)
     if num_decoded < total:  # some packets had no frame: sample again from the frames that there are
         if num_decoded == 0:
             raise DecodeError("broken", detail="no frame")
-        frames, indices, _ = _sample(data, fps, num_decoded, options, max_pixels)
-    return frames, indices, fps
+        total = num_decoded
+        frames, indices, _ = _sample(data, fps, total, options, max_pixels)
+    return frames, Sampled(indices, fps, total)
 
 
 def _open(data: bytes) -> Any:
@@ -80,7 +81,7 @@ def _sample(
         raise DecodeError("broken", detail="no packet")
     indices = frame_indices(total, fps, options)
     selected, num_decoded = set(indices), 0
-    out: list[NDArray[np.uint8]] = []
+    out: dict[int, NDArray[np.uint8]] = {}
     size: tuple[int, int] | None = None
     for frame in _frames(data):
         if frame.width * frame.height > max_pixels:  # a stream may change its size midway
@@ -88,10 +89,10 @@ def _sample(
         if num_decoded in selected:
             size = size or video_size(len(indices), frame.height, frame.width, options)
             image = Image.fromarray(frame.to_ndarray(format="rgb24"))
-            out.append(resized(image, size, options.frames.resample))
+            out[num_decoded] = resized(image, size, options.frames.resample)
         num_decoded += 1
         if num_decoded > indices[-1]:
-            return np.stack(out), indices, total
+            return np.stack([out[index] for index in indices]), indices, total
     return np.empty((0, 0, 0, 3), np.uint8), indices, num_decoded
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, -V3.1 and -V3.2: latent attention (MLA), in V3.2 over selected keys, and experts in groups.
+"""DeepSeek-V3, -V3.1, -V3.2, Kimi-K2: latent attention (MLA), in V3.2 over selected keys, and experts in groups.
 
 Attention is always absorbed: a cached token is one latent and the rotated key channels, which all heads share. The
 config, the tensor names and the names in training are in `deepseek_v32.py`, without torch.
@@ -47,6 +47,8 @@ class DeepSeekConfig(DeepSeekV32Config):
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> "DeepSeekConfig":
+        if values.get("model_type") == "kimi_k2":  # Kimi-K2 is DeepSeek-V3 with other sizes
+            values = {**values, "model_type": "deepseek_v3"}
         sizes = DeepSeekV32Config.from_hf(values)
         config = cls(**asdict(sizes), has_indexer=values["model_type"] == "deepseek_v32")
         if config.n_routed_experts % config.n_group or not config.topk_group <= config.n_group:
@@ -59,6 +61,11 @@ class DeepSeekConfig(DeepSeekV32Config):
     @property
     def experts(self) -> int:
         return self.n_routed_experts
+
+    @property
+    def low_rank_eps(self) -> float:
+        """The epsilon of the norms inside attention."""
+        return self.rms_norm_eps
 
 
 class Indexer(Module):
@@ -119,11 +126,11 @@ class Attention(Mixer):
 
         shared = {"q_a_proj": config.q_lora_rank, "kv_a_proj_with_mqa": self.rank + self.turning}
         self.qkv_a_proj = Linear(width, shared)
-        self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.low_rank_eps)
         self.q_b_proj = Linear(
             config.q_lora_rank, count * self.head_dim, shard="column", parts=head_range(self.head_dim), ranks=ranks
         )
-        self.kv_a_layernorm = RMSNorm(self.rank, config.rms_norm_eps)
+        self.kv_a_layernorm = RMSNorm(self.rank, config.low_rank_eps)
         heads = {"count": count, "nope": self.nope, "value": value}
         self.kv_b_proj = LatentHeads(heads, self.rank, rank_heads=rank_heads, ranks=ranks)
         self.o_proj = Linear(count * value, width, shard="row", parts=head_range(value), ranks=ranks)

@@ -1,4 +1,4 @@
-"""DeepSeek's multi-token prediction layer, as a draft model beside the model it belongs to.
+"""The multi-token prediction layer of DeepSeek and GLM, as a draft model beside the model it belongs to.
 
 For token t it takes the model's hidden state of that token, after the final norm, and the embedding of token t + 1; its
 own hidden state predicts token t + 2. Embedding and head are the model's. For further draft tokens its own hidden state
@@ -6,7 +6,7 @@ takes the place of the model's, which is possible because both go through the sa
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch.nn import Module, ModuleDict
 from whorl.models import llama
 from whorl.models.deepseek_v32 import PREDICTION_TIED
 from whorl.nn import ONE, CacheSpec, Mixer, PlainLinear, Ranks, RMSNorm, StateSpec, Step
-
-if TYPE_CHECKING:
-    from whorl.models.deepseek import DeepSeek
 
 
 class SharedHead(Module):
@@ -58,7 +55,7 @@ class Prediction(Module):
     target: the model whose embedding, head and rotary table it shares. ranks: the target's.
     """
 
-    def __init__(self, target: "DeepSeek", ranks: Ranks = ONE) -> None:
+    def __init__(self, target: llama.Llama, ranks: Ranks = ONE) -> None:
         super().__init__()
         config: Any = target.config
         number, size, eps = config.num_hidden_layers, config.hidden_size, config.rms_norm_eps
@@ -87,8 +84,8 @@ class Prediction(Module):
         rotary = target.rope.rows(step)
         (layer,) = parts.block
 
-        def mix(mixer: Mixer, projected: Tensor) -> Tensor:
-            return mixer.mix(projected, rotary, step, caches[0])
+        def mix(mixer: Mixer, *projected: Tensor) -> Tensor:
+            return mixer.mix(*projected, rotary, step, caches[0])
 
         embedded = target.decoder.embed_tokens(step.token_ids)
         normed = parts.enorm(embedded, None)[0], parts.hnorm(step.states, None)[0]

@@ -1,5 +1,6 @@
 """Llama: embedding, layers of attention and SwiGLU, each after an RMSNorm and added to the residual, then the head."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.nn import Module, ModuleList
 
 from whorl import ops
 from whorl.models.llama_config import LlamaConfig
+from whorl.models.one_call import OneCall, plain_form
 from whorl.nn import (
     ONE,
     CacheSpec,
@@ -29,35 +31,42 @@ from whorl.nn import (
     all_tokens,
     attend,
     check_training,
+    scores,
 )
 
 # Projections that are separate in a checkpoint and one matrix product here.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
+@plain_form
 class Attention(Mixer):
     """Grouped-query attention of one layer over the paged cache."""
 
     def __init__(self, config: LlamaConfig, layer: int, ranks: Ranks) -> None:
         super().__init__()
         width, dim = config.hidden_size, config.head_dim
-        sizes = [dim * n for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
         heads = ranks.heads(config.num_attention_heads, config.num_key_value_heads)
         q, kv = (slice(part.start * dim, part.stop * dim) for part in heads)
-        self.qkv_proj = Linear(
-            width,
-            dict(zip(MERGED["qkv_proj"], sizes, strict=True)),
+        self.qkv_proj = self.projections(config, q, kv, ranks)
+        inner = dim * config.num_attention_heads
+        self.o_proj = Linear(inner, width, bias=config.output_bias, shard="row", parts=(q,), ranks=ranks)
+        self.layer, self.mixed_size = layer, self.o_proj.shape[1]
+        self.num_heads, self.num_kv_heads = ((part.stop - part.start) // dim for part in (q, kv))
+        self.rope, self.window = config.rope, config.windows[layer]
+        self.scale = dim**-0.5 * config.rope.softmax_scale_correction
+        self.head_dim = dim
+
+    def projections(self, config: Any, q: slice, kv: slice, ranks: Ranks) -> Linear:
+        """Return the layer that projects to queries, keys and values; q, kv: this rank's rows of each."""
+        counts = config.num_attention_heads, *[config.num_key_value_heads] * 2
+        return Linear(
+            config.hidden_size,
+            {name: config.head_dim * n for name, n in zip(MERGED["qkv_proj"], counts, strict=True)},
             bias=config.attention_bias,
             shard="column",
             parts=(q, kv, kv),
             ranks=ranks,
         )
-        self.o_proj = Linear(sizes[0], width, bias=config.output_bias, shard="row", parts=(q,), ranks=ranks)
-        self.layer, self.mixed_size = layer, self.o_proj.shape[1]
-        self.num_heads, self.num_kv_heads, _ = (size // dim for size in self.qkv_proj.splits)
-        self.rope, self.window = config.rope, config.windows[layer]
-        self.scale = dim**-0.5 * config.rope.softmax_scale_correction
-        self.head_dim = dim
 
     def cache_spec(self, dtype: torch.dtype) -> PagedKV:
         return PagedKV(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype, window=self.window)
@@ -101,6 +110,7 @@ class Attention(Mixer):
         return self.o_proj(mix(self, qkv)), residual
 
 
+@plain_form
 class MLP(Normed):
     """SwiGLU feed-forward network."""
 
@@ -152,6 +162,7 @@ class Layer(Module):
     def feed_forward(self, config: Any, layer: int, ranks: Ranks) -> Normed:
         return MLP(config, layer, ranks)
 
+    @plain_form
     def forward(self, x: Tensor, residual: Tensor | None, mix: Mix) -> tuple[Tensor, Tensor]:
         """Return the layer's output as two summands, x and the residual, [T, C] each.
 
@@ -189,6 +200,8 @@ class Llama(Module):
     layer_class: type[Layer] = Layer
     # Ends of the names of tensors that some checkpoints have and that are not loaded, because they are computed here.
     ignored = ("rotary_emb.inv_freq",)
+    # Beginnings of names that some checkpoints have, each with the one that the model has in its place.
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def __init__(
         self,
@@ -228,16 +241,23 @@ class Llama(Module):
     def cache_specs(self) -> list[CacheSpec | StateSpec]:
         return [mixer.cache_spec(self.dtype) for mixer in self.mixers]
 
+    @functools.cached_property
+    def one_call(self) -> OneCall:
+        """Runs all layers in one call, on a CPU."""
+        return OneCall(self)
+
     def attention_flops(self, num_tokens: int) -> float:
         return sum(mixer.flops(num_tokens) for mixer in self.mixers)
 
     def forward(self, step: Step, caches: Sequence[Any]) -> Tensor:
+        if (hidden := self.one_call(step, caches)) is not None:
+            return hidden
         parts = [(self.rope.rows(part), part) for part in step.parts()]
         sizes = [len(part.token_ids) for _, part in parts]
 
-        def mix(mixer: Mixer, projected: Tensor) -> Tensor:
-            cache = caches[mixer.layer]
-            outputs = [mixer.mix(x, *part, cache) for x, part in zip(projected.split(sizes), parts, strict=True)]
+        def mix(mixer: Mixer, *projected: Tensor) -> Tensor:
+            cache, by_part = caches[mixer.layer], zip(*(x.split(sizes) for x in projected), strict=True)
+            outputs = [mixer.mix(*x, *part, cache) for x, part in zip(by_part, parts, strict=True)]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
         return self.hidden(step.token_ids, mix, step.inserted)
@@ -247,16 +267,25 @@ class Llama(Module):
 
         They equal, bit for bit, those that the engine returns for the same tokens: docs/arithmetic.md.
         """
+        return scores(self.scored_logits(packed), packed)
+
+    def scored_logits(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
+        """Return the logits [T - B, V] that `logprobs` is computed from, divided by the temperature as the engine does
+        for `processed_logprobs`."""
         check_training(packed.token_ids.device.type)
         rotary = self.rope.rows(packed)
 
-        def mix(mixer: Mixer, projected: Tensor) -> Tensor:
-            return mixer.mix_packed(projected, rotary, packed)
+        def mix(mixer: Mixer, *projected: Tensor) -> Tensor:
+            return mixer.mix_packed(*projected, rotary, packed)
 
         hidden = self.hidden(packed.token_ids, mix)
         logits = self.logits(hidden[packed.scored - 1])
-        return ops.token_logprobs(logits, packed.token_ids[packed.scored])  # type: ignore[no-any-return]
+        if temperature == 1:
+            return logits
+        # By a tensor: torch multiplies by the inverse of a number, which has other bits.
+        return logits.float() / torch.tensor([temperature], device=logits.device)
 
+    @plain_form
     def hidden(self, token_ids: Tensor, mix: Mix, inserted: Inserted | None = None) -> Tensor:
         """Return hidden states [T, C] of token_ids [T], after the final norm.
 

@@ -10,6 +10,7 @@ from whorl import ops
 from whorl.models import llama
 from whorl.models.fields import count, flag
 from whorl.models.llama_config import LlamaConfig, layer_windows
+from whorl.models.one_call import plain_form
 from whorl.nn import Experts, KVCache, Linear, Normed, Ranks, RMSNorm, Step
 
 
@@ -39,13 +40,14 @@ class Qwen3Config(LlamaConfig):
         is_sparse = values.get("model_type") in ("qwen3_moe", "qwen3_vl_moe")
         if not is_sparse:
             values = {"head_dim": 128, **values}  # the default of Hugging Face's dense class; its sparse one has none
-        experts = _experts(values) if is_sparse else None
+        experts = experts_of(values) if is_sparse else None
         # As in transformers, whose sparse class applies the window to all layers.
         windows = layer_windows(values, first=0, named=False) if is_sparse else layer_windows(values)
         return LlamaConfig.read(values) | {"windows": windows, "experts": experts}
 
 
-def _experts(values: Mapping[str, Any]) -> ExpertsConfig:
+def experts_of(values: Mapping[str, Any]) -> ExpertsConfig:
+    """Read the fields about experts."""
     name = "num_local_experts" if values.get("num_experts") is None else "num_experts"
     dense_layers = values.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list) or not all(isinstance(layer, int) for layer in dense_layers):
@@ -65,6 +67,7 @@ def _experts(values: Mapping[str, Any]) -> ExpertsConfig:
     )
 
 
+@plain_form
 class Attention(llama.Attention):
     """Llama's attention with an RMSNorm of every query and key head."""
 

@@ -14,6 +14,7 @@ from whorl.models import llama, qwen3
 from whorl.models.fields import count, flag
 from whorl.models.qwen3_vl_tower import Tower
 from whorl.models.qwen3_vl_tower_config import TowerConfig
+from whorl.models.vision_tower_config import check_width
 from whorl.nn import Ranks, StackedExperts
 from whorl.positions import PositionRule
 
@@ -29,26 +30,38 @@ class Qwen3VLConfig(qwen3.Qwen3Config):
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> dict[str, Any]:
-        text, vision = (_section(values, name) for name in ("text_config", "vision_config"))
-        kind = values.get("model_type")
-        fields = qwen3.Qwen3Config.read({**text, "model_type": kind})
+        fields = qwen3.Qwen3Config.read({**_section(values, "text_config"), "model_type": values.get("model_type")})
         if fields["experts"] is not None:  # the router always renormalises; config.json has no field for it
             fields["experts"] = replace(fields["experts"], norm_topk_prob=True)
-        tower = TowerConfig.from_hf(vision)
-        _check_widths(fields, tower)
-        ids = {name: count(values, name, default) for name, default in _TOKEN_IDS.items()}
-        return fields | {
-            # text_config has a field of this name, too, which is not read.
-            "tie_word_embeddings": flag(values, "tie_word_embeddings"),
-            "vision": tower,
-            "position_rule": PositionRule.from_hf(
-                {"model_type": kind, "vision_config": {"spatial_merge_size": tower.spatial_merge_size}, **ids}
-            ),
-            **ids,
-        }
+        # text_config has a field of this name, too, which is not read.
+        fields["tie_word_embeddings"] = flag(values, "tie_word_embeddings")
+        return fields | vision_fields(values, fields, _TOKEN_IDS)
 
 
 _TOKEN_IDS = {"image_token_id": 151655, "video_token_id": 151656}
+
+
+def vision_fields(
+    values: Mapping[str, Any],
+    text: Mapping[str, Any],
+    token_ids: Mapping[str, int],
+    deepstack: tuple[int, ...] | None = None,
+) -> dict[str, Any]:
+    """Return the fields about vision of a config.json.
+
+    text: the fields of the text model. token_ids: the default ids of placeholders. deepstack: the tower's
+    deepstack_visual_indexes, where config.json has none.
+    """
+    vision = dict(_section(values, "vision_config"))
+    if deepstack is not None:
+        vision["deepstack_visual_indexes"] = deepstack
+    tower = TowerConfig.from_hf(vision)
+    check_width(tower, text)
+    _check_deepstack(text, tower)
+    ids = {name: count(values, name, default) for name, default in token_ids.items()}
+    merge = {"spatial_merge_size": tower.spatial_merge_size}
+    rule = PositionRule.from_hf({"model_type": values.get("model_type"), "vision_config": merge, **ids})
+    return {"vision": tower, "position_rule": rule, **ids}
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -58,12 +71,7 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section
 
 
-def _check_widths(text: Mapping[str, Any], tower: TowerConfig) -> None:
-    if tower.out_hidden_size != text["hidden_size"]:
-        raise ValueError(
-            f"config.json: vision_config.out_hidden_size is {tower.out_hidden_size}, expected the text's "
-            f"hidden_size, {text['hidden_size']}: features replace embeddings"
-        )
+def _check_deepstack(text: Mapping[str, Any], tower: TowerConfig) -> None:
     if len(tower.deepstack_visual_indexes) > text["num_hidden_layers"]:
         raise ValueError(
             f"config.json: vision_config.deepstack_visual_indexes has {len(tower.deepstack_visual_indexes)} layers, "
@@ -122,7 +130,7 @@ class Qwen3VL(qwen3.Qwen3):
             "architectures": ["Qwen3VLMoeForConditionalGeneration" if is_sparse else "Qwen3VLForConditionalGeneration"],
             "model_type": kind,
             "text_config": text | {"model_type": f"{kind}_text"},
-            "vision_config": _tiny_tower(text["hidden_size"]) | {"model_type": f"{kind}_vision"} | dict(vision or {}),
+            "vision_config": tiny_tower(text["hidden_size"]) | {"model_type": f"{kind}_vision"} | dict(vision or {}),
             "image_token_id": 101,
             "video_token_id": 102,
             "vision_start_token_id": 103,
@@ -135,7 +143,8 @@ def _rope() -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
 
-def _tiny_tower(width: int) -> dict[str, Any]:
+def tiny_tower(width: int) -> dict[str, Any]:
+    """Return a vision_config small enough for tests; width: of the text."""
     return {
         "depth": 4,
         "hidden_size": 32,

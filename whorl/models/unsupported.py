@@ -15,7 +15,6 @@ _LLAMA, _MOE, _GEMMA = "LlamaForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCaus
 _SHARED = "a shared expert beside the routed ones"
 _PARALLEL = "attention and feed-forward side by side after one LayerNorm"
 _STATE = "layers with a recurrent state in place of keys and values"
-_DELTA = f"{_STATE} (gated delta rule), and a gate after attention"
 _HALF = "norms after each part and rotation of half a head"
 _VISION, _VISION_MOE = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
 
@@ -43,20 +42,12 @@ UNSUPPORTED: dict[str, Known] = {
     "Gemma4ForConditionalGeneration": Known("head sizes and rotation that differ between layers", _GEMMA, ("gemma4",)),
     "GlmForCausalLM": Known("rotation of half a head, in pairs", _LLAMA),
     "Glm4ForCausalLM": Known(_HALF, _GEMMA, ("glm4", "chatglm")),
-    "Glm4MoeForCausalLM": Known(_SHARED, _MOE, ("glm4moe",)),
-    "Glm4vForConditionalGeneration": Known(f"GLM-4V's vision tower, {_HALF}", _VISION),
-    "Glm4vMoeForConditionalGeneration": Known(
-        f"GLM-4V's vision tower, {_SHARED}, and rotation of half a head", _VISION_MOE
-    ),
-    "GlmOcrForConditionalGeneration": Known(f"GLM-OCR's vision tower and {_HALF}", _VISION),
+    "GlmOcrForConditionalGeneration": Known("GLM-OCR's vision tower", "Glm4vForConditionalGeneration"),
     "GlmMoeDsaForCausalLM": Known("an indexer that rotates pairs", "DeepseekV32ForCausalLM"),
     "GPTJForCausalLM": Known(_PARALLEL, _LLAMA, ("gptj",)),
     "GPTNeoXForCausalLM": Known(_PARALLEL, _LLAMA, ("gptneox",)),
     "FalconH1ForCausalLM": Known(_STATE, _LLAMA, ("falcon-h1",)),
     "GPT2LMHeadModel": Known("learned positions in place of a rotation", _LLAMA, ("gpt2",)),
-    "GptOssForCausalLM": Known(
-        "attention sinks, experts with biases and a clamped SwiGLU, and weights in MXFP4", _MOE, ("gpt-oss", "gptoss")
-    ),
     "GraniteForCausalLM": Known("factors of embeddings, residuals, attention and logits", _LLAMA, ("granite",)),
     "HunYuanDenseV1ForCausalLM": Known("norms of heads after the rotation", "Qwen3ForCausalLM", ("hunyuan-dense",)),
     "HunYuanMoEV1ForCausalLM": Known(f"{_SHARED}, and norms of heads after the rotation", _MOE, ("hunyuan-moe",)),
@@ -64,6 +55,8 @@ UNSUPPORTED: dict[str, Known] = {
     "JambaForCausalLM": Known(_STATE, _LLAMA, ("jamba",)),
     "Lfm2ForCausalLM": Known("short convolutions in place of some attention", "Qwen3ForCausalLM", ("lfm2",)),
     "Lfm2MoeForCausalLM": Known("short convolutions in place of some attention", _MOE, ("lfm2moe",)),
+    "KimiLinearForCausalLM": Known("a decay for each channel of the recurrence (KDA)", "Qwen3NextForCausalLM"),
+    "Kimi_K25ForConditionalGeneration": Known("MoonViT's tower, and a tokenizer of tiktoken", "DeepseekV3ForCausalLM"),
     "LlavaForConditionalGeneration": Known("CLIP's vision tower", _VISION),
     "LongcatFlashForCausalLM": Known(
         "two attentions a layer, and experts that compute nothing", "DeepseekV3ForCausalLM"
@@ -86,15 +79,8 @@ UNSUPPORTED: dict[str, Known] = {
     "Phi3ForCausalLM": Known("q, k and v, and gate and up, stored as one tensor each", _LLAMA, ("phi3", "phi4")),
     "PhimoeForCausalLM": Known("SparseMixer's routing and LayerNorm", _MOE, ("phimoe",)),
     "Qwen2MoeForCausalLM": Known(f"{_SHARED}, with its own gate", _MOE, ("qwen2moe",)),
-    "Qwen2VLForConditionalGeneration": Known("Qwen2-VL's vision tower", _VISION, ("qwen2vl",)),
-    "Qwen2_5_VLForConditionalGeneration": Known("a vision tower with windows", _VISION, ("qwen2vl",)),
     "Qwen2_5OmniForConditionalGeneration": Known("towers of sound and vision, and a speaker", _VISION),
-    "Qwen3NextForCausalLM": Known(f"{_DELTA}, and {_SHARED}", _MOE, ("qwen3next",)),
     "Qwen3OmniMoeForConditionalGeneration": Known("towers of sound and vision, and a speaker", _VISION),
-    "Qwen3_5ForCausalLM": Known(_DELTA, "Qwen3ForCausalLM"),
-    "Qwen3_5ForConditionalGeneration": Known(_DELTA, _VISION, ("qwen35",)),
-    "Qwen3_5MoeForCausalLM": Known(f"{_DELTA}, and {_SHARED}", _MOE),
-    "Qwen3_5MoeForConditionalGeneration": Known(f"{_DELTA}, and {_SHARED}", _VISION_MOE, ("qwen35moe",)),
     "SmolLM3ForCausalLM": Known("layers without rotation", _LLAMA, ("smollm3",)),
     "SmolVLMForConditionalGeneration": Known("SigLIP's vision tower", _VISION),
     "StableLmForCausalLM": Known("LayerNorm, and rotation of a quarter of a head", _LLAMA, ("stablelm",)),
@@ -103,7 +89,16 @@ UNSUPPORTED: dict[str, Known] = {
     ),
 }
 _BY_GGUF = {name: known for known in UNSUPPORTED.values() for name in known.gguf}
+_BY_GGUF |= dict.fromkeys(
+    ("qwen35", "qwen35moe", "qwen3next"),
+    Known("llama.cpp's order of value heads", "Qwen3_5ForCausalLM, from safetensors"),
+)
 _BY_GGUF["deepseek2"] = Known("llama.cpp's layout of latent attention", "DeepseekV3ForCausalLM, from safetensors")
+_BY_GGUF |= dict.fromkeys(
+    ("gpt-oss", "gptoss"), Known("llama.cpp's layout of experts", "GptOssForCausalLM, from safetensors")
+)
+_BY_GGUF["glm4moe"] = Known("llama.cpp's layout of experts", "Glm4MoeForCausalLM, from safetensors")
+_BY_GGUF["qwen2vl"] = Known("a file of its own for the tower", "Qwen2VLForConditionalGeneration, from safetensors")
 
 
 _NEXT = (

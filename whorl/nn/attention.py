@@ -58,11 +58,20 @@ class Rope:
         return ops.merge_mrope(self._cos_sin, step.positions, sections, layout)
 
 
-def attend(q: Tensor, step: Step, cache: KVCache, *, scale: float, window: int | None) -> Tensor:
+def attend(
+    q: Tensor,
+    step: Step,
+    cache: KVCache,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend over the paged cache. The keys and values of the step's tokens must have been written to it before.
 
     q: [T, HQ, D], rotated; returns [T, HQ, D]. A query sees the keys of its sequence up to its own, the last `window`
-    of them; None: all.
+    of them; None: all. softcap, sinks: as of `ops.paged_attention`.
     """
     return ops.paged_attention.unchecked(
         q,
@@ -73,6 +82,8 @@ def attend(q: Tensor, step: Step, cache: KVCache, *, scale: float, window: int |
         step.context_lens,
         cache.k_scale,
         cache.v_scale,
+        sinks,
         scale=scale,
         window=window or 0,
+        softcap=softcap,
     )

@@ -137,6 +137,7 @@ class StateSpec:
     open: what the layer stores of the tokens since then. Zeros when a sequence starts, with or without a snapshot.
     rolls_back: whether drafted tokens may be rejected. The engine says nothing then: the next call starts at the first
     rejected position. A draft never contains the last token before a multiple of the grid, so that `kept` stays valid.
+    most_rows: the most tokens of a call that starts between multiples of the grid, drafts included; None: any number.
     """
 
     kind: str
@@ -144,6 +145,7 @@ class StateSpec:
     kept: TensorSpecs
     open: TensorSpecs = field(default_factory=dict)
     rolls_back: bool = False
+    most_rows: int | None = None
 
     @property
     def snapshot_bytes(self) -> int:
@@ -183,6 +185,11 @@ class States:
                     flat = self._lanes[:, first : first + used].view(dtype)
                     cache[name] = flat.view(num_lanes, *shape)
                     first += size
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all lanes and snapshots."""
+        return self._lanes.nbytes + self._snapshots.nbytes
 
     def clear(self, lane: int) -> None:
         """Zero all states of a lane."""

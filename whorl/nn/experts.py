@@ -9,7 +9,7 @@ from torch import Tensor
 from whorl import ops
 
 from .ranks import ONE, Ranks
-from .weight import Destination, Format, Formats, Index, Matrix, Part, Plain, Routing, Weighted
+from .weight import Destination, Format, Formats, Forms, Index, Matrix, Part, Plain, Routing, Weighted
 
 
 class Experts(Weighted):
@@ -65,6 +65,28 @@ class Experts(Weighted):
         yield from self.gate_up_proj.destinations(f"{name}.gate_up_proj")
         yield from self.down_proj.destinations(f"{name}.down_proj")
 
+    def forms(self, name: str) -> Iterator[Forms]:
+        """Yield the forms of both stacks: a tensor for each expert's projection, or one for all, as transformers has it
+        in memory whatever its checkpoints have."""
+        names = "gate_up_proj", "down_proj"
+        for key, stack, whole in zip(names, (self.gate_up_proj, self.down_proj), self.stacked(), strict=True):
+            yield dict(stack.destinations(f"{name}.{key}")), {f"{name}.{key}": whole}
+
+    def stacked(self) -> tuple[Destination, Destination]:
+        """Return the destinations of gate_up_proj [E, 2 F, C] and down_proj [E, C, F], which may come transposed."""
+        num, width, inner = self.num_experts, self.down_proj.shape[1], self.down_proj.parts[0].shape[1]
+        all_experts, all_columns, shard = slice(0, num), slice(0, width), self.inner
+        gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
+        if shard == slice(0, inner):
+            first = _stacked(gate_up, (num, 2 * inner, width), (all_experts, slice(0, 2 * inner), all_columns))
+        else:  # a rank's rows of gate and of up are two ranges of the checkpoint's tensor
+            gate, up = gate_up.chunk(2, 1)
+            second = _stacked(
+                up, (num, 2 * inner, width), (all_experts, slice(inner + shard.start, inner + shard.stop), all_columns)
+            )
+            first = _stacked(gate, (num, 2 * inner, width), (all_experts, shard, all_columns), second)
+        return first, _stacked(down, (num, width, inner), (all_experts, all_columns, shard))
+
     def randomize(self, generator: torch.Generator) -> None:
         self.gate_up_proj.randomize(generator)
         self.down_proj.randomize(generator)
@@ -109,19 +131,9 @@ class StackedExperts(Experts):
         if not self.gate_up_proj.format.has_weight:
             yield from super().destinations(name)
             return
-        num, width, inner = self.num_experts, self.down_proj.shape[1], self.down_proj.parts[0].shape[1]
-        all_experts, all_columns, shard = slice(0, num), slice(0, width), self.inner
-        gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
-        if shard == slice(0, inner):
-            first = _stacked(gate_up, (num, 2 * inner, width), (all_experts, slice(0, 2 * inner), all_columns))
-        else:  # a rank's rows of gate and of up are two ranges of the checkpoint's tensor
-            gate, up = gate_up.chunk(2, 1)
-            second = _stacked(
-                up, (num, 2 * inner, width), (all_experts, slice(inner + shard.start, inner + shard.stop), all_columns)
-            )
-            first = _stacked(gate, (num, 2 * inner, width), (all_experts, shard, all_columns), second)
-        yield f"{name}.gate_up_proj", first
-        yield f"{name}.down_proj", _stacked(down, (num, width, inner), (all_experts, all_columns, shard))
+        gate_up, down = self.stacked()
+        yield f"{name}.gate_up_proj", gate_up
+        yield f"{name}.down_proj", down
 
 
 def _adapted(stack: Matrix, rows: Tensor, routing: Routing) -> Tensor:

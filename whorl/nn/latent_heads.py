@@ -21,6 +21,8 @@ class LatentHeads(Linear):
     quantised values are unpacked once, at loading. Ranks shard the heads.
     """
 
+    takes_adapters = False
+
     def __init__(self, heads: Mapping[str, int], rank: int, *, rank_heads: slice, ranks: Ranks) -> None:
         """Build the projection for this rank's heads.
 

@@ -1,5 +1,6 @@
 """A linear layer whose weight may be sharded over ranks."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .ranks import ONE, SHARED, Ranks
-from .weight import Destination, Formats, Matrix, Norm, Part
+from .weight import Destination, Formats, Matrix, Norm, Part, by_tensor
 
 
 class Linear(Matrix):
@@ -17,7 +18,9 @@ class Linear(Matrix):
     is split over ranks, by Megatron's names. "column": each rank has a share of every projection's rows; "row": a share
     of the columns, and y is summed over ranks; None: every rank has all of W. parts: this rank's rows of each
     projection or, with "row", its columns; default: shares as equal as possible (`Ranks.share`).
-    Attribute splits: this rank's rows of each projection.
+    pieces: instead of `parts`, this rank's rows in the order of W, each a range of a named projection: for projections
+    whose rows are in another order in the checkpoint, or are not one range on a rank.
+    Attribute splits: this rank's rows of each projection, or of each piece.
     """
 
     bias: Tensor | None
@@ -30,20 +33,24 @@ class Linear(Matrix):
         bias: bool = False,
         shard: Literal["column", "row"] | None = None,
         parts: Sequence[slice] | None = None,
+        pieces: Sequence[tuple[str, slice]] | None = None,
         ranks: Ranks = ONE,
     ) -> None:
         sizes = {"": outputs} if isinstance(outputs, int) else dict(outputs)
         ranks = ranks if shard else ONE
         sharded = {"inputs": inputs} if shard == "row" else sizes
-        shares = parts or [ranks.share(name or "outputs", size, unit=ranks.cut) for name, size in sharded.items()]
-        rows = [slice(0, size) for size in sizes.values()] if shard == "row" else list(shares)
-        columns = shares[0] if shard == "row" else slice(0, inputs)
-        splits = [part.stop - part.start for part in rows]
+        columns = slice(0, inputs)
+        if pieces is None:
+            shares = parts or [ranks.share(name or "outputs", size, unit=ranks.cut) for name, size in sharded.items()]
+            rows = [slice(0, size) for size in sizes.values()] if shard == "row" else shares
+            columns = shares[0] if shard == "row" else columns
+            pieces = list(zip(sizes, rows, strict=True))
+        splits = [rows.stop - rows.start for _, rows in pieces]
         super().__init__(
             (sum(splits), columns.stop - columns.start),
             [
-                Part(name=name, shape=(size, inputs), rows=rows[i], columns=columns, first=sum(splits[:i]))
-                for i, (name, size) in enumerate(sizes.items())
+                Part(name=name, shape=(sizes[name], inputs), rows=rows, columns=columns, first=first)
+                for (name, rows), first in zip(pieces, itertools.accumulate(splits, initial=0), strict=False)
             ],
         )
         self.ranks, self.splits, self.has_bias = ranks, splits, bias
@@ -94,9 +101,12 @@ class Linear(Matrix):
 
     def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         yield from super().destinations(name)
-        for part in self.parts if self.bias is not None else ():
-            into = self.bias[part.place]  # type: ignore[index]
-            yield f"{part.source(name)}.bias", Destination(into=into, shape=part.shape[:1], index=(part.rows,))
+        if self.bias is not None:
+            yield from by_tensor((f"{part.source(name)}.bias", self._bias(part)) for part in self.parts).items()
+
+    def _bias(self, part: Part) -> Destination:
+        assert self.bias is not None
+        return Destination(into=self.bias[part.place], shape=part.shape[:1], index=(part.rows,))
 
     def randomize(self, generator: torch.Generator) -> None:
         super().randomize(generator)

@@ -10,8 +10,6 @@ from torch.nn import Module
 from .cache import CacheSpec, StateSpec
 from .norm import RMSNorm
 from .ranks import all_tokens
-from .step import Step
-from .training import Packed
 
 
 class Normed(Module):
@@ -47,18 +45,23 @@ class Mixer(Normed):
         """Return the FLOPs of mixing the tokens of a prompt."""
         raise NotImplementedError
 
-    def mix(self, projected: Tensor, rotary: Any, step: Step, cache: Any) -> Tensor:
+    def mix(self, *arguments: Any) -> Tensor:
         """Return the mixed tokens, [T, mixed_size], and write to the cache; `step` has prompts or decoding sequences.
 
-        projected: [T, ...] of the step's tokens. rotary: what the model's `tables` return for them.
+        arguments: projected, rotary, step, cache. projected: the tensors [T, ...] that the mixer gave to the `Mix`, of
+        the step's tokens. rotary: what the model's `tables` return for them.
         """
         raise NotImplementedError
 
-    def mix_packed(self, projected: Tensor, rotary: Any, packed: Packed) -> Tensor:
-        """Return the mixed tokens of packed sequences, without a cache and with a gradient."""
+    def mix_packed(self, *arguments: Any) -> Tensor:
+        """Return the mixed tokens of packed sequences, without a cache and with a gradient.
+
+        arguments: projected, rotary, packed.
+        """
         raise ValueError(f"{type(self).__name__}: this layer has no training forward, so the model has no `logprobs`")
 
 
-# The mixing of tokens: a function from a layer's mixer and its projections [T, ...] to the output [T, mixed_size]. It
-# is passed to a layer, because it differs: over the cache when serving, over packed sequences in training.
-Mix = Callable[[Mixer, Tensor], Tensor]
+# The mixing of tokens: a function from a layer's mixer and its projections, one or several tensors [T, ...], to the
+# output [T, mixed_size]. It is passed to a layer, because it differs: over the cache when serving, over packed
+# sequences in training.
+Mix = Callable[..., Tensor]

@@ -7,6 +7,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from whorl import ops
+
 from .weight import Matrix
 from .weights.dense import Dense
 
@@ -41,6 +43,14 @@ def pack(sequences: Sequence[Sequence[int]], device: torch.device | str) -> Pack
         scored=positions.nonzero().flatten().to(device),
         max_position=max(lengths),
     )
+
+
+def scores(logits: Tensor, packed: Packed) -> Tensor:
+    """Return the log-probability [T - B] of every token that is not the first of its sequence, with a gradient.
+
+    logits: [T - B, V], before each of these tokens.
+    """
+    return ops.token_logprobs(logits, packed.token_ids[packed.scored])  # type: ignore[no-any-return]
 
 
 def trainable(model: M) -> M:

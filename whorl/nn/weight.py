@@ -8,11 +8,11 @@ exist; `whorl.nn.weights` has the table.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -80,9 +80,36 @@ class Destination:
         """Return whether a tensor of this shape can be copied."""
         return shape == self.shape or self.is_exchanged(shape) or math.prod(shape) == math.prod(self.shape) == 1
 
+    @property
+    def parts(self) -> "tuple[Destination, ...]":
+        """This destination and those of the other parts of its tensor."""
+        return (self, *self.more)
+
+    def tensor(self) -> Tensor:
+        """Return the checkpoint's tensor, as far as this rank has it; zeros elsewhere."""
+        if not self.more:
+            return self.into.clone()
+        whole = self.into.new_zeros(self.shape)
+        for part in self.parts:
+            whole[part.index] = part.into
+        return whole
+
     def is_exchanged(self, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of this shape has its last two dims transposed."""
         return self.is_either_way and shape != self.shape and shape == (*self.shape[:-2], *self.shape[:-3:-1])
+
+
+def by_tensor(named: Iterable[tuple[str, Destination]]) -> dict[str, Destination]:
+    """Return destinations by name; those of one tensor are joined, in their order."""
+    joined: dict[str, Destination] = {}
+    for name, destination in named:
+        first = joined.get(name)
+        joined[name] = destination if first is None else replace(first, more=(*first.more, *destination.parts))
+    return joined
+
+
+# The forms in which the same values may come: of each, all its destinations by Hugging Face's names.
+Forms = tuple[dict[str, Destination], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +174,10 @@ class Format(ABC):
         normed, total = norm(x, residual)
         return self.linear(matrix, normed, bias), normed, total
 
+    def for_kernels(self, matrix: "Matrix") -> Any:
+        """Return the matrix as whorl's CPU kernels multiply it, plain or a `PackedMatrix`; None: they do not."""
+        return None
+
     def experts(self, gate_up: "Matrix", down: "Matrix", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Return the output of the experts, as `ops.experts` does."""
         return ops.experts(x, self.values(gate_up), self.values(down), weights, ids)  # type: ignore[no-any-return]
@@ -175,6 +206,8 @@ class Formats:
 class Weighted(nn.Module):
     """A layer with weights. It is built without them; `create_parameters` makes them."""
 
+    has_layers = False  # whether modules inside it are layers of their own
+
     def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         """Create the parameters, not initialised; name: of the layer in the model, dtype: the model's."""
         raise NotImplementedError
@@ -182,6 +215,10 @@ class Weighted(nn.Module):
     def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         """Yield the destination of each tensor of the checkpoint, by its name."""
         raise NotImplementedError
+
+    def forms(self, name: str) -> Iterator[Forms]:
+        """Yield the layer's parts that a trainer sends separately: of each, the forms that its tensors may have."""
+        yield (dict(self.destinations(name)),)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Fill the parameters with random values."""
@@ -245,6 +282,7 @@ class Matrix(Weighted):
     """
 
     adapter: Adapter | None = None
+    takes_adapters = True  # it multiplies as a whole, so that something can be added to the product
 
     format: Format
     name: str  # in the model
@@ -285,16 +323,14 @@ class Matrix(Weighted):
             for dim, cut, size, unit in zip(("rows", "columns"), cuts, part.shape, self.format.unit, strict=True):
                 if cut.start % unit or (cut.stop % unit and cut.stop != size):
                     raise ValueError(
-                        f"tensor parallel: {part.source(name)}: this rank's share is {dim} {cut.start} to {cut.stop} "
-                        f"of {size}, and the weights are in units of {unit} {dim}, which cannot be cut: take fewer "
-                        f"ranks, so that each has complete units"
+                        f"{part.source(name)}: a part of it is {dim} {cut.start} to {cut.stop} of {size}, and the "
+                        f"weights are in units of {unit} {dim}, which cannot be cut: take fewer tensor-parallel ranks, "
+                        f"so that each has complete units, or a checkpoint that leaves this layer unquantised"
                     )
 
     def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
-        for part in self.parts:
-            source = part.source(name)
-            for end, destination in self.format.destinations(self, part):
-                yield f"{source}.{end}", destination
+        parts = ((part.source(name), self.format.destinations(self, part)) for part in self.parts)
+        yield from by_tensor((f"{source}.{end}", to) for source, ends in parts for end, to in ends).items()
 
     def randomize(self, generator: torch.Generator) -> None:
         self.format.randomize(self, generator)
@@ -310,6 +346,7 @@ class Matrix(Weighted):
 
     def replace(self, **tensors: Tensor) -> None:
         """Replace all parameters but the bias by these."""
+        _note_change()
         for key in [key for key in self._parameters if key != "bias"]:
             delattr(self, key)
         for key, tensor in tensors.items():
@@ -323,14 +360,28 @@ class Matrix(Weighted):
         return 2 * math.prod(self.shape) * num_tokens
 
 
+_num_changes = 0
+
+
+def changes() -> int:
+    """Return a number that grows whenever a matrix gets other parameters."""
+    return _num_changes
+
+
+def _note_change() -> None:
+    global _num_changes
+    _num_changes += 1
+
+
 def weighted(model: nn.Module, name: str = "") -> Iterator[tuple[str, Weighted]]:
     """Yield the layers of a model that have weights, by name, in the model's order.
 
-    Modules inside such a layer are not listed.
+    Modules inside such a layer are listed only where it says so (`has_layers`).
     """
     if isinstance(model, Weighted):
         yield name, model
-        return
+        if not model.has_layers:
+            return
     for child_name, child in model.named_children():
         yield from weighted(child, f"{name}.{child_name}" if name else child_name)
 

@@ -25,6 +25,7 @@ from .attention import paged_attention as paged_attention
 from .attention import qk_norm_rope as qk_norm_rope
 from .attention import qk_norm_rope_write as qk_norm_rope_write
 from .attention import write_kv as write_kv
+from .gated_add import gated_add as gated_add
 from .gated_delta import causal_conv as causal_conv
 from .gated_delta import causal_conv_lanes as causal_conv_lanes
 from .gated_delta import delta_gates as delta_gates
@@ -49,6 +50,8 @@ from .latent import paged_indexer as paged_indexer
 from .linear import linear as linear
 from .log_softmax import log_softmax as log_softmax
 from .log_softmax import token_logprobs as token_logprobs
+from .low_rank import low_rank as low_rank
+from .moe import clipped_experts as clipped_experts
 from .moe import experts as experts
 from .moe import grouped_matmul as grouped_matmul
 from .moe import permute as permute

@@ -25,6 +25,7 @@ from ._plan import NOT_DESCRIBED, Impls, Key, Plan, Plans, describer
 from ._schema import literals, torch_schema
 from ._spec import spec_of
 from ._tracing import PLAIN, VALUE_READS, has_autocast, has_dtensor, is_transformed, is_watched, needs_node, no_autocast
+from .cpu.library import BACKEND as CPP
 
 _LIBRARY = Library("whorl", "FRAGMENT")
 OPS: dict[str, "Op"] = {}
@@ -81,6 +82,7 @@ class Op:
         self._fake = fake or (self._empty if self.spec.is_complete else reference)
         self._forced = Forced(self.name)
         self._is_plain_on_host = True  # the CPU has no implementation but the reference
+        self._on_host: Callable[..., Any] | None = None  # what `unchecked` runs there; None: not known yet
         self._is_sharding_registered = False
         self._check_reads_values = False  # until a call in which it does
         parameters = self.spec.signature.parameters.values()
@@ -132,7 +134,7 @@ class Op:
         in the reference's package. accepts(**arguments) returns None, or the reason that the backend cannot take these
         arguments. slower(**arguments) returns None, or the reason that a backend tried later was measured to be
         faster; this backend then runs only where it is forced or no other backend takes the arguments. takes_fp64:
-        whether it computes with fp64 tensors; Triton kernels do not unless they say so.
+        whether it computes with fp64 tensors; Triton's and whorl's CPU kernels do not unless they say so.
         Raises ValueError for an unknown backend or a second implementation, TypeError for another signature or `where`.
         """
         if backend not in BACKENDS:
@@ -142,7 +144,7 @@ class Op:
             )
 
         check_where(self.name, backend, where)
-        takes_fp64 = backend != "triton" if takes_fp64 is None else takes_fp64
+        takes_fp64 = backend not in ("triton", CPP) if takes_fp64 is None else takes_fp64
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             check_signature(f"{self.name}/{backend}", function, self._names)
@@ -162,6 +164,7 @@ class Op:
         impls.sort(key=lambda one: -BACKENDS[one.backend].priority)  # stable: equal priorities keep their order
         self.impls = {one.backend: one for one in impls}
         self._is_plain_on_host = all(BACKENDS[name].home != HOST for name in self.impls)
+        self._on_host = None
 
     def gradient(self, *, save: Sequence[str] = (), save_outputs: Sequence[int] = ()) -> Callable[[Formula], Formula]:
         """Register the decorated function as the backward: `fn(grads, args, outputs)` returns gradients by argument.
@@ -333,18 +336,30 @@ class Op:
         return self._restore_absent(self.node(*positional, **keywords, backend=backend), values)
 
     def unchecked(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the reference without checks on the CPU in inference mode; anywhere else this is a plain call.
+        """Run whorl's own CPU kernel, or the reference, without checks on the CPU in inference mode; anywhere else this
+        is a plain call, with the same result.
 
         Models use it, because their shapes were checked when they were loaded, and because the checks cost as much as
         the arithmetic on small CPU tensors.
         """
         if torch.compiler.is_compiling() or self._forced.here():  # first: torch.compile cannot trace the tests below
             return self(*args, **kwargs)
-        if not (torch.is_inference_mode_enabled() and args[0].device.type == HOST and self._is_plain_on_host):
+        first = args[0]
+        if not (torch.is_inference_mode_enabled() and first.device.type == HOST) or first.dtype == torch.float64:
             return self(*args, **kwargs)
-        if needs_node([args[0]]) or torch.is_autocast_enabled(HOST):
+        if needs_node([first]) or torch.is_autocast_enabled(HOST):
             return self(*args, **kwargs)
-        return self.reference(*args, **kwargs)
+        function = self._on_host
+        if function is None:
+            function = self._on_host = self._unchecked_on_host()
+        return function(*args, **kwargs)
+
+    def _unchecked_on_host(self) -> Callable[..., Any]:
+        """Return what `unchecked` runs on the CPU. Whorl's kernels take all arguments that the contract allows."""
+        names = [name for name in self.impls if BACKENDS[name].home == HOST and unavailable(name, HOST) is None]
+        if names == [CPP]:
+            return self.impls[CPP].function
+        return self if names else self.reference
 
     def _refuse_gradient(self) -> None:
         if not self.forward_only:

@@ -2,9 +2,10 @@
 
 import json
 
-from whorl.device import BACKENDS, REFERENCE, default_device, device_name
+from whorl.device import BACKENDS, HOST, REFERENCE, default_device, device_name
 
 from . import OPS, _torch_npu
+from .cpu import library
 
 
 def as_json() -> str:
@@ -28,6 +29,8 @@ def as_table() -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     heading = [f"device {device}: {device_name(device)}"]
+    if device == HOST:
+        heading.append(library.describe())
     if device == "npu":
         heading.append(f"batch-invariant operators of AscendC: {_torch_npu.batch_invariant_operators()}")
     return "\n".join([*heading, "", *cells])

@@ -46,11 +46,13 @@ _ONE_WARP = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 @gluon.jit
 def _normed(
     x_ptr, residual_ptr, norm_ptr, total_ptr, normed_ptr, eps,
-    K: gl.constexpr, LAYOUT: gl.constexpr, OVERLAP: gl.constexpr,
+    K: gl.constexpr, PLUS_ONE: gl.constexpr, LAYOUT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """The norm of x + residual, [1, K]. Every program computes it; the first one stores it."""
     k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, LAYOUT)), 0)
     scale = gl.load(norm_ptr + k).to(gl.float32)
+    if PLUS_ONE:
+        scale = scale + 1.0
     follow(OVERLAP)
     begin(OVERLAP)
     x = gl.load(x_ptr + k).to(gl.float32) + gl.load(residual_ptr + k).to(gl.float32)
@@ -79,7 +81,7 @@ def _rows_from(weights, entry: gl.constexpr):
 @gluon.jit
 def _one_warp_kernel(
     x_ptr, residual_ptr, norm_ptr, weight, total_ptr, normed_ptr, y_ptr, eps, N,
-    K: gl.constexpr, COLUMNS: gl.constexpr, OVERLAP: gl.constexpr,
+    K: gl.constexpr, COLUMNS: gl.constexpr, PLUS_ONE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """The norm and the product of one row, by one warp per program."""
     row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 1], [1, 0])
@@ -93,7 +95,7 @@ def _one_warp_kernel(
         follow(OVERLAP)
     mbarrier.expect(bars.index(0), COLUMNS * K * 2)
     load_block(weight, [first, 0], bars.index(0), weights)
-    xs.store(_normed(x_ptr, residual_ptr, norm_ptr, total_ptr, normed_ptr, eps, K, row, OVERLAP))
+    xs.store(_normed(x_ptr, residual_ptr, norm_ptr, total_ptr, normed_ptr, eps, K, PLUS_ONE, row, OVERLAP))
     sync()
     mbarrier.wait(bars.index(0), 0)
     # The instruction takes 8 columns; only one of them is used.
@@ -149,7 +151,7 @@ def wait_rows(later: gl.constexpr):
 def _warpgroup_kernel(
     x_ptr, residual_ptr, norm_ptr, weight, total_ptr, normed_ptr, y_ptr, eps, x_stride, T, N,
     K: gl.constexpr, ENTRY: gl.constexpr, HIGH: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr,
-    LEAVES_ROOM: gl.constexpr, OVERLAP: gl.constexpr,
+    PLUS_ONE: gl.constexpr, LEAVES_ROOM: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """The product of up to 8 rows by warpgroup instructions. NORM: of one row, after its norm.
 
@@ -170,7 +172,7 @@ def _warpgroup_kernel(
         follow(OVERLAP)
     _load_weight(weight, weights, bars, first, K, ENTRY, HIGH, GROUP)
     if NORM:
-        normed = _normed(x_ptr, residual_ptr, norm_ptr, total_ptr, normed_ptr, eps, K, row, OVERLAP)
+        normed = _normed(x_ptr, residual_ptr, norm_ptr, total_ptr, normed_ptr, eps, K, PLUS_ONE, row, OVERLAP)
         reinterpret(xs, dtype, [8, K], TILE).store(normed.broadcast_to([8, K]))
         fence_async_shared()
         sync()
@@ -250,15 +252,17 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if not fits_warpgroup(x, weight):
         return few_rows_large_hopper_triton.linear(x, weight)
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    _warpgroup(x, weight, y, (x, x, x, x, 0.0), normed=False)
+    _warpgroup(x, weight, y, (x, x, x, x, 0.0, False), normed=False)
     return y
 
 
-def norm_linear(x: Tensor, residual: Tensor, norm: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def norm_linear(
+    x: Tensor, residual: Tensor, norm: Tensor, weight: Tensor, eps: float, plus_one: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `norm_linear` of one row, where `fits_norm` is true; norm: the norm's weight."""
     total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    norm_arguments = residual, norm, total, normed, eps
+    norm_arguments = residual, norm, total, normed, eps, plus_one
     if fits_warpgroup(x, weight, normed=True):
         _warpgroup(x, weight, y, norm_arguments, normed=True)
     else:
@@ -266,27 +270,27 @@ def norm_linear(x: Tensor, residual: Tensor, norm: Tensor, weight: Tensor, eps: 
     return y, normed, total
 
 
-# residual, norm weight, total (written), normed (written), eps
-_NormArguments = tuple[Tensor, Tensor, Tensor, Tensor, float]
+# residual, norm weight, total (written), normed (written), eps, plus_one
+_NormArguments = tuple[Tensor, Tensor, Tensor, Tensor, float, bool]
 
 
 def _one_warp(x: Tensor, weight: Tensor, y: Tensor, norm_arguments: _NormArguments) -> None:
-    residual, norm, total, normed, eps = norm_arguments
+    residual, norm, total, normed, eps, plus_one = norm_arguments
     _one_warp_kernel[(_programs(weight),)](
         x, residual, norm, _descriptor(weight, x.shape[1]), total, normed, y, eps, y.shape[1],
-        K=x.shape[1], COLUMNS=ENTRY, num_warps=1, enable_fp_fusion=False, **overlap(x),
+        K=x.shape[1], COLUMNS=ENTRY, PLUS_ONE=plus_one, num_warps=1, enable_fp_fusion=False, **overlap(x),
     )  # fmt: skip
 
 
 def _warpgroup(x: Tensor, weight: Tensor, y: Tensor, norm_arguments: _NormArguments, *, normed: bool) -> None:
-    residual, norm, total, norm_out, eps = norm_arguments
+    residual, norm, total, norm_out, eps, plus_one = norm_arguments
     high = _height(weight)
     assert high is not None, "asked of fits_warpgroup before"
     _warpgroup_kernel[(_programs(weight, high),)](
         x, residual, norm, _descriptor(weight, 64 * GROUP if high == 1 else 64), total, norm_out, y, eps,
         x.stride(0) // 8, *y.shape, K=x.shape[1], ENTRY=ENTRY, HIGH=high, GROUP=GROUP, NORM=normed,
-        LEAVES_ROOM=_programs(weight, high) <= MULTIPROCESSORS - ROOM, num_warps=4, enable_fp_fusion=False,
-        **overlap(x),
+        PLUS_ONE=plus_one, LEAVES_ROOM=_programs(weight, high) <= MULTIPROCESSORS - ROOM, num_warps=4,
+        enable_fp_fusion=False, **overlap(x),
     )  # fmt: skip
 
 

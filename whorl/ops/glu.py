@@ -76,6 +76,8 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     return {"x": glu_backward(grads[0], args["x"], **options)}
 
 
+glu.impl("cpp", "whorl.ops.cpu.glu:glu")
+glu_backward.impl("cpp", takes_fp64=False)(glu_backward.reference)
 glu.impl("triton", "glu_triton:forward")
 glu_backward.impl("triton", "glu_triton:backward")
 

@@ -181,6 +181,7 @@ def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) ->
     return input_grads
 
 
+linear.impl("cpp", "whorl.ops.cpu.linear:linear")
 linear.impl("triton", "linear_triton:forward")
 linear.impl("torch_npu", "linear_torch_npu:forward", accepts=linear_torch_npu.reason)
 

@@ -111,6 +111,9 @@ def _triton_reason(x: Tensor, **_: object) -> str | None:
     return None if x.shape[-1] <= 65536 else f"a row of {x.shape[-1]} does not fit one program (65536)"
 
 
+rms_norm.impl("cpp", "whorl.ops.cpu.norm:rms_norm")
+add_rms_norm.impl("cpp", "whorl.ops.cpu.norm:add_rms_norm")
+rms_norm_backward.impl("cpp", takes_fp64=False)(rms_norm_backward.reference)
 rms_norm.impl("triton", "rms_norm_triton:forward", accepts=_triton_reason)
 add_rms_norm.impl("triton", "rms_norm_triton:add_forward", accepts=_triton_reason)
 rms_norm_backward.impl("triton", "rms_norm_triton:backward", accepts=_triton_reason)

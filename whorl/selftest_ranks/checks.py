@@ -197,7 +197,7 @@ def _checkpoint(folder: Path, config: dict[str, Any]) -> Path:
 
     (folder / "config.json").write_text(json.dumps(config))
     model: Any = random_model(config, device="cpu", dtype=torch.float32)
-    save_file({name: slot.into.clone() for name, slot in nn.destinations(model).items()}, folder / "model.safetensors")
+    save_file({name: slot.tensor() for name, slot in nn.destinations(model).items()}, folder / "model.safetensors")
     words = {f"w{i}": i for i in range(config["vocab_size"])}
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return folder

@@ -38,6 +38,29 @@ class Usage(Answer):
 # ---- chat and completions
 
 
+class WeightVersion(Answer):
+    version: str
+    start: int
+    end: int
+
+
+class PromptLogprob(Answer):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class _Choice(Answer):
+    """token_ids: with return_token_ids; weight_versions: of a server with --rl."""
+
+    index: int
+    token_ids: list[int] = []
+    weight_versions: list[WeightVersion] = []
+
+
 class TopLogprob(Answer):
     token: str
     logprob: float
@@ -72,11 +95,10 @@ class ChatAnswer(Answer):
     tool_calls: list[Call] = []
 
 
-class ChatChoice(Answer):
-    index: int
+class ChatChoice(_Choice):
     message: ChatAnswer
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"]
     token_details: dict[str, Any] = {}
 
 
@@ -86,11 +108,14 @@ class _Generated(Answer):
     model: str
     system_fingerprint: str
     usage: Usage
+    weight_version: str | None = None
 
 
 class ChatCompletion(_Generated):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs = []
 
 
 class CompletionLogprobs(Answer):
@@ -100,11 +125,12 @@ class CompletionLogprobs(Answer):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(Answer):
-    index: int
+class CompletionChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
+    prompt_token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs = []
 
 
 class Completion(_Generated):
@@ -142,19 +168,17 @@ class IdChoice(Answer):
     index: int
     token_ids: list[int]
     logprobs: IdLogprobs | None
-    finish_reason: Literal["stop", "length"]
-
-
-class PromptLogprob(Answer):
-    logprob: float
+    finish_reason: Literal["stop", "length", "abort"]
+    weight_versions: list[WeightVersion] = []
 
 
 class GeneratedIds(Answer):
     request_id: str
     model: str
     choices: list[IdChoice]
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
+    prompt_logprobs: PromptLogprobs | None
     usage: Usage
+    weight_version: str | None = None
 
 
 class Tokens(Answer):
@@ -175,6 +199,7 @@ class ModelCard(Answer):
     owned_by: str
     root: str
     max_model_len: int
+    parent: str | None = None  # of an adapter: the model
 
 
 class ModelList(Answer):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from whorl.engine.sequence import AllowError
+from whorl.engine.sequence import AllowError, WeightsError
 
 from .engine_thread import EngineError, QueueFull
 from .readiness import WarmingUp
@@ -50,6 +50,8 @@ class ApiError(Exception):
             return cls(503, str(error) or "the request took too long", code="timeout")
         if isinstance(error, AllowError):
             return cls(400, str(error), code="schema_limit")
+        if isinstance(error, WeightsError):  # not 5xx, after which some clients send a POST again
+            return cls(409, str(error), code="weights")
         if isinstance(error, UnicodeError):
             return cls(400, "the text is not valid Unicode")
         if isinstance(error, ValueError | RecursionError):

@@ -11,7 +11,7 @@ import time
 from collections import Counter, abc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from whorl.engine.fair_queue import has_room
 from whorl.engine.sequence import FinishReason, Logprob, SamplingParams, Sequence
@@ -20,6 +20,7 @@ from whorl.media import MediaItem
 from .metrics import Metrics
 from .readiness import Readiness
 
+R = TypeVar("R")
 _LOG = logging.getLogger("whorl.serve")
 _STOP_SECONDS = 30.0  # how long `stop` waits for the current step: one that takes longer is stuck
 
@@ -31,7 +32,7 @@ class Engine(Protocol):
     vocab_size: int
 
     @property
-    def has_work(self) -> bool: ...
+    def may_step(self) -> bool: ...
     def add(
         self, prompt: abc.Sequence[int], params: SamplingParams, *, media: abc.Sequence[MediaItem] = ()
     ) -> list[Sequence]: ...
@@ -207,6 +208,26 @@ class EngineThread:
 
         self._commands.put(command)
 
+    async def on_engine(self, work: Callable[[], R]) -> R:
+        """Run `work` on the engine's thread, between two steps, and return its result or raise its error."""
+        self.check()
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[R] = loop.create_future()
+
+        def command() -> None:
+            try:
+                if self._refusal is not None:
+                    raise EngineError(self._refusal)
+                result = work()
+            except BaseException as error:
+                self._call(loop, _settle, outcome, error)
+            else:
+                self._call(loop, _settle, outcome, None, result)
+
+        self._commands.put(command)
+        self.check()  # a second time: see `submit`
+        return await outcome
+
     def stalled_for(self) -> float:
         """Seconds for which the current step has run; 0 between steps."""
         started = self._step_started
@@ -236,7 +257,7 @@ class EngineThread:
             self.readiness.warm_up(lambda: self._is_stopping)
             while not self._is_stopping:
                 self._take_commands()
-                if self._owners:
+                if self._owners and self.llm.may_step:
                     started = self._step_started = time.perf_counter()
                     deltas = self.llm.step()
                     self._step_started = None
@@ -252,7 +273,7 @@ class EngineThread:
 
     def _take_commands(self) -> None:
         """Run all pending commands; block for the first one when there is nothing to step."""
-        is_idle = not self._owners
+        is_idle = not self._owners or not self.llm.may_step
         while True:
             try:
                 self._commands.get(block=is_idle)()
@@ -309,6 +330,10 @@ class EngineThread:
             if owner is None:
                 continue
             job, index = owner
+            if seq.params.on_update == "restart":
+                if delta.finish_reason is None:  # what it has said may still be taken back
+                    continue
+                delta = delta._replace(token_ids=seq.output_ids, text=seq.text.value)
             end = seq.num_outputs
             logprobs = seq.logprobs[end - len(delta.token_ids) : end] if seq.logprobs else []
             output: StepOutput | Exception = StepOutput(
@@ -341,11 +366,11 @@ class EngineThread:
             loop.call_soon_threadsafe(function, *arguments)
 
 
-def _settle(future: "asyncio.Future[None]", error: BaseException | None) -> None:
-    """Set the result of a future, None or the error, unless it was cancelled."""
+def _settle(future: "asyncio.Future[Any]", error: BaseException | None, result: Any = None) -> None:
+    """Set the result of a future, or the error, unless it was cancelled."""
     if future.done():
         return
     if error is None:
-        future.set_result(None)
+        future.set_result(result)
     else:
         future.set_exception(error)

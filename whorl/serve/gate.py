@@ -32,6 +32,7 @@ _WITH_MEDIA = (
     *("/v1/chat/completions", "/tokenize", "/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens"),
 )
+_WITH_HANDLES = ("/update_weights",)  # a handle for each of thousands of tensors, in base64
 # Exceptions that stop a task or the program; they are passed on. Every other one becomes an error response, including
 # a panic of a Rust library, which is a BaseException but not an Exception.
 STEERING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
@@ -58,7 +59,9 @@ class Gate:
         self.app, self.running = app, running
         self.max_body, self.body_seconds = settings.max_body, settings.body_seconds
         self._bodies = Bodies(settings.max_bodies, max_values)
-        self._larger = dict.fromkeys(_WITH_MEDIA if takes_media else (), settings.max_media_body)
+        larger = (*(_WITH_MEDIA if takes_media else ()), *(_WITH_HANDLES if settings.rl else ()))
+        self._larger = dict.fromkeys(larger, settings.max_media_body)
+        self._takes_empty = settings.rl
         self._uses, self._origins = uses, settings.origins
         self._keys, self._allowed_hosts = [key.encode() for key in settings.keys], settings.allowed_hosts
 
@@ -90,7 +93,7 @@ class Gate:
                 self._check_host(scope)
                 self._check_origin(scope)
                 self._check_key(scope)
-                _check_content_type(scope)
+                _check_content_type(scope, may_be_empty=self._takes_empty)
                 use = self._use(scope) if scope["method"] == "POST" else None
                 most = max(self.max_body, self._larger.get(scope["path"], 0))
                 with (
@@ -250,9 +253,16 @@ def _is_stream(start: Message) -> bool:
     return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
 
 
-def _check_content_type(scope: Scope) -> None:
-    """Refuse any POST but JSON: browsers let every web page send forms and plain text, JSON only where CORS allows."""
-    content_type = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+def _check_content_type(scope: Scope, *, may_be_empty: bool) -> None:
+    """Refuse any POST but JSON: browsers let every web page send forms and plain text, JSON only where CORS allows.
+
+    may_be_empty: allow one without a body, as trainers send them, unless it comes from a page.
+    """
+    headers = Headers(scope=scope)
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if may_be_empty and not content_type and not has_body and "origin" not in headers:
+        return
     if scope["method"] == "POST" and content_type != "application/json":
         problem = f"is {content_type}" if content_type else "is missing"
         raise ApiError(415, f"the header Content-Type {problem}: send application/json", code="unsupported_media_type")

@@ -30,6 +30,10 @@ class TokenTexts:
             self._cache[token_id] = self._tokenizer.decode([token_id], skip_special=False)
         return self._cache[token_id]
 
+    def label(self, token_id: int) -> str:
+        """Return what a list of alternatives calls the token."""
+        return self.text(token_id)
+
     def bytes(self, token_id: int) -> list[int]:
         text = self.text(token_id)
         if "\ufffd" not in text:
@@ -46,6 +50,20 @@ class TokenTexts:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes(token_id))
 
 
+class TokenNumbers(TokenTexts):
+    """Calls tokens by their ids, which trainers need: several tokens may have the same text."""
+
+    @classmethod
+    def like(cls, texts: TokenTexts) -> "TokenNumbers":
+        return cls(texts._tokenizer)
+
+    def label(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+
 @functools.cache
 def _byte_letters() -> dict[str, int]:
     """Map the letters of byte-level vocabularies to bytes: printable bytes are themselves, others from U+0100 on."""
@@ -58,7 +76,7 @@ def for_chat(texts: TokenTexts, logprobs: abc.Sequence[Logprob]) -> dict[str, An
     """Return the log-probabilities of tokens as chat completions report them."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": texts.text(token_id), "logprob": finite(logprob), "bytes": texts.bytes(token_id)}
+        return {"token": texts.label(token_id), "logprob": finite(logprob), "bytes": texts.bytes(token_id)}
 
     content = [
         entry(token.token_id, token.logprob) | {"top_logprobs": [entry(*other) for other in token.top]}
@@ -91,6 +109,19 @@ def for_completion(
             tops.setdefault(texts.name(other), finite(logprob))
         columns["top_logprobs"].append(tops if num_top else None)
     return columns
+
+
+def for_prompt(texts: TokenTexts, logprobs: abc.Sequence[Logprob]) -> list[dict[str, Any] | None]:
+    """Return the log-probabilities of a prompt's tokens by id, in vLLM's form: the first token has none."""
+    return [None, *(_by_id(texts, token) for token in logprobs)]
+
+
+def _by_id(texts: TokenTexts, token: Logprob) -> dict[str, Any]:
+    pairs = [(token.token_id, token.logprob, token.rank), *((i, p, rank + 1) for rank, (i, p) in enumerate(token.top))]
+    return {
+        str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": texts.text(token_id)}
+        for token_id, logprob, rank in reversed(pairs)
+    }
 
 
 def finite(logprob: float) -> float:

@@ -60,6 +60,10 @@ class MediaIntake:
     def merge_size(self) -> int:
         return self._processor.merge_size
 
+    @property
+    def family(self) -> str:
+        return self._processor.family
+
     def close(self) -> None:
         self._places.close()
         self._decoders.close()

@@ -39,6 +39,13 @@ _PICTURE_METRICS: tuple[tuple[str, str, str, Callable[[Mapping[str, int]], float
     ("mm_cache_queries", "Pictures and videos looked up.", "counter", lambda s: s["num_encoded"] + _hits(s)),
     ("mm_cache_hits", "Pictures and videos that were encoded already.", "counter", lambda s: _hits(s)),
 )
+# Metrics of models whose layers keep a state for each sequence.
+_STATE_METRICS: tuple[tuple[str, str, str, Callable[[Mapping[str, int]], float]], ...] = (
+    ("state_memory_bytes", "Memory of states and snapshots.", "gauge", lambda s: s["num_state_bytes"]),
+    ("state_snapshots", "Snapshots that prefixes have.", "gauge", lambda s: s["num_snapshots"]),
+    ("state_snapshots_saved", "Snapshots that were made.", "counter", lambda s: s["num_states_saved"]),
+    ("state_snapshots_loaded", "Snapshots that prompts began with.", "counter", lambda s: s["num_states_loaded"]),
+)
 
 
 def _hits(stats: Mapping[str, int]) -> int:
@@ -80,7 +87,10 @@ class Metrics:
 
         kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         stats = self._stats()
-        for name, text, kind, value in _FROM_STATS + (_PICTURE_METRICS if "num_encoded" in stats else ()):
+        of_model = (_PICTURE_METRICS if "num_encoded" in stats else ()) + (
+            _STATE_METRICS if "num_state_bytes" in stats else ()
+        )
+        for name, text, kind, value in _FROM_STATS + of_model:
             family = kinds[kind](f"whorl:{name}", text, labels=["model_name"])
             family.add_metric([self._model], value(stats))
             yield family

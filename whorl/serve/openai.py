@@ -68,6 +68,8 @@ def create_app(llm: "LLM", settings: ServerSettings, processor: "Processor | Non
     app.router.route_class = json_route()
     add_routes(app, service)
     add_page(app, service, takes_images=processor is not None)
+    for add in settings.more_routes:
+        add(app, service)
 
     async def on_error(request: Request, error: Exception) -> Response:
         return error_response(ApiError.from_exception(error), request.scope)

@@ -35,6 +35,11 @@ class ServerFields:
     strict_model_name: bool = option(
         False, "Refuse requests for a model of another name with 404. Default: answer them, with a warning in the log."
     )
+    runtime_lora: bool = option(
+        False,
+        "Let clients load adapters of this machine's folders and of the hub, and unload them: /v1/load_lora_adapter.",
+        env="VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    )
     tool_parser: str = option(
         "auto",
         "How the model writes tool calls: deepseek_v32, qwen3_coder, hermes, llama3; auto: as its template says.",
@@ -49,6 +54,23 @@ class ServerFields:
         metavar="NAME",
     )
     max_queue: int = option(1024, "Sequences that may wait; further requests get 429.", least=1)
+    max_logprobs: int = option(
+        20,
+        "Most alternatives that a request may get with each token; -1: any number.",
+        vllm=("--max-logprobs",),
+        least=-1,
+    )
+    rl: bool = option(
+        False,
+        "Let a trainer pause the engine, replace its weights and put it to sleep: docs/rl.md. Whoever reaches the port "
+        "may then do so, unless there is an API key.",
+    )
+    weight_transfer_config: str | None = option(
+        None,
+        'How weights come, with --rl: {"backend": "nccl"}, gloo, ipc or shm. Default: nccl on a GPU, else gloo.',
+        vllm=("--weight-transfer-config",),
+        metavar="JSON",
+    )
     max_body: int = option(4 << 20, "Largest request in bytes; larger ones get 413.", least=1)
     timeout: float = option(600.0, "Seconds for a whole request; longer ones get 503.", least=0.001)
     drain_seconds: float = option(60.0, "Seconds that running requests have after SIGTERM.", "--drain", above=0)

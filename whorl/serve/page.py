@@ -102,6 +102,7 @@ class PageNumbers:
         return {
             "version": __version__,
             "model": settings.names[0],
+            "adapters": list(service.llm.adapters.by_name),
             "max_model_len": llm.max_model_len,
             "sees": self._takes_images,
             "thinks": service.tokenizer.token_id(END_THINK) is not None,

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from whorl.engine.call_forms import CallReader, form_named, form_of
+from whorl.engine.harmony import is_harmony
 from whorl.engine.reply_parser import END_THINK, REASONING
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def choose_form(name: str, tokenizer: "Tokenizer") -> type[CallReader]:
 
 def separates_thinking(name: str, tokenizer: "Tokenizer") -> bool:
     """Return whether replies separate reasoning from content; raise ValueError when the model has no think tags."""
-    has_tag = tokenizer.token_id(END_THINK) is not None
+    has_tag = tokenizer.token_id(END_THINK) is not None or is_harmony(tokenizer)
     if name not in (AUTO, OFF) and not has_tag:
         raise ValueError(f"the reasoning parser {name!r} needs a token {END_THINK}, which this model has not: use auto")
     return has_tag and name != OFF

@@ -1,16 +1,17 @@
 """Turns a validated request into token ids and sampling parameters for the engine."""
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from whorl.engine.call_forms import CallReader
 from whorl.engine.grammar_masks import only
+from whorl.engine.harmony import is_harmony, last_ids
 from whorl.engine.reply_parser import END_THINK, THINK
 from whorl.engine.sequence import SamplingParams
 from whorl.media import MediaItem, Placeholder
-from whorl.media.places import PADS
+from whorl.media.families import FAMILIES
 
 from .api_error import ApiError
 from .grammar import Grammar, Grammars
@@ -38,6 +39,7 @@ class Prepared:
     may_think: bool = False  # the reply parser separates reasoning from content
     is_thinking: bool = False  # the prompt ends with an opening think tag
     form: type[CallReader] | None = None  # how the model writes tool calls; None: the request has no tools
+    is_harmony: bool = False  # the model writes replies in harmony, `whorl.engine.harmony`
     media: Sequence[MediaItem] = ()  # pictures and videos; only a request with one prompt has any
 
 
@@ -63,8 +65,11 @@ class Preparer:
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self._grammars = Grammars(tokenizer, vocab_size)
         self._prompts, self._schemas, self._media = prompts, schemas, media
-        self._pads = {} if media is None else {tokenizer.token_id(pad): pad for pad in PADS.values()}
+        self._pads = (
+            {} if media is None else {tokenizer.token_id(pad): pad for pad in FAMILIES[media.family].pads.values()}
+        )
         self._form = choose_form(tool_parser, tokenizer)
+        self._is_harmony = is_harmony(tokenizer)
         self._may_think = separates_thinking(reasoning_parser, tokenizer)
         # A grammar starts after the closing think tag, whether or not the reply separates the reasoning.
         self._has_think = tokenizer.token_id(END_THINK) is not None
@@ -75,7 +80,14 @@ class Preparer:
     async def chat(self, request: ChatRequest) -> Prepared:
         """Prepare a conversation: read its media, render the template, compile the grammar."""
         max_tokens = request.max_completion_tokens or request.max_tokens
-        params = self._params(request, max_tokens=max_tokens, logprobs=request.num_top)
+        params = self._params(
+            request, max_tokens=max_tokens, logprobs=request.num_top, prompt_logprobs=request.prompt_logprobs
+        )
+        if self._is_harmony:
+            ends = (*params.stop_token_ids, *last_ids(self.tokenizer))
+            params = replace(params, skip_special=False, stop_token_ids=ends)
+            if request.forces_a_tool:
+                raise ApiError(400, "tool_choice: calls in harmony have no grammar that could force one: use auto")
         items = await self.media(request.messages)
         longest = MAX_IDS if request.truncate_prompt_tokens is not None else None
         rendered = await self._render_request(request, items, max_tokens=longest)
@@ -95,6 +107,7 @@ class Preparer:
             may_think=self._may_think,
             is_thinking=is_thinking,
             form=self._form if request.uses_tools else None,
+            is_harmony=self._is_harmony,
             media=items,
         )
 
@@ -132,25 +145,15 @@ class Preparer:
             request,
             max_tokens=None if request.max_tokens is None else max(request.max_tokens, 1),
             logprobs=request.logprobs,
-            prompt_logprobs=request.logprobs if request.echo else None,
+            prompt_logprobs=request.logprobs
+            if request.echo and request.logprobs is not None
+            else request.prompt_logprobs,
         )
         prompts, texts = await self._prompts.run(lambda worker: self._ids(request, worker))
         allow = await self._compile_grammar(
             request, lambda worker: self._format_grammar(request, worker), is_thinking=False
         )
         return Prepared(prompts=prompts, params=replace(params, allow=allow), texts=texts)
-
-    def tokens(self, prompt_logprobs: int | None) -> Callable[[CompletionRequest], Awaitable[Prepared]]:
-        """Return a function that prepares a prompt of token ids.
-
-        prompt_logprobs: how many alternatives to report for each prompt token; None: the prompt is not scored.
-        """
-
-        async def prepare(request: CompletionRequest) -> Prepared:
-            prepared = await self.completion(request)
-            return replace(prepared, params=replace(prepared.params, prompt_logprobs=prompt_logprobs))
-
-        return prepare
 
     def _ids(self, request: CompletionRequest, worker: Worker) -> tuple[list[list[int]], list[str]]:
         """Return the ids of each prompt and, for echo, the text of each prompt."""
@@ -200,6 +203,7 @@ class Preparer:
             variables = {**variables, "continue_final_message": True}
         size = None if self._media is None else self._media.merge_size
         places = None if size is None else [Placeholder.for_item(item, size).to_json() for item in media]
+        family = None if self._media is None else self._media.family
 
         def work(worker: Worker) -> dict[str, Any]:
             return worker.ask(
@@ -211,6 +215,7 @@ class Preparer:
                 max_bytes=self._max_bytes if max_tokens is None else None,
                 max_tokens=self.max_model_len if max_tokens is None else max_tokens,
                 places=places,
+                family=family,
             )
 
         rendered = await self._prompts.run(work)
@@ -264,6 +269,7 @@ class Preparer:
             stop_token_ids=tuple(request.stop_token_ids or ()),
             include_stop=request.include_stop_str_in_output,
             skip_special=request.skip_special_tokens,
+            on_update=request.on_update,
             **fields,
         )
 

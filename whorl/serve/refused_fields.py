@@ -53,12 +53,7 @@ class RefusedSampling(RefusedFields):
     guided_whitespace_pattern: Annotated[None, Refused("put white space into guided_grammar or guided_regex")] = None
     length_penalty: Annotated[None, Refused("it ranks beams, and there is no beam search", (1.0,))] = None
     logits_processors: Annotated[None, Refused(_NO_FILTERS, ([],))] = None
-    prompt_logprobs: Annotated[
-        None, Refused("send logprobs with echo to /v1/completions, or prompt_logprobs to /inference/v1/generate")
-    ] = None
     repetition_detection: Annotated[None, Refused("send repetition_penalty or frequency_penalty")] = None
-    return_token_ids: Annotated[None, Refused(_ELSEWHERE, (False,))] = None
-    return_tokens_as_token_ids: Annotated[None, Refused(_ELSEWHERE, (False,))] = None
     structural_tag: Annotated[None, Refused("send tools, or structured_outputs.grammar")] = None
     truncation_side: Annotated[None, Refused("a prompt loses its beginning, never its end", ("left",))] = None
     use_beam_search: Annotated[None, Refused("there is no beam search; send n for several answers", (False,))] = None

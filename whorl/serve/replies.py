@@ -10,11 +10,12 @@ from typing import Any
 
 from whorl import __version__
 from whorl.engine.call_forms import CallPart
+from whorl.engine.harmony import HarmonyParser
 from whorl.engine.reply_parser import Parts, ReplyParser
 from whorl.engine.sequence import Logprob, Sequence
 
 from .engine_thread import Job, StepOutput
-from .logprobs import DetailWriter, TokenTexts, for_chat, for_completion
+from .logprobs import DetailWriter, TokenNumbers, TokenTexts, for_chat, for_completion, for_prompt
 from .prepare import Prepared
 from .schemas import ChatRequest, CompletionRequest, Sampling
 
@@ -29,6 +30,7 @@ class Run:
     request_id: str
     texts: TokenTexts
     end_think: int | None
+    has_versions: bool = False  # answers say which weights have sampled them
 
 
 class Reply:
@@ -40,7 +42,11 @@ class Reply:
     kind = chunk_kind = prefix = ""
 
     def __init__(self, request: Sampling, run: Run) -> None:
-        self.prepared, self.job, self.texts, self.num_copies = run.prepared, run.job, run.texts, request.n or 1
+        self.prepared, self.job, self.num_copies = run.prepared, run.job, request.n or 1
+        self.texts = TokenNumbers.like(run.texts) if request.return_tokens_as_token_ids else run.texts
+        self._has_ids, self._has_scores = request.return_token_ids, request.prompt_logprobs is not None
+        self._has_versions = run.has_versions
+        self._new_ids: list[list[int]] = [[] for _ in run.job.sequences]  # that no chunk has reported
         options = request.stream_options
         self._has_usage = options is not None and options.include_usage
         self._has_running_usage = options is not None and options.continuous_usage_stats
@@ -55,16 +61,59 @@ class Reply:
         """Wait for all sequences and return the response as one object."""
         async for output in self.job.outputs(deadline):
             self.collect(output)
-        choices = [self.choice(index) for index in range(len(self.job.sequences))]
-        return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
+        indices = range(len(self.job.sequences))
+        choices = [self.choice(index) | self.for_trainers(index) | self.versions(index) for index in indices]
+        answer = {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
+        return answer | self.prompt_for_trainers() | self.version()
+
+    # ---- what trainers ask for
+
+    def for_trainers(self, index: int) -> dict[str, Any]:
+        """Return the token ids of a choice, if they were asked for."""
+        return {"token_ids": self.job.sequences[index].output_ids} if self._has_ids else {}
+
+    def prompt_for_trainers(self) -> dict[str, Any]:
+        """Return the token ids and the scores of the prompt, if they were asked for."""
+        return self._prompt_fields(0)
+
+    def _prompt_fields(self, index: int) -> dict[str, Any]:
+        seq = self.job.sequences[index]
+        ids = {"prompt_token_ids": seq.token_ids[: seq.prompt_len]} if self._has_ids else {}
+        return ids | ({"prompt_logprobs": self.prompt_logprobs(index)} if self._has_scores else {})
+
+    def prompt_logprobs(self, index: int) -> list[Any] | None:
+        """Return the log-probabilities of the prompt of a sequence; None if they were not asked for."""
+        return for_prompt(self.texts, self.job.sequences[index].prompt_logprobs) if self._has_scores else None
+
+    def versions(self, index: int) -> dict[str, Any]:
+        """Return which weights have sampled which tokens of a choice."""
+        if not self._has_versions:
+            return {}
+        seq = self.job.sequences[index]
+        ends = [start for _, start in seq.weight_versions[1:]] + [seq.num_outputs]
+        spans = zip(seq.weight_versions, ends, strict=True)
+        return {"weight_versions": [{"version": v, "start": start, "end": end} for (v, start), end in spans]}
+
+    def version(self) -> dict[str, Any]:
+        """Return the version of the weights that the last token was sampled with."""
+        all_versions = [v for seq in self.job.sequences for v, _ in seq.weight_versions]
+        return {"weight_version": all_versions[-1] if all_versions else None} if self._has_versions else {}
+
+    def _with_new_ids(self, choice: dict[str, Any], is_last: bool) -> dict[str, Any]:
+        """Add to a choice of a stream the ids of its new tokens, and at its end the versions."""
+        index = choice["index"]
+        if self._has_ids:
+            choice, self._new_ids[index] = choice | {"token_ids": self._new_ids[index]}, []
+        return choice | (self.versions(index) if is_last else {})
 
     async def chunks(self, deadline: float) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a streamed response."""
         for choice in self.opening():
             yield self._chunk([choice])
         async for output in self.job.outputs(deadline):
+            self._new_ids[output.index] += output.token_ids
             for choice in self.advance(output):
-                yield self._chunk([choice])
+                yield self._chunk([self._with_new_ids(choice, choice["finish_reason"] is not None)])
         if self._has_usage:
             yield self._chunk([]) | {"usage": self.usage()}
 
@@ -116,6 +165,19 @@ class Reply:
         raise NotImplementedError
 
 
+def _parser(request: ChatRequest, prepared: Prepared) -> ReplyParser | HarmonyParser:
+    is_parallel = request.parallel_tool_calls is not False
+    if prepared.is_harmony:
+        return HarmonyParser(may_think=prepared.may_think, has_tools=prepared.form is not None, is_parallel=is_parallel)
+    return ReplyParser(
+        may_think=prepared.may_think,
+        is_thinking=prepared.is_thinking,
+        form=prepared.form,
+        schemas={tool.function.name: tool.function.parameters or {} for tool in request.tools or ()},
+        is_parallel=is_parallel,
+    )
+
+
 class ParsedReply(Reply):
     """A reply to a conversation: separates reasoning, text and tool calls."""
 
@@ -123,16 +185,7 @@ class ParsedReply(Reply):
         super().__init__(request, run)
         self._end_think, self._details = run.end_think, details
         count = len(self.job.sequences)
-        self._parsers = [
-            ReplyParser(
-                may_think=self.prepared.may_think,
-                is_thinking=self.prepared.is_thinking,
-                form=self.prepared.form,
-                schemas={tool.function.name: tool.function.parameters or {} for tool in request.tools or ()},
-                is_parallel=request.parallel_tool_calls is not False,
-            )
-            for _ in range(count)
-        ]
+        self._parsers = [_parser(request, self.prepared) for _ in range(count)]
         self._logprobs: list[list[Logprob]] = [[] for _ in range(count)]  # not sent yet
         self._num_read = [0] * count  # tokens of each sequence so far
         self._num_reasoning: dict[Sequence, int] = {}  # kept up to date, as a stream may report usage in every chunk
@@ -246,6 +299,12 @@ class CompletionReply(Reply):
         self._reasons: list[str | None] = [None] * count
         self._has_begun = [False] * count
 
+    def for_trainers(self, index: int) -> dict[str, Any]:
+        return super().for_trainers(index) | self._prompt_fields(index)
+
+    def prompt_for_trainers(self) -> dict[str, Any]:
+        return {}  # each choice has those of its own prompt
+
     def num_outputs(self, seq: Sequence) -> int:
         return 0 if self._only_scores else seq.num_outputs
 
@@ -256,7 +315,7 @@ class CompletionReply(Reply):
         self.collect(output)
         index = output.index
         text, self._pending_text[index] = self._pending_text[index], ""
-        if text or self._reasons[index] is not None:
+        if text or self._has_ids or self._reasons[index] is not None:
             yield self._choice(index, text)
 
     def collect(self, output: StepOutput) -> None:

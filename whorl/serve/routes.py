@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import HTMLResponse
 
 from . import answer_schemas as answers
+from .adapters import AdaptersApi
 from .embeddings import EmbeddingsApi
 from .message_schemas import MessagesError
 from .messages import MessagesApi
@@ -39,6 +40,7 @@ def add_routes(app: "FastAPI", service: "Service") -> None:
     anthropic: dict[int | str, dict[str, Any]] = {code: {"model": MessagesError} for code in usual}
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
     responses, messages = ResponsesApi(service), MessagesApi(service)
+    adapters = AdaptersApi(service)
     embeddings = EmbeddingsApi(service, service.settings.pooling)
     for path, method, function, answer, refusals in (
         ("/v1/chat/completions", "POST", service.chat_completions, _streamed(answers.ChatCompletion), usual),
@@ -49,6 +51,8 @@ def add_routes(app: "FastAPI", service: "Service") -> None:
         ("/v1/messages/count_tokens", "POST", messages.count_tokens, {"model": answers.MessageTokens}, anthropic),
         ("/v1/embeddings", "POST", embeddings.create, {"model": answers.Embeddings}, usual),
         ("/inference/v1/generate", "POST", TokensApi(service).generate, _streamed(answers.GeneratedIds), usual),
+        ("/v1/load_lora_adapter", "POST", adapters.load, text, usual),
+        ("/v1/unload_lora_adapter", "POST", adapters.unload, text, usual),
         ("/v1/models", "GET", service.models, {"model": answers.ModelList}, usual),
         ("/v1/models/{name:path}", "GET", service.model, {"model": answers.ModelCard}, usual),
         ("/tokenize", "POST", service.tokenize, {"model": answers.Tokens}, usual),

@@ -34,6 +34,8 @@ from .structured import Guided
 
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
+# The server has a limit of its own on these, `max_logprobs`.
+Alternatives = Annotated[int, Field(ge=0, le=2**20)]
 MAX_BIASES = 1024
 MAX_PROMPTS = 4096
 
@@ -64,6 +66,16 @@ class Sampling(Guided, SamplingFields, RefusedSampling):
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     include_stop_str_in_output: bool = False
+    prompt_logprobs: Alternatives | None = Field(
+        None, description="also report the log-probabilities of the prompt's tokens, with so many alternatives"
+    )
+    return_token_ids: bool = Field(False, description="also report the token ids of the prompt and of the answer")
+    return_tokens_as_token_ids: bool = Field(False, description="logprobs name tokens token_id:N")
+    on_update: Literal["continue", "restart", "abort"] = Field(
+        "continue",
+        description="when the weights change before its end, the answer goes on with the new ones, is computed again, "
+        "or ends with the reason abort",
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
@@ -81,12 +93,19 @@ class Sampling(Guided, SamplingFields, RefusedSampling):
     def num_prompts(self) -> int:
         return 1
 
+    @property
+    def num_top(self) -> int | None:
+        """How many alternatives to report with each token; None: no log-probabilities at all."""
+        raise NotImplementedError
+
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is allowed only with stream = true")
         if self.best_of not in (None, n := self.n or 1):
             raise ValueError(f"best_of is {self.best_of} and n {n}: all answers are returned, so they must be equal")
+        if self.on_update == "restart" and self.stream:
+            raise ValueError("on_update restart and stream exclude each other: what was sent cannot be taken back")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens is 0, which leaves no prompt; -1 keeps as much as fits")
         if self.allowed_token_ids is not None and self.has_grammar:
@@ -107,7 +126,7 @@ class ChatRequest(Sampling, RefusedChat):
     messages: Messages
     token_details: TokenDetails | None = Field(None, description="an extension of this server: see docs/serve.md")
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Alternatives | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     response_format: ResponseFormat | None = None
@@ -157,7 +176,6 @@ class ChatRequest(Sampling, RefusedChat):
 
     @property
     def num_top(self) -> int | None:
-        """How many alternatives to report with each token; None: no log-probabilities at all."""
         if self.token_details is not None:
             return self.token_details.top
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -194,7 +212,7 @@ class CompletionRequest(Sampling, RefusedCompletion):
         Discriminator(kind_of_prompt),
     ]
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Alternatives | None = None
     max_tokens: Count | None = Field(16, description="0 with echo: only score the prompt")
     add_special_tokens: bool = True
     response_format: ResponseFormat | None = None
@@ -203,6 +221,8 @@ class CompletionRequest(Sampling, RefusedCompletion):
     def _fits_together(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens 0 is allowed only with echo = true")
+        if self.prompt_logprobs is not None and self.echo and self.logprobs is not None:
+            raise ValueError("prompt_logprobs and echo with logprobs exclude each other: both score the prompt")
         if self.constraint is not None and _is_json(self.response_format):
             raise ValueError(f"{self.constraint.param} and response_format exclude each other")
         return self
@@ -210,6 +230,10 @@ class CompletionRequest(Sampling, RefusedCompletion):
     @property
     def has_grammar(self) -> bool:
         return _is_json(self.response_format) or self.constraint is not None
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
 
     @property
     def num_prompts(self) -> int:

@@ -53,7 +53,10 @@ class Service:
         tokenizer: Any = llm.tokenizer  # the engine's type has fewer methods than the server uses
         if tokenizer is None:
             raise ValueError("serve: the model has no tokenizer")
-        self._llm, self.settings = llm, settings
+        self._llm = self.llm = llm
+        self.settings = settings
+        if names := set(llm.adapters.by_name) & set(settings.names):
+            raise ValueError(f"serve: {', '.join(names)} names the model and an adapter; give one another name")
         if settings.chat_template is not None:
             tokenizer = tokenizer.with_template(settings.chat_template)
         self.tokenizer: Tokenizer = tokenizer
@@ -122,11 +125,13 @@ class Service:
         model = self.model_name(request.model)
         self.engine.check()
         self.engine.check_size((request.n or 1) * request.num_prompts)
+        self._check_logprobs(request)
         deadline = asyncio.get_running_loop().time() + self.settings.timeout
         async with asyncio.timeout_at(deadline):
             prepared = await prepare(request)
             salt, client = self._salt(request, http), CURRENT_CLIENT.get()
-            params = replace(prepared.params, cache_salt=salt, client=client, priority=request.priority)
+            lora = model if model in self.llm.adapters.by_name else None
+            params = replace(prepared.params, cache_salt=salt, client=client, priority=request.priority, lora=lora)
             media = [prepared.media] if prepared.media else None
             job = await self.engine.submit(prepared.prompts, [params] * len(prepared.prompts), media)
 
@@ -142,6 +147,7 @@ class Service:
             request_id=http.scope[REQUEST_ID],
             texts=self._texts,
             end_think=self.tokenizer.token_id(END_THINK),
+            has_versions=self.settings.rl,
         )
         formatter = reply(run)
         if request.stream:
@@ -152,6 +158,13 @@ class Service:
         finally:
             close()
 
+    def _check_logprobs(self, request: Sampling) -> None:
+        most = self.settings.max_logprobs
+        for name, count in (("logprobs", request.num_top), ("prompt_logprobs", request.prompt_logprobs)):
+            if count is not None and 0 <= most < count:
+                message = f"{name}: {count} alternatives are asked for, and this server reports up to {most}"
+                raise ApiError(400, f"{message}: --max-logprobs", param=name)
+
     def _salt(self, request: Sampling, http: Request) -> str | None:
         """Return the salt of the prefix cache: requests share it only with the same API key and the same salt."""
         if len(self.settings.keys) < 2 and request.cache_salt is None:
@@ -159,13 +172,13 @@ class Service:
         return f"{http.scope.get(KEY_INDEX)} {request.cache_salt or ''}"
 
     def model_name(self, name: str | None) -> str:
-        """Return the name by which the answer calls the model, for the name in a request.
+        """Return the name by which the answer calls the model, for the name in a request: the model's or an adapter's.
 
         One model is served, so it answers to a name that is not its own as well; with `strict_model_name` that raises
         ApiError 404.
         """
         names = self.settings.names
-        if name is None or name in names:
+        if name is None or name in names or name in self.llm.adapters.by_name:
             return name or names[0]
         if self.settings.strict_model_name:
             raise self._unknown_model(name)
@@ -173,7 +186,8 @@ class Service:
         return names[0]
 
     def _unknown_model(self, name: str) -> ApiError:
-        message = f"the model {name!r} is not served here. Served: {', '.join(self.settings.names)}"
+        served = (*self.settings.names, *self.llm.adapters.by_name)
+        message = f"the model {name!r} is not served here. Served: {', '.join(served)}"
         return ApiError(404, message, param="model", code="model_not_found")
 
     # ---- tokens
@@ -216,18 +230,21 @@ class Service:
     # ---- the server itself
 
     async def models(self) -> dict[str, Any]:
-        """List the model under each of its names."""
-        return {"object": "list", "data": [self._card(name) for name in self.settings.names]}
+        """List the model under each of its names, and its adapters."""
+        names = (*self.settings.names, *self.llm.adapters.by_name)
+        return {"object": "list", "data": [self._card(name) for name in names]}
 
     async def model(self, name: str) -> dict[str, Any]:
         """Describe one model."""
-        if name not in self.settings.names:
+        if name not in self.settings.names and name not in self.llm.adapters.by_name:
             raise self._unknown_model(name)
         return self._card(name)
 
     def _card(self, name: str) -> dict[str, Any]:
-        fields = {"id": name, "object": "model", "created": self._created, "owned_by": "whorl"}
-        return fields | {"root": self.settings.names[0], "max_model_len": self._preparer.max_model_len}
+        base = self.settings.names[0]
+        fields = {"id": name, "object": "model", "created": self._created, "owned_by": "whorl", "root": base}
+        fields |= {"max_model_len": self._preparer.max_model_len}
+        return fields | ({"parent": base} if name in self.llm.adapters.by_name else {})
 
     async def health(self) -> Response:
         """Return 200 while the engine serves; 503 with the progress of the warm-up before that."""
@@ -238,7 +255,7 @@ class Service:
             done, total = (progress.done, progress.total) if progress else (0, None)
             body = {"status": "warming_up", "done": done, "total": total} | api_error.body()
             return JSONResponse(body, api_error.status, headers=dict(api_error.headers or {}))
-        if (problem := self._llm.problem) is not None:
+        if (problem := self.llm.problem) is not None:
             raise ApiError(503, problem, code="engine_stalled")
         seconds = self.engine.stalled_for()
         if seconds > self.settings.stall_seconds:

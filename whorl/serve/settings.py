@@ -1,7 +1,9 @@
 """The settings of a server: the model's names, who may use it, and its limits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from whorl.fields import option
 from whorl.media import Limits
@@ -23,7 +25,8 @@ class ServerSettings(ServerFields):
     names: answers use the first one. allowed_hosts: empty or `*`: any. api_key: one key, or several, which then do not
     share the prefix cache; more_keys: further keys, with names and limits. chat_template: the text of a template; None:
     the model's own. max_queue: counts sequences of requests that have no token yet. media: limits on pictures and
-    videos. pooling: how the model pools embeddings, see `embeddings.read_pooling`; None: it makes none.
+    videos. more_routes: functions of the application and its service that add routes, those of `whorl.rl` with `rl`.
+    pooling: how the model pools embeddings, see `embeddings.read_pooling`; None: it makes none.
 
     Example: `ServerSettings(names=("qwen",), api_key="secret", max_queue=256)`.
     """
@@ -34,6 +37,7 @@ class ServerSettings(ServerFields):
     chat_template: str | None = None
     media: Limits = field(default_factory=Limits)
     pooling: str | None = None
+    more_routes: tuple[Callable[[Any, Any], None], ...] = ()
     max_media_body: int = option(64 << 20, "Largest request with pictures or videos.", least=1)
     max_bodies: int = option(
         512 << 20,
@@ -68,6 +72,11 @@ class ServerSettings(ServerFields):
             raise ValueError(f"serve: names is {self.names}, expected at least one name and none empty")
         if self.api_key == () or not all(key.strip() for key in self.keys):
             raise ValueError("serve: the API key is empty; leave it out to serve without one")
+        if self.rl != bool(self.more_routes):
+            raise ValueError(
+                "serve: rl needs the routes of trainers: set rl to True and more_routes to "
+                "(whorl.rl.routes.add_routes,), or neither"
+            )
         for origin in self.origins:
             check_origin(origin)
         if len(set(self.keys)) < len(self.keys):

@@ -4,8 +4,8 @@ It is for programs that have the tokenizer themselves, such as trainers that sam
 the model read and generated, with the log-probability of each.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 from starlette.requests import Request
@@ -15,13 +15,17 @@ from whorl.engine.sequence import Logprob
 
 from .engine_thread import StepOutput
 from .logprobs import finite
+from .refused_fields import Refused
 from .replies import Reply, Run
 from .schema_parts import Count, Ids, Priority, SamplingFields, StreamOptions, Strict, TokenId
-from .schemas import MAX_N, MAX_TOP_LOGPROBS, CompletionRequest
+from .schemas import MAX_N, Alternatives, CompletionRequest
 from .validation import validation_error
 
 if TYPE_CHECKING:
     from .service import Service
+
+
+_SHARED = ("model", "cache_salt", "priority", "stream", "stream_options", "on_update")  # fields of a completion
 
 
 class GenerateParams(SamplingFields):
@@ -35,8 +39,10 @@ class GenerateParams(SamplingFields):
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Alternatives | None = None
+    prompt_logprobs: Alternatives | None = None
+    output_kind: int | None = Field(None, description="no effect: `stream` says it")
+    routed_experts_prompt_start: Count | None = Field(None, description="no effect: see docs/rl.md")
     detokenize: bool = Field(False, description="no effect: there is no text")
     skip_special_tokens: bool = Field(True, description="no effect: there is no text")
     spaces_between_special_tokens: bool = Field(True, description="no effect: there is no text")
@@ -45,18 +51,23 @@ class GenerateParams(SamplingFields):
 class GenerateRequest(Strict):
     token_ids: Annotated[Ids, Field(min_length=1)]
     sampling_params: GenerateParams = Field(default_factory=lambda: GenerateParams.model_validate({}))
+    request_id: Annotated[str, Field(max_length=256)] | None = Field(None, description="the answer repeats it")
+    features: Annotated[None, Refused("this route takes no pictures: send messages to /v1/chat/completions")] = None
+    kv_transfer_params: Annotated[None, Refused("this server keeps its cache to itself", ({},))] = None
     model: str | None = None
     cache_salt: str | None = None
+    on_update: Literal["continue", "restart", "abort"] = "continue"
     priority: Priority = 0
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     def completion(self) -> CompletionRequest:
         """Return the equivalent completion request, which validates the fields that both have."""
-        excluded = {"prompt_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"}
+        excluded = {"detokenize", "skip_special_tokens", "spaces_between_special_tokens"}
+        excluded |= {"output_kind", "routed_experts_prompt_start"}
         fields = self.sampling_params.model_dump(exclude=excluded, exclude_none=True)
         fields["max_tokens"] = self.sampling_params.max_tokens
-        outer = {name: getattr(self, name) for name in ("model", "cache_salt", "priority", "stream", "stream_options")}
+        outer = {name: getattr(self, name) for name in _SHARED}
         fields |= {name: value for name, value in outer.items() if value is not None}
         try:
             return CompletionRequest(prompt=self.token_ids, **fields)
@@ -73,9 +84,8 @@ class TokensApi:
     async def generate(self, request: GenerateRequest, http: Request) -> Response:
         """Continue token ids with token ids."""
         completion = request.completion()
-        prepare = self._service.preparer.tokens(request.sampling_params.prompt_logprobs)
         return await self._service.generate(
-            completion, http, prepare, lambda run: TokensReply(request, completion, run)
+            completion, http, self._service.preparer.completion, lambda run: TokensReply(request, completion, run)
         )
 
 
@@ -84,7 +94,7 @@ class TokensReply(Reply):
 
     def __init__(self, request: GenerateRequest, completion: CompletionRequest, run: Run) -> None:
         super().__init__(completion, run)
-        self._request_id, self._params = run.request_id, request.sampling_params
+        self._request_id, self._params = request.request_id or run.request_id, request.sampling_params
         self._ids: list[list[int]] = [[] for _ in self.job.sequences]
         self._logprobs: list[list[Logprob]] = [[] for _ in self.job.sequences]
         self._reasons: list[str | None] = [None] * len(self.job.sequences)
@@ -92,8 +102,9 @@ class TokensReply(Reply):
     async def complete(self, deadline: float) -> dict[str, Any]:
         async for output in self.job.outputs(deadline):
             self.collect(output)
-        choices = [self.choice(index) for index in range(len(self.job.sequences))]
-        return {**self._header(), "choices": choices, "prompt_logprobs": self._prompt(), "usage": self.usage()}
+        choices = [self.choice(index) | self.versions(index) for index in range(len(self.job.sequences))]
+        prompt = self.prompt_logprobs(0)
+        return {**self._header(), "choices": choices, "prompt_logprobs": prompt, "usage": self.usage()} | self.version()
 
     def opening(self) -> Iterator[dict[str, Any]]:
         return iter(())
@@ -122,12 +133,6 @@ class TokensReply(Reply):
     def _header(self) -> dict[str, Any]:
         return {"request_id": self._request_id, "model": self._head["model"]}
 
-    def _prompt(self) -> list[Any] | None:
-        """Return the log-probabilities of the prompt's tokens in vLLM's form: the first token has none."""
-        if self._params.prompt_logprobs is None:
-            return None
-        return [None, *(_logprobs_by_id(token) for token in self.job.sequences[0].prompt_logprobs)]
-
 
 def _entry(token: Logprob) -> dict[str, Any]:
     """Return OpenAI's form of a log-probability, with ids in place of texts, as vLLM writes them."""
@@ -137,8 +142,3 @@ def _entry(token: Logprob) -> dict[str, Any]:
 
 def _token(token_id: int, logprob: float) -> dict[str, Any]:
     return {"token": f"token_id:{token_id}", "logprob": finite(logprob), "bytes": None}
-
-
-def _logprobs_by_id(token: Logprob) -> dict[str, Any]:
-    pairs: Sequence[tuple[int, float]] = [(token.token_id, token.logprob), *token.top]
-    return {str(token_id): {"logprob": finite(logprob)} for token_id, logprob in reversed(pairs)}

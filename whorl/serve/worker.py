@@ -50,17 +50,19 @@ class Jobs:
         max_bytes: int | None,
         max_tokens: int,
         places: Sequence[Any] | None,
+        family: str | None,
     ) -> dict[str, Any]:
         """Render and tokenize a conversation; `is_thinking` says if its prompt ends with an opening think tag.
 
         max_bytes, max_tokens: as in `encode`. places: where its pictures and videos stand, from `Placeholder.to_json`;
-        None: the model takes text only.
+        None: the model takes text only. family: of a model that takes pictures, as in `expand`.
         """
         text = self.write_prompt(messages, tools, add_generation_prompt, variables)
         if places is not None:
+            from whorl.media.families import DEFAULT
             from whorl.media.places import Placeholder, expand
 
-            text = expand(text, [Placeholder.from_json(place) for place in places])
+            text = expand(text, [Placeholder.from_json(place) for place in places], family or DEFAULT)
         (ids,) = self.encode([text], False, max_bytes, max_tokens)
         return {"ids": ids, "is_thinking": text.rstrip().endswith(THINK)}
 

@@ -198,7 +198,7 @@ def token_unpermute_grad(
     for n, place in enumerate(sorted_indices.tolist()):
         grad = grad_unpermuted_tokens[n // probs.shape[1]].float()
         grad_tokens[place] = grad * float(probs.flatten()[n])
-        grad_probs[n] = grad @ permuted_tokens[place].float()
+        grad_probs[n] = (grad * permuted_tokens[place].float()).sum()  # not a library's dot product, which may be worse
     return grad_tokens.to(permuted_tokens.dtype), grad_probs.to(probs.dtype).view(probs.shape)
 
 

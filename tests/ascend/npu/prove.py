@@ -45,6 +45,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whorl import ascend, contracts
+from whorl.judge import FLOOR_OF_TOTAL
 from whorl.ops import OPS, Op, _torch_npu
 from whorl.ops._impl import Impl
 from whorl.ops.attention import paged_torch_npu
@@ -370,8 +371,10 @@ def worst(got: Any, reference: Any, gold: Any, *, has_rounded_codes: bool = Fals
         if not torch.equal(g[is_infinite].double(), exactly[is_infinite]):
             return {"ratio": math.inf, "why": "an infinity is not where the reference has it"}
         g, r, exactly = (x[~is_infinite] for x in (g, r, exactly))
-        # The rms error of a handful of numbers is a matter of luck: there half an ulp is allowed in any case.
-        least = rms(exactly) * torch.finfo(g.dtype).eps / (64 if g.numel() >= 64 else 2)
+        # The rms error of a handful of numbers is a matter of luck: there half an ulp is allowed in any case, and of
+        # a total four, for the roundings of its terms.
+        ulps = FLOOR_OF_TOTAL if g.numel() == 1 else 1 / 64 if g.numel() >= 64 else 1 / 2
+        least = rms(exactly) * torch.finfo(g.dtype).eps * ulps
         error, allowed = rms(g.double() - exactly), rms(r.double() - exactly) + least
         ratios.append(0.0 if error == 0 else error / allowed if allowed else math.inf)
     return {"ratio": max(ratios, default=0.0)}

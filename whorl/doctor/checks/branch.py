@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from whorl.doctor.launch import Launch, dotted
 from whorl.doctor.paths import is_fusion_on, is_packed
+from whorl.doctor.promises import has_only_text
 from whorl.doctor.report import Finding, RotaryPath
 from whorl.doctor.rules import rule
 
@@ -24,8 +25,12 @@ def mrope_model_in_rope_branch(launch: Launch, path: RotaryPath) -> Iterator[Fin
         yield Finding(
             found=f"position_embedding_type={launch.branch} for a model whose mrope_section is {sections}",
             expected="position_embedding_type=mrope",
-            why=_describe_failure(launch),
+            why="Tokens of text have the same position on all three axes, so the branches agree on them; tokens of "
+            "pictures would get one position instead of three."
+            if has_only_text(launch)
+            else _describe_failure(launch),
             fix=mrope_settings(sections, mindspeed=launch.uses_mindspeed),
+            severity="note" if has_only_text(launch) else "error",
         )
 
 

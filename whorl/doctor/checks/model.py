@@ -88,8 +88,9 @@ def _refusal(model: Mapping[str, Any]) -> str | None:
     Without torch, which the engine's own reader needs, only the architecture is looked at.
     """
     try:
-        models.architecture(model)
-        if find_spec("torch") is not None:
+        if find_spec("torch") is None:
+            models.architecture(model)
+        else:
             models.find(model).config_class.from_hf(model)
     except ValueError as error:
         return str(error)

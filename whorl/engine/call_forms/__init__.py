@@ -4,6 +4,7 @@
 
 from collections.abc import Collection
 
+from .glm import Glm4Calls
 from .json_calls import HermesCalls, LlamaCalls
 from .json_calls import JsonCalls as JsonCalls
 from .reader import CallPart as CallPart
@@ -19,10 +20,12 @@ from .tagged import TaggedCalls as TaggedCalls
 FORMS: dict[str, type[CallReader]] = {
     "deepseek_v32": DeepSeekV32Calls,
     "qwen3_coder": Qwen3CoderCalls,
+    "glm4": Glm4Calls,
     "hermes": HermesCalls,
     "llama3": LlamaCalls,
 }
-OTHER_NAMES = {"qwen3": "hermes", "qwen3_xml": "qwen3_coder", "llama3_json": "llama3"}  # of vLLM and of models
+OTHER_NAMES = {"qwen3": "hermes", "qwen3_xml": "qwen3_coder", "llama3_json": "llama3"}
+OTHER_NAMES |= {"glm45": "glm4", "glm47": "glm4"}  # of vLLM and of models
 
 
 def form_named(name: str) -> type[CallReader]:

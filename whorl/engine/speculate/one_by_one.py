@@ -37,7 +37,7 @@ class OneByOne:
 
     def __init__(self, runner: Runner, *, max_tokens: int) -> None:
         self.runner, self.max_tokens = runner, max_tokens
-        self._sampler = Sampler(runner.model, runner.vocab_size)
+        self._sampler = Sampler(runner, runner.vocab_size)
 
     def catch_up(self, sequences: Sequence[Seq]) -> None:
         """Compute all tokens but the last of sequences that have too many pending tokens for a decode call."""

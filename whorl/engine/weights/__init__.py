@@ -5,7 +5,7 @@ small default model. No code from a checkpoint is ever run; the only pickle that
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,16 +20,19 @@ from whorl.device import HOST, accelerator, default_device, numbered
 from whorl.host_memory import free_memory
 from whorl.nn import ONE, Matrix, Model, Ranks, create_parameters, weighted
 from whorl.nn import weights as formats
+from whorl.ops.cpu import library as cpu_library
 
 from .. import memory
 from ..settings import LoadOptions
 from . import dcp
 from .checkpoint import Checkpoint, read_config
 from .checkpoint import Source as Source
+from .converted import converted
 from .fill import check_fit, fill
 from .hub import resolve
 from .quantize import quantized
 from .safetensors import open_safetensors
+from .stacks import separate
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,7 +55,9 @@ def load_model(
     dtype: every weight is converted to it; default: what config.json says (GGUF: bf16), and fp32 on a CPU.
     quantize: rounds weights as they are read, as `whorl quantize` does.
     unpack: hold quantised weights, and on a CPU those of 16 bits, as plain values in `dtype`; default: on a CPU if they
-    fit into memory, and elsewhere for GGUF files. It changes memory and speed, but no result.
+    fit into memory, and elsewhere for GGUF files. It changes memory and speed, but no result, with one exception: on a
+    CPU with whorl's kernels (docs/cpu.md) a GGUF file's weights stay in its bits by default, and their products take
+    tokens in 8 bits. True and False give those of fp32.
     max_model_len: the longest sequence; default: the model's context length, see `whorl.nn.Rope`.
     tp: read only this rank's shard of the weights.
     reserve: bytes of memory that are needed for other things than weights.
@@ -66,16 +71,17 @@ def load_model(
     path = resolve(path_or_id)
     if (tp or ONE).rank == 0:
         dcp.check_digests(path)
-    with open_checkpoint(path, device=device) as checkpoint:
+    with open_checkpoint(path, device=device, backend=options.backend) as checkpoint:
         kind = _dtype(options.dtype, checkpoint.config, device)
         checkpoint = _with_stored(rounded(checkpoint, quantize), kind, device)
         model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
         check_fit(model, checkpoint)  # before memory is allocated for the sizes in config.json
         num_ranks = (tp or ONE).size
+        kernels = unpack is None and num_ranks == 1 and _has_kernels(checkpoint, kind, device)
         if unpack is None:
-            unpack = _unpacks(model, checkpoint, device, reserve, num_ranks=num_ranks)
+            unpack = not kernels and _unpacks(model, checkpoint, device, reserve, num_ranks=num_ranks)
         if checkpoint.packed is not None and not unpack:
-            checkpoint = checkpoint.packed()
+            checkpoint = _for_kernels(checkpoint.packed()) if kernels else checkpoint.packed()
             model = build(checkpoint.config, device="meta", dtype=kind, tp=tp, max_length=max_length)
             check_fit(model, checkpoint)
         memory.check_weights(model, checkpoint.path, device, unpack=unpack, reserve=reserve, num_ranks=num_ranks)
@@ -158,11 +164,15 @@ def build(
 
 
 def _allocated(model: Any, device: torch.device) -> Any:
-    """Allocate the weights on `device`. `to_empty` would call `empty_like` on meta tensors, which imports sympy and
-    takes half a second at every start."""
+    """Allocate the weights on `device`; what has values already is moved. `to_empty` would call `empty_like` on meta
+    tensors, which imports sympy and takes half a second at every start."""
     if device.type == "meta":
         return model
-    return model._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device))
+
+    def allocated(t: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) if t.is_meta else t.to(device)
+
+    return model._apply(allocated)
 
 
 def random_model(
@@ -225,15 +235,45 @@ def _unpacks(model: Any, checkpoint: Checkpoint, device: torch.device, reserve: 
     return free is None or 2 * num_bytes <= free
 
 
+def _has_kernels(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the weights of a GGUF file stay in its bits, to be multiplied by tokens in 8 bits. Log why."""
+    if checkpoint.path.suffix != ".gguf" or accelerator(device.type) is not None or dtype != torch.float32:
+        return False
+    if checkpoint.packed is None:  # they are rounded otherwise
+        return False
+    if cpu_library.missing() is not None:
+        log.warning("%s", cpu_library.describe())
+        return False
+    log.warning(
+        "%s: weights in the file's own bits, tokens in 8 bits (%s); --unpack computes with both in fp32",
+        *(checkpoint.path.name, cpu_library.variant()),
+    )
+    return True
+
+
+def _for_kernels(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint of packed weights, whose products take tokens in 8 bits."""
+    settings = {**checkpoint.config["quantization_config"], "activations": "int8"}
+    return replace(checkpoint, config={**checkpoint.config, "quantization_config": settings})
+
+
 @contextmanager
-def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterator[Checkpoint]:
-    """Open a checkpoint; its tensors are read later. path: from `resolve`. device: where safetensors are read to."""
+def open_checkpoint(
+    path: Path, *, device: str | torch.device = HOST, backend: str = "auto"
+) -> Iterator[Checkpoint]:  # fmt: skip
+    """Open a checkpoint; its tensors are read later.
+
+    path: from `resolve`. device: where safetensors are read to. backend: as of `LoadOptions`.
+    """
     if path.suffix == ".gguf":
+        if backend == "transformers":
+            raise ValueError(f"{path}: backend is transformers, which takes safetensors, and this is a GGUF file")
         from .gguf import open_gguf
 
         yield _check_counts(open_gguf(path))
         return
     config = read_config(path)
+    config |= {} if backend == "auto" else {models.BACKEND: backend}
     model_class = models.find(config)
     with ExitStack() as stack:
         if (path / METADATA).is_file() and not any(path.glob("*.safetensors")):
@@ -242,7 +282,20 @@ def open_checkpoint(path: Path, *, device: str | torch.device = HOST) -> Iterato
             sources = dcp.open_dcp(path, getattr(model_class, "trained_names", None), rename)
         else:
             sources = open_safetensors(path, torch.device(device), stack)
+        sources = separate(sources) if getattr(model_class, "separates_experts", False) else sources
+        sources = _renamed(sources, getattr(model_class, "renamed", ()))
+        if getattr(model_class, "is_converted", False):
+            sources = converted(config, sources)
         yield _check_counts(Checkpoint(path=path, config=config, sources=sources))
+
+
+def _renamed(sources: dict[str, Source], beginnings: Sequence[tuple[str, str]]) -> dict[str, Source]:
+    """Return the tensors by the model's names. beginnings: of names in the file, and those of the model."""
+    names = {name: name for name in sources}
+    for name in sources:
+        old, new = next((pair for pair in beginnings if name.startswith(pair[0])), ("", ""))
+        names[name] = new + name.removeprefix(old)
+    return {names[name]: source for name, source in sources.items()}
 
 
 def _check_counts(checkpoint: Checkpoint) -> Checkpoint:

@@ -49,7 +49,7 @@ def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False, unpack: 
                 owners[name].copy(name, source, unpack)
             advance(source.nbytes)
         for name, destination in copies.items():
-            if not torch.equal(_read(sources[name], destination).to(destination.into), destination.into):
+            if not torch.equal(read_part(sources[name], destination).to(destination.into), destination.into):
                 raise ValueError(
                     f"{checkpoint.path}: config.json has tie_word_embeddings, but {name} differs from the embedding; "
                     f"set tie_word_embeddings to false"
@@ -82,7 +82,8 @@ def _owners(model: Any, sources: Mapping[str, Source]) -> dict[str, _Owner]:
             destination = empty.pop(missing)
             assert destination.default is not None, missing
             with torch.no_grad():
-                destination.into.fill_(destination.default)
+                for part in destination.parts:
+                    part.into.fill_(destination.default)
         owners |= dict.fromkeys(empty, _Owner(layer, empty))
     return owners
 
@@ -101,9 +102,16 @@ def _check(
     expected: Mapping[str, Destination],
     copies: Mapping[str, Destination],
 ) -> None:
-    every = {**expected, **copies}
+    missing = [n for n, destination in expected.items() if n not in sources and destination.default is None]
+    lines = [f"{len(missing)} missing: {some(missing)}"] if missing else []
+    lines += misfits(sources, {**expected, **copies})
+    if lines:
+        raise ValueError(f"{path}: the tensors do not fit config.json; {'; '.join(lines)}")
+
+
+def misfits(sources: Mapping[str, Source], every: Mapping[str, Destination]) -> list[str]:
+    """Return what is wrong with tensors for these destinations, a line for each kind of mistake; empty: nothing."""
     problems = {
-        "missing": [n for n, destination in expected.items() if n not in sources and destination.default is None],
         "not part of the model": [n for n in sources if n not in every],
         "of another shape": [
             f"{n} {list(s.shape)}, expected {list(every[n].shape)}"
@@ -121,12 +129,10 @@ def _check(
             if n in every and every[n].dtype not in (None, s.gives)
         ],
     }
-    lines = [f"{len(names)} {problem}: {some(names)}" for problem, names in problems.items() if names]
-    if lines:
-        raise ValueError(f"{path}: the tensors do not fit config.json; {'; '.join(lines)}")
+    return [f"{len(names)} {problem}: {some(names)}" for problem, names in problems.items() if names]
 
 
-def _read(source: Source, destination: Destination) -> Tensor:
+def read_part(source: Source, destination: Destination) -> Tensor:
     """Return this rank's part of a tensor, in the shape of the destination; the file may hold it transposed."""
     if source.shape == destination.shape:
         return source.read(destination.index)
@@ -140,7 +146,7 @@ def _copy(name: str, destination: Destination, source: Source) -> None:
     """Copy a tensor to its destination; ValueError if a value is too large for float16."""
     for second in destination.more:
         _copy(name, second, source)
-    part = _read(source, destination)
+    part = read_part(source, destination)
     assert part.shape == destination.into.shape, f"{name}: {list(part.shape)} goes into {list(destination.into.shape)}"
     destination.into.copy_(part)
     if (

@@ -4,9 +4,11 @@ Blocks are dequantised by the `gguf` package, one tensor at a time and only the 
 are stored.
 """
 
+import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,8 @@ _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<what>\w+)\.(?P<kind>weight|bias
 class Blocks:
     """A tensor as it is stored: `data` [*leading dims, bytes of a row] of blocks of `kind`, with rows in `order`.
 
-    offset: what llama.cpp's converter has added to every number of a vector.
+    offset: what llama.cpp's converter has added to every number of a vector. release: lets go of the memory that the
+    mapped file takes.
     """
 
     shape: tuple[int, ...]
@@ -80,6 +83,7 @@ class Blocks:
     data: Array
     order: Array | None = None
     offset: float = 0.0
+    release: Callable[[], None] | None = None
 
     def read(self, index: Index) -> Tensor:
         """Return the values of a part; of a matrix, rows are selected before they are dequantised."""
@@ -100,7 +104,10 @@ class Blocks:
     def read_packed(self, index: Index) -> Tensor:
         """Return the stored bytes of a part. index: rows, and columns in bytes."""
         rows: Any = index[0] if self.order is None else self.order[index[0]]
-        return torch.from_numpy(np.array(self.data[rows][(slice(None), *index[1:])]))
+        stored = np.array(self.data[rows][(slice(None), *index[1:])])
+        if self.release is not None:
+            self.release()
+        return torch.from_numpy(stored)
 
     def part(self, number: int) -> "Blocks":
         """Return one matrix of a stack, such as an expert."""
@@ -152,10 +159,18 @@ def _tensors(path: Path, header: Header) -> dict[str, Blocks]:
             truncated.append(name)
             continue
         stored = np.frombuffer(header.data, np.uint8, count, start).reshape(*shape[:-1], row)
-        tensors[name] = Blocks(shape=shape, kind=kind, data=stored)
+        release = partial(_release, header.data, start, count)
+        tensors[name] = Blocks(shape=shape, kind=kind, data=stored, release=release)
     if truncated:
         raise ValueError(f"{path}: truncated, which cuts {len(truncated)} tensors: {', '.join(truncated[:8])}")
     return tensors
+
+
+def _release(data: mmap.mmap, start: int, count: int) -> None:
+    """Tell the system that this part of a mapped file is no longer needed. Reading it again is slower, no more."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        data.madvise(mmap.MADV_DONTNEED, first, start + count - first)
 
 
 def _named(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterator[tuple[str, Blocks]]:

@@ -9,7 +9,7 @@ from typing import Any
 from whorl import models
 from whorl.device import is_installed
 
-from ..model_names import local_or_hub
+from ..model_names import HubModel, local_or_hub
 from .checkpoint import read_config, some
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,18 @@ def resolve(path_or_id: str | Path | None = None) -> Path:
     """
     model = local_or_hub(path_or_id)
     return model if isinstance(model, Path) else _from_hub(model.id, model.revision, model.file)
+
+
+def adapter_folder(path_or_id: str | Path) -> Path:
+    """Return the folder of a PEFT adapter: an existing one, or that of a Hugging Face id, `org/name` or
+    `org/name@revision`. Raises ValueError if there is none."""
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    model = None if folder.exists() else local_or_hub(str(path_or_id))
+    if not isinstance(model, HubModel):
+        raise ValueError(f"{path_or_id}: expected a folder with adapter_config.json, or a Hugging Face id")
+    return _download(model.id, model.revision, "adapter_config.json", "adapter_model.*")
 
 
 def _from_hub(name: str, revision: str | None, file: str | None) -> Path:

@@ -15,9 +15,10 @@ from whorl.nn import weights as formats
 
 from .checkpoint import Checkpoint, Source
 
-# Not quantised: the head, the router and the weights of an indexer's heads. Their errors cost most, their bytes little.
+# Not quantised: the head, the router, the weights of an indexer's heads, and the gates of a recurrence and of a shared
+# expert. Their errors cost most, their bytes little.
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"
-KEPT = (_HEAD, "re:.*mlp.gate$", "re:.*indexer.weights_proj$")
+KEPT = (_HEAD, *(f"re:.*{re.escape(name)}$" for name in formats.NEVER_QUANTISED if name != _EMBEDDING))
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 TOWER = "re:.*visual\\."  # the vision tower, which is small compared with the language model
 
@@ -36,6 +37,7 @@ class Quantized:
 
     checkpoint: Checkpoint
     errors: dict[str, Cost] = field(default_factory=dict)
+    latest: "_RoundedWeight | None" = None  # whose tensors are in memory
 
 
 def quantized(checkpoint: Checkpoint, model: Any, scheme: str, ignore: Sequence[str] = ()) -> Quantized:
@@ -136,7 +138,7 @@ def _matrices(model: Any, scheme: str) -> dict[str, tuple[int, int]]:
 
 
 class _RoundedWeight:
-    """The tensors that a module's weight is rounded to, held until all of them have been read."""
+    """The tensors that a module's weight is rounded to, held until another one is rounded."""
 
     def __init__(self, name: str, weight: Source, rounding: Any, result: Quantized) -> None:
         self.name, self.weight, self.rounding, self.result = name, weight, rounding, result
@@ -151,9 +153,12 @@ class _RoundedWeight:
     def _read(self, end: str, index: Index) -> Tensor:
         if end not in self._ends:
             self._round()
-        return self._ends.pop(end)[index]
+        return self._ends[end][index]
 
     def _round(self) -> None:
+        if self.result.latest is not None:
+            self.result.latest._ends = {}
+        self.result.latest = self
         weight = self.weight.read((slice(None), slice(None)))
         try:
             self._ends, squared_error, squared_norm = self.rounding.apply(weight)

@@ -26,22 +26,27 @@ _FIRST = "embed_tokens.weight"
 
 def open_safetensors(folder: Path, device: torch.device, stack: ExitStack) -> dict[str, Source]:
     """Open the files of a folder; return their tensors by name. ValueError if a file is missing or damaged."""
-    from safetensors import SafetensorError, safe_open
-
     sources: dict[str, Source] = {}
     for path in _files(folder):
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt", device=str(device)))
-        except (SafetensorError, OSError) as error:
-            cut = _truncated(path)
-            problem = f"truncated, which cuts {some(cut)}" if cut else f"not a readable safetensors file: {error}"
-            raise ValueError(f"{path}: {problem}") from error
-        for name in file.offset_keys():
+        for name, source in open_file(path, device, stack).items():
             if name in sources:
                 raise ValueError(f"{path}: {name} is also in another file of the checkpoint")
-            sources[name] = _safetensor(file, name)
+            sources[name] = source
     # A model that was saved without its head, such as an embedding model, has names without the prefix.
     return {f"model.{name}": source for name, source in sources.items()} if _FIRST in sources else sources
+
+
+def open_file(path: Path, device: torch.device, stack: ExitStack) -> dict[str, Source]:
+    """Open one file; return its tensors by name. ValueError if it is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = stack.enter_context(safe_open(path, framework="pt", device=str(device)))
+    except (SafetensorError, OSError) as error:
+        cut = _truncated(path)
+        problem = f"truncated, which cuts {some(cut)}" if cut else f"not a readable safetensors file: {error}"
+        raise ValueError(f"{path}: {problem}") from error
+    return {name: _safetensor(file, name) for name in file.offset_keys()}
 
 
 def _safetensor(file: Any, name: str) -> Source:

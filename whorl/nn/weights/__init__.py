@@ -12,6 +12,7 @@ from whorl.nn.weight import Formats
 
 from .dense import ALL_DENSE
 from .dense import DENSE as DENSE
+from .quantised import NEVER_QUANTISED as NEVER_QUANTISED
 
 if TYPE_CHECKING:
     import torch
@@ -25,17 +26,17 @@ FORMATS: dict[str, str] = {
     "compressed-tensors": "whorl.nn.weights.compressed:formats",
     "awq": "whorl.nn.weights.awq:formats",
     "gptq": "whorl.nn.weights.gptq:formats",
-    "gguf": "whorl.nn.weights.gguf:formats",
+    "gguf": "whorl.nn.weights.gguf_formats:formats",
+    "mxfp4": "whorl.nn.weights.fp4:stacked_mxfp4",
+    "modelopt": "whorl.nn.weights.fp4:modelopt",
+    "modelopt_fp4": "whorl.nn.weights.fp4:modelopt",
 }
 # Likewise, of formats that the loader chooses and no config.json names: of weights that are rounded while they are read
 # (`LOADED`), and of those that stay in 16 bits.
 LOADED_FORMATS = {"cpu4": "whorl.nn.weights.cpu4:formats", "stored": "whorl.nn.weights.stored:formats"}
 # Methods that are not supported, with the description that the error gives.
 REFUSED = {
-    "mxfp4": "MXFP4: e2m1 values in blocks of 32, as gpt-oss has them",
-    "modelopt": "NVFP4 or FP8 of NVIDIA's ModelOpt",
-    "modelopt_fp4": "NVFP4 of NVIDIA's ModelOpt",
-    "nvfp4": "NVFP4",
+    "nvfp4": "NVFP4 of a tool that is not known; expected are compressed-tensors' and ModelOpt's",
     "ascend": "modelslim's, for Ascend",
     "modelslim": "modelslim's, for Ascend",
     "auto-round": "AutoRound's own layout",

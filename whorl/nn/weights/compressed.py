@@ -13,6 +13,7 @@ from whorl.nn.ranks import Unit
 from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
 
 from .dense import DENSE
+from .fp4 import COMPRESSED
 from .fp8 import Fp8, blocks
 from .int8 import Int8
 from .packed import BITS, Packed
@@ -22,7 +23,7 @@ PACKED, INTS, FLOATS, NAIVE, DENSE_NAME = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     "dense",
 )
-KNOWN = (PACKED, INTS, FLOATS, NAIVE, DENSE_NAME)
+KNOWN = (PACKED, INTS, FLOATS, NAIVE, DENSE_NAME, *COMPRESSED)
 # Ends of the names of KV cache scales, which a checkpoint may have and which are not used.
 CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
@@ -84,6 +85,8 @@ def _format(group: Mapping[str, Any], default: Any) -> Format:
         raise ValueError(f"quantization_config: format is {stored!r}, expected one of {', '.join(KNOWN)}")
     if stored == DENSE_NAME:
         return DENSE
+    if stored in COMPRESSED:
+        return _fp4(stored, weights)
     kind = one_of(weights, "type", ("int", "float"), "int")
     if stored == PACKED:
         one_of(weights, "type", ("int",), "int")
@@ -93,6 +96,14 @@ def _format(group: Mapping[str, Any], default: Any) -> Format:
     one_of(weights, "num_bits", (8,), 8)
     one_of(weights, "symmetric", (True,), True)
     return _int8(weights, inputs) if kind == "int" else _fp8(weights)
+
+
+def _fp4(stored: str, weights: Mapping[str, Any]) -> Format:
+    """Activations stay in the model's dtype, whatever the group says of them."""
+    one_of(weights, "num_bits", (4,), 4)
+    one_of(weights, "type", ("float",), "float")
+    one_of(weights, "group_size", (COMPRESSED[stored].block,), COMPRESSED[stored].block)
+    return COMPRESSED[stored]
 
 
 def _packed(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Format:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from whorl import ops
 from whorl.nn.weight import FEW, Destination, Format, Formats, Matrix, Norm, Part
+from whorl.ops.cpu import library as cpu_library
 from whorl.ops.linear import pack
 
 
@@ -30,7 +31,7 @@ class Dense(Format):
         matrix.weight.normal_(std=matrix.shape[-1] ** -0.5, generator=generator)
 
     def finish(self, matrix: Matrix) -> None:
-        if len(matrix.shape) == 2:
+        if len(matrix.shape) == 2 and cpu_library.missing() is not None:
             pack(matrix.weight)  # on a CPU: stores a copy in the order that its library reads fastest
 
     def linear(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -40,9 +41,14 @@ class Dense(Format):
         self, matrix: Matrix, norm: Norm, x: Tensor, residual: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         is_fused = x.is_cuda and x.shape[0] <= FEW and residual is not None and bias is None
-        if not is_fused or norm.plus_one or torch.is_grad_enabled():
+        if not is_fused or torch.is_grad_enabled():
             return Format.norm_linear(self, matrix, norm, x, residual, bias)
-        return ops.norm_linear.unchecked(x, residual, norm.weight, matrix.weight, norm.eps)  # type: ignore[no-any-return]
+        return ops.norm_linear.unchecked(  # type: ignore[no-any-return]
+            x, residual, norm.weight, matrix.weight, norm.eps, plus_one=norm.plus_one
+        )
+
+    def for_kernels(self, matrix: Matrix) -> Tensor:
+        return matrix.weight
 
     def lookup(self, matrix: Matrix, row_ids: Tensor) -> Tensor:
         return nn.functional.embedding(row_ids, matrix.weight)

@@ -159,9 +159,17 @@ def one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], defau
     return value
 
 
+# Ends of the names of modules that quantisers always skip: the embedding, the router, an indexer's weights of heads,
+# and the gates of a recurrence and of a shared expert.
+NEVER_QUANTISED = (
+    *("embed_tokens", "mlp.gate", "indexer.weights_proj", "mlp.shared_expert_gate"),
+    *(f"linear_attn.in_proj_{gate}" for gate in ("a", "b", "ba")),
+)
+
+
 def never_quantised(name: str) -> bool:
-    """Return whether quantisers always skip this module: the embedding, the router, an indexer's weights of heads."""
-    return name.endswith(("embed_tokens", "mlp.gate", "indexer.weights_proj"))
+    """Return whether quantisers always skip this module."""
+    return name.endswith(NEVER_QUANTISED)
 
 
 def is_in_vision_tower(name: str) -> bool:

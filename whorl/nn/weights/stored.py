@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from whorl.nn.weight import Destination, Formats, Matrix, Part
+from whorl.ops.cpu.library import has_kernels
+from whorl.ops.cpu.linear import linear
 
 from .dense import DENSE
 from .quantised import Pick, Quantised, names, one_of
@@ -34,6 +36,14 @@ class Stored(Quantised):
 
     def values_of(self, matrix: Matrix, pick: Pick) -> Tensor:
         return matrix.weight[pick].to(matrix.dtype)
+
+    def for_kernels(self, matrix: Matrix) -> Tensor:
+        return matrix.weight
+
+    def linear(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        if has_kernels(x):  # which widen the weight as they read it
+            return linear(x, matrix.weight, bias)
+        return Quantised.linear(self, matrix, x, bias)
 
     def randomize(self, matrix: Matrix, generator: torch.Generator) -> None:
         DENSE.randomize(matrix, generator)

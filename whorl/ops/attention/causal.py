@@ -107,6 +107,8 @@ def _(grads: OutputGradients, args: Values, outputs: dict[int, Tensor]) -> dict[
     return {"q": dq, "k": dk, "v": dv}
 
 
+causal_attention.impl("cpp", "whorl.ops.cpu.attention:causal_attention")
+causal_attention_backward.impl("cpp", takes_fp64=False)(causal_attention_backward.reference)
 causal_attention.impl("triton", "causal_triton:forward", accepts=head_reason)
 causal_attention_backward.impl("triton", "causal_triton:backward", accepts=head_reason)
 causal_attention.impl("torch_npu", "causal_torch_npu:forward", accepts=causal_torch_npu.reason)

@@ -25,7 +25,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, windo
     # `prompt` takes a block table, which it does not read here, then query starts and lengths.
     tensors = [q, k[None], v[None], starts, starts, starts[1:] - starts[:-1]]
     strides = (*q.stride()[:2], 0, *k.stride()[:2], 0, *v.stride()[:2], 0)
-    return prompt(tensors, (None, None), strides, scale * LOG2_E, window, lse), lse
+    return prompt(tensors, (None, None), strides, scale * LOG2_E, window, lse=lse), lse
 
 
 def backward(q: Tensor, starts: Tensor, **arguments: Any) -> Gradients:

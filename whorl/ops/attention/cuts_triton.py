@@ -14,9 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..linear_triton import dot
+from .tiles import SMALL, TANH
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
+LOG2 = tl.constexpr(LOG2_E)
+_T0, _T1, _T2, _T3, _T4 = map(tl.constexpr, TANH)
+_SMALL = tl.constexpr(SMALL)
 Scales = tuple[Tensor | None, Tensor | None]  # of quantised keys and values; None for a cache of plain numbers
 
 
@@ -91,21 +95,23 @@ def load_cut(
 
 
 @triton.jit
-def cut(q, k, v, visible, scale, WIDEN: tl.constexpr):
+def cut(q, k, v, visible, scale, softcap, CAPPED: tl.constexpr, WIDEN: tl.constexpr):
     """Compute one cut by itself: its highest score, the sum of its weights, and the weighted sum of its values."""
-    top, weights = attention_weights(q, k, visible, scale, WIDEN)
+    top, weights = attention_weights(q, k, visible, scale, softcap, CAPPED, WIDEN)
     total, out = sum_values(weights, v, WIDEN)
     return top, total, out
 
 
 @triton.jit
-def attention_weights(q, k, visible, scale, WIDEN: tl.constexpr):
+def attention_weights(q, k, visible, scale, softcap, CAPPED: tl.constexpr, WIDEN: tl.constexpr):
     """Return the highest score of a cut, times scale, and its weights: exp2 of the scaled scores relative to it.
 
     visible: the mask; None where no key is masked; scale: includes log2(e). A row without visible keys has a highest
-    score of -inf and weights of zero.
+    score of -inf and weights of zero. CAPPED: a scaled score s is replaced by softcap * tanh(s / softcap).
     """
     scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32), WIDEN)
+    if CAPPED:
+        scores, scale = tanh(scores * (scale * LN_2 / softcap)), softcap * LOG2
     return exp_scores(scores, visible, scale)
 
 
@@ -120,6 +126,15 @@ def exp_scores(scores, visible, scale):
 
 
 @triton.jit
+def tanh(x):
+    """Compute what `tanh` of tiles.py does."""
+    square = x * x
+    factor = (((_T0 * square + _T1) * square + _T2) * square + _T3) * square + _T4
+    large = 1 - 2 / (1 + tl.exp2(tl.abs(x) * (2 * LOG2)))
+    return tl.where(tl.abs(x) < _SMALL, x + x * square * factor, tl.where(x < 0, -large, large))
+
+
+@triton.jit
 def sum_values(weights, v, WIDEN: tl.constexpr):
     """Return the sum of a cut's weights, and the weighted sum of its values; weights are rounded to v's dtype first."""
     weights = weights.to(v.dtype)
@@ -131,6 +146,18 @@ def total_of(weights, WIDEN: tl.constexpr):
     """Return the sum of rounded weights of each row, by a product with ones on the tensor cores."""
     ones = tl.full((weights.shape[1], 16), 1.0, weights.dtype)
     return tl.max(dot(weights, ones, tl.zeros((weights.shape[0], 16), tl.float32), WIDEN), 1)
+
+
+@triton.jit
+def start_fold(sinks_ptr, heads, mask):
+    """Return the highest score and the sum of weights before the first cut: those of the heads' sinks, if they have
+    any. The weighted values are zero."""
+    zero = heads.to(tl.float32) * 0.0
+    if sinks_ptr is None:
+        top, total = zero - float("inf"), zero
+    else:
+        top, total = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * LOG2, zero + 1.0
+    return top, total
 
 
 @triton.jit

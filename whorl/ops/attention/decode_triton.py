@@ -19,7 +19,7 @@ from .._launch_triton import launched
 from .._overlap_triton import begin, follow, overlap, prefetch_lines
 from .._rows import ceil_div, power_of_2
 from .._varied import is_varied
-from .cuts_triton import Scales, cut, cut_of, fold, load_cut
+from .cuts_triton import Scales, cut, cut_of, fold, load_cut, start_fold
 from .fold_triton import fold_stored
 from .prompt_triton import sequence_block
 
@@ -42,6 +42,7 @@ def _decode_kernel(
     lengths_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    sinks_ptr,
     out_ptr,
     top_ptr,
     total_ptr,
@@ -57,6 +58,7 @@ def _decode_kernel(
     table_stride,
     scale,
     window,
+    softcap,
     cuts,
     B,
     HK: tl.constexpr,
@@ -68,6 +70,7 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     CUT: tl.constexpr,
     WALKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -93,8 +96,7 @@ def _decode_kernel(
     mask = (group < G)[:, None] & (channels < D)[None, :]
     q = tl.load(q_at, mask=mask, other=0.0)
     row = token.to(tl.int64) * (HK * G) + head * G + group
-    top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_G,), tl.float32)
+    top, total = start_fold(sinks_ptr, head * G + group, group < G)
     out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for i in tl.range(first // CUT + tl.program_id(2), tl.cdiv(end, CUT), tl.num_programs(2), num_stages=STAGES):
         keys = i * CUT + tl.arange(0, CUT)
@@ -103,7 +105,8 @@ def _decode_kernel(
             k_stride_offset, k_stride_head, v_stride_block, v_stride_offset, v_stride_head, BLOCK_SIZE, HK, D, BLOCK_D,
             q_ptr.dtype.element_ty, WIDEN,
         )  # fmt: skip
-        cut_top, cut_total, cut_out = cut(q, k, v, ((keys < end) & (keys >= first))[None, :], scale, WIDEN)
+        visible = ((keys < end) & (keys >= first))[None, :]
+        cut_top, cut_total, cut_out = cut(q, k, v, visible, scale, softcap, CAPPED, WIDEN)
         if WALKS:
             top, total, out = fold(top, total, out, cut_top, cut_total, cut_out)
         else:
@@ -155,6 +158,7 @@ def _fold_kernel(
     total_ptr,
     starts_ptr,
     lengths_ptr,
+    sinks_ptr,
     y_ptr,
     window,
     cuts,
@@ -174,14 +178,23 @@ def _fold_kernel(
     first = tl.maximum(end - window, 0) if window > 0 else 0
     channels = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = token.to(tl.int64) * HQ + head
+    highest, weight = start_fold(sinks_ptr, head, True)
     follow(OVERLAP)
     out, total = fold_stored(
-        out_ptr, top_ptr, total_ptr, row * cuts, first // CUT, tl.cdiv(end, CUT), channels, D, AHEAD
+        out_ptr, top_ptr, total_ptr, row * cuts, first // CUT, tl.cdiv(end, CUT), channels, D, AHEAD, highest, weight
     )  # fmt: skip
     tl.store(y_ptr + row * D + channels, divided(out, total).to(y_ptr.dtype.element_ty), mask=channels < D)
 
 
-def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scale: float, window: int) -> Tensor:
+def decode(
+    tensors: list[Tensor],
+    scales: Scales,
+    strides: tuple[int, ...],
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
     """Return attention of few queries per sequence; the arguments are those of `prompt`, without lse."""
     q, k_cache, _, tables, starts, lengths = tensors
     tokens, heads, dim = q.shape
@@ -199,6 +212,7 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
     _decode_kernel[(tokens, kv_heads, programs)](
         *tensors,
         *scales,
+        sinks,
         out,
         top,
         total,
@@ -206,6 +220,7 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
         *strides,
         scale,
         window,
+        softcap,
         cuts,
         count,
         HK=kv_heads,
@@ -217,27 +232,31 @@ def decode(tensors: list[Tensor], scales: Scales, strides: tuple[int, ...], scal
         BLOCK_D=max(16, power_of_2(dim)),
         CUT=size,
         WALKS=walks,
+        CAPPED=softcap > 0,
         WIDEN=is_interpreting(),
         enable_fp_fusion=False,
         **plan,
         **overlap(q),
     )
     if not walks:
-        _fold_cuts([out, top, total], starts, lengths, y, window, cuts)
+        _fold_cuts([out, top, total], starts, lengths, sinks, y, window, cuts)
     return y
 
 
-def _fold_cuts(stored: list[Tensor], starts: Tensor, lengths: Tensor, y: Tensor, window: int, cuts: int) -> None:
+def _fold_cuts(
+    stored: list[Tensor], starts: Tensor, lengths: Tensor, sinks: Tensor | None, y: Tensor, window: int, cuts: int
+) -> None:
     """Write to y what the stored results of cuts combine to. stored: out, top and total, [T, HQ, cuts] and channels."""
     tokens, heads, dim = y.shape
     block = block_of_sequences(lengths.shape[0])
-    if (hopper := _fold_many(y)) is not None and hopper.fits(y, cuts):
+    if sinks is None and (hopper := _fold_many(y)) is not None and hopper.fits(y, cuts):
         hopper.run(stored, starts, lengths, y, window, cuts, block)
         return
     _fold_kernel[(tokens, heads, ceil_div(dim, CHANNELS))](
         *stored,
         starts,
         lengths,
+        sinks,
         y,
         window,
         cuts,

@@ -13,15 +13,16 @@ from .cuts_triton import rescale_factors
 
 @triton.jit
 def fold_stored(
-    out_ptr, top_ptr, total_ptr, at, first, stop, channels, D: tl.constexpr, AHEAD: tl.constexpr
+    out_ptr, top_ptr, total_ptr, at, first, stop, channels, D: tl.constexpr, AHEAD: tl.constexpr,
+    highest=float("-inf"), weight=0.0,
 ):  # fmt: skip
     """Return the weighted values and the sums of weights of cuts `first` to `stop` (exclusive), for these channels.
 
-    at: the row's cut 0 in top and total, and in out in units of D numbers. The bits are those of `fold`, cut by cut.
+    at: the row's cut 0 in top and total, and in out in units of D numbers. highest, weight: of the row's sink. The
+    bits are those of `fold`, cut by cut.
     """
-    highest = float("-inf")
     out = tl.zeros(channels.shape, tl.float32)
-    total = tl.zeros(channels.shape, tl.float32)
+    total = tl.zeros(channels.shape, tl.float32) + weight
     before, tops, totals, outs = _load(out_ptr, top_ptr, total_ptr, at, first, first, stop, channels, D, AHEAD)
     for i in range(first, stop, AHEAD):
         new, keep, add = rescale_factors(tl.maximum(tl.associative_scan(before, 0, _higher), highest), tops)

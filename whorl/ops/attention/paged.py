@@ -123,9 +123,11 @@ def paged_attention(
     context_lens: Annotated[Tensor, "[B] int32"],
     k_scale: _SCALE = None,
     v_scale: _SCALE = None,
+    sinks: Annotated[Tensor | None, "[G*HK] q or fp32"] = None,
     *,
     scale: float,
     window: Annotated[int, ">= 0"] = 0,
+    softcap: Annotated[float, ">= 0"] = 0.0,
 ) -> Annotated[Tensor, "[T, G*HK, D] q"]:
     """Causal attention of new tokens over the cached keys and values of their sequences.
 
@@ -133,6 +135,8 @@ def paged_attention(
     hold their keys and values; block_tables: the blocks of each sequence, in order; context_lens: the number of keys of
     each sequence; scale multiplies the scores; returns out contiguous. Query i of the n of sequence b has position
     context_lens[b] - n + i and attends to the keys up to its own, with window > 0 only to the last `window` of them.
+    With softcap > 0 a scaled score s becomes softcap * tanh(s / softcap) before the mask (Gemma 2).
+    sinks: one number for each head, that takes part in the softmax as a scaled score without a value (gpt-oss).
     Scores, softmax and sums are in fp32, rounded once. A query's bits depend on the query and the keys it attends to
     alone: not on other sequences, not on how a prompt is divided into chunks, and not on whether it is prefilled or
     decoded; docs/arithmetic.md says how, and where this does not hold. Tokens past the last of query_starts are padding
@@ -152,19 +156,20 @@ def paged_attention(
     wide = widen(q).view(q.shape[0], heads, q.shape[1] // heads, q.shape[2])
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     cache = _Cache(k_cache, v_cache, k_scale, v_scale, block_tables, q.dtype)
+    tops = None if sinks is None else sinks.to(wide.dtype).view(wide.shape[1:3])
     out = wide.new_zeros(wide.shape)
     for members, queries, num_keys, size in _companions(starts, lengths, wide):
         first, last = starts[members[0]], starts[members[-1] + 1]
         if not num_keys:
             k, v = cache.of_one(members[0], lengths[members[0]])
-            out[first:last] = attend(wide[first:last], k, v, window, scale)[0]
+            out[first:last] = attend(wide[first:last], k, v, window, scale, softcap, tops)[0]
             continue
         is_range = last - first == queries * len(members)
         at = slice(first, last) if is_range else [starts[b] + i for b in members for i in range(queries)]
         ends = tuple(lengths[b] for b in members)
         k, v = cache.of_several(members, ends, num_keys)
         rows = wide[at].unflatten(0, (len(members), queries))
-        out[at] = attend_together(rows, k, v, ends, size, window, scale).flatten(0, 1)
+        out[at] = attend_together(rows, k, v, ends, size, window, scale, softcap, tops).flatten(0, 1)
     return narrow(out.flatten(1, 2), q.dtype)
 
 
@@ -174,6 +179,7 @@ def _triton_reason(q: Tensor, scale: float, **_: object) -> str | None:
     return head_reason(q)
 
 
+paged_attention.impl("cpp", "whorl.ops.cpu.attention:paged_attention")
 paged_attention.impl("triton", "paged_triton:attention", accepts=_triton_reason)
 paged_attention.impl("torch_npu", "paged_torch_npu:attention", accepts=paged_torch_npu.reason)
 
@@ -190,6 +196,15 @@ _CASES: list[Values] = [
     {"queries": (2, 1), "contexts": (300, 20), "window": 150, **_HEADS},
     {"queries": (35,), "contexts": (70,), "heads": 6, "kv_heads": 2, "dim": 40},
     {"queries": (40,), "contexts": (60,), "window": 13, "sliced": True, **_HEADS},
+    # Softcaps.
+    {"queries": (3, 1, 2), "contexts": (3, 9, 300), "softcap": 0.5, **_HEADS},
+    {"queries": (35,), "contexts": (70,), "heads": 6, "kv_heads": 2, "dim": 40, "softcap": 2.0, "window": 20},
+    {"queries": (1, 2), "contexts": (30, 7), "softcap": 50.0, "scale": 0.01, **_HEADS},
+    # Sinks.
+    {"queries": (3, 1, 2), "contexts": (3, 9, 300), "sinks": True, **_HEADS},
+    {"queries": (35,), "contexts": (70,), "heads": 6, "kv_heads": 2, "dim": 40, "sinks": True, "window": 20},
+    {"queries": (1, 2, 0), "contexts": (30, 7, 4), "sinks": True, "scale": 0.01, "softcap": 2.0, **_HEADS},
+    {"queries": (1, 1), "contexts": (400, 130), "sinks": True, "window": 128, "block": 128, **_HEADS},
     # Block sizes that every backend takes.
     {"queries": (5, 1), "contexts": (140, 2), "block": 128, **_HEADS},
     {"queries": (2, 1), "contexts": (9, 130), "block": 128, **_HEADS},
@@ -207,6 +222,10 @@ _BENCH: list[Values] = [
 ]
 _BENCH += [case | {"format": name} for name in FORMATS for case in _BENCH[:3]]
 _BENCH += [{"queries": (1,), "contexts": (32768,), **_QWEN}]
+_OSS = {"heads": 64, "kv_heads": 8, "dim": 64, "block": 16, "sinks": True}
+_BENCH += [{"queries": (n,), "contexts": (4096,), "window": 128, **_OSS} for n in (1, 4096)]
+_GEMMA2 = {"heads": 16, "kv_heads": 8, "dim": 256, "block": 16, "softcap": 50.0}  # of 9B
+_BENCH += [{"queries": (n,), "contexts": (4096,), **_GEMMA2} for n in (1, 2048)]
 
 
 @paged_attention.inputs(cases=_CASES, bench=_BENCH, words={"heads": "G*HK", "dim": "D"})
@@ -218,9 +237,12 @@ def _(
     dim: int,
     block: int = 8,
     format: str = "",
+    heads: int = 0,
+    sinks: bool = False,
 ) -> Values:
     """format: "" or that of a quantised cache."""
     tables, blocks = draw.sequences(queries, contexts, block)
     caches = draw_caches(draw, (blocks, block, kv_heads, dim + draw.gap), format, draw.scale)
     caches |= {name: caches[name][..., :dim] for name in ("k_cache", "v_cache")}
-    return {"T": sum(queries), "q": draw.normal, **caches, **tables, "scale": dim**-0.5}
+    more = {"sinks": draw.scaled(heads)} if sinks else {}
+    return {"T": sum(queries), "q": draw.normal, **caches, **tables, **more, "scale": dim**-0.5}

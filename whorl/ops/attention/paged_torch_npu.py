@@ -30,6 +30,11 @@ from .._check import check_lengths
 from .._torch_npu import dtype_name
 
 OPERATOR = "npu_fused_infer_attention_score"
+WITH_SINKS = "npu_fused_infer_attention_score_v2"
+_NAMES_WITH_SINKS = {
+    "actual_seq_lengths": "actual_seq_qlen",
+    "actual_seq_lengths_kv": "actual_seq_kvlen",
+}
 FEW_QUERIES = 16  # queries of a sequence up to which an explicit mask is small
 PAGED_SCALES = 5  # antiquant mode: one scale for each token and head, in blocks as the codes are
 
@@ -86,6 +91,10 @@ def reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **
     """Return None, or the reason that the operator cannot take these. Lengths are on the device and are not read."""
     if not q.numel():
         return "empty tensors are not taken"
+    if arguments["softcap"]:
+        return f"{OPERATOR} has no softcap"
+    if (reason := _sinks_reason(q, arguments["sinks"], arguments["k_scale"])) is not None:
+        return reason
     if arguments["k_scale"] is not None and (limit := _codes_reason(q, k_cache, block_tables)) is not None:
         return limit
     return fused_infer_attention_limit(
@@ -99,6 +108,17 @@ def reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **
         block_size=k_cache.shape[1],
         contiguous=k_cache.is_contiguous() and v_cache.is_contiguous(),
     )
+
+
+def _sinks_reason(q: Tensor, sinks: Tensor | None, k_scale: Tensor | None) -> str | None:
+    """Return None, or the reason that the operator with sinks cannot take these."""
+    if sinks is None:
+        return None
+    if k_scale is not None:
+        return f"{WITH_SINKS} over quantised keys is not used here"
+    if q.dtype != torch.bfloat16:
+        return f"{WITH_SINKS} takes sinks with bfloat16 only, got {dtype_name(q)}"
+    return _torch_npu.missing(WITH_SINKS, learnable_sink=sinks)
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, **arguments: Any) -> Tensor:
@@ -115,7 +135,7 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
         raise ValueError(
             f"paged_attention: a sequence has {most} queries over quantised keys, expected one per sequence on an NPU"
         )
-    if arguments["k_scale"] is None and _torch_npu.batch_invariant(OPERATOR):
+    if arguments["k_scale"] is None and arguments["sinks"] is None and _torch_npu.batch_invariant(OPERATOR):
         kinds = [_kind(*lengths, window, _takes_packed(q, 1)) for lengths in zip(counts, contexts, strict=True)]
         if len(set(kinds)) > 1:
             return _apart(q, (k_cache, v_cache), block_tables, arguments, counts, kinds)
@@ -143,6 +163,7 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
         mask = {"atten_mask": compressed_mask(q.device), "sparse_mode": 4 if window else 3}
         if window:
             mask |= {"pre_tokens": window - 1, "next_tokens": 0}
+    keys["sinks"] = arguments["sinks"]
     if mask["sparse_mode"] and _takes_packed(q, len(counts)):
         out = _call(q[: starts[-1]].contiguous(), "TND", scale, actual_seq_lengths=starts[1:], **keys, **mask)
     else:
@@ -185,9 +206,14 @@ def _apart(
     return torch.nn.functional.pad(torch.cat(results), (0, 0, 0, 0, 0, len(q) - sum(counts)))
 
 
-def _call(query: Tensor, layout: str, scale: float, **options: Any) -> Tensor:
+def _call(query: Tensor, layout: str, scale: float, *, sinks: Any, **options: Any) -> Tensor:
     heads = query.shape[-2]
     unlimited = {"pre_tokens": 2**31 - 1, "next_tokens": 2**31 - 1}
+    if sinks is not None:  # another operator, whose arguments have other names
+        options = unlimited | {_NAMES_WITH_SINKS.get(name, name): value for name, value in options.items()}
+        options |= {"learnable_sink": sinks.to(query.dtype), "num_query_heads": heads, "softmax_scale": scale}
+        out, _ = _torch_npu.call(WITH_SINKS, query=query, input_layout=layout, return_softmax_lse=False, **options)
+        return out
     options = unlimited | options | {"num_heads": heads, "scale": scale, "input_layout": layout, "inner_precise": 0}
     is_invariant = "key_antiquant_mode" not in options and _torch_npu.batch_invariant(OPERATOR)
     name = f"{OPERATOR}_batch_invariant" if is_invariant else OPERATOR

@@ -103,10 +103,18 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 FEW_QUERIES = 16
 
 
-def attention(scale: float, window: int, k_scale: Tensor | None, v_scale: Tensor | None, **arguments: Tensor) -> Tensor:
+def attention(
+    scale: float,
+    window: int,
+    softcap: float,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    sinks: Tensor | None,
+    **arguments: Tensor,
+) -> Tensor:
     """Compute `paged_attention`, by the decode or the prompt kernels; the bits are equal."""
     tensors = [unit_stride(arguments[name]) for name in ("q", "k_cache", "v_cache", "block_tables")]
     tensors += [arguments["query_starts"].contiguous(), arguments["context_lens"].contiguous()]
     strides = (*tensors[0].stride()[:2], *tensors[1].stride()[:3], *tensors[2].stride()[:3], tensors[3].stride(0))
     attend = decode if len(arguments["q"]) <= FEW_QUERIES * len(arguments["context_lens"]) else prompt
-    return attend(tensors, (k_scale, v_scale), strides, scale * LOG2_E, window)
+    return attend(tensors, (k_scale, v_scale), strides, scale * LOG2_E, window, softcap, sinks)

@@ -12,7 +12,7 @@ from .._hopper import gluon_reason
 from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2
 from .copied_rows import FEWEST_KEYS, box_of, rows_reason
-from .cuts_triton import LN_2, Scales, add_mass, attention_weights, cut_of, fold, load_cut, sum_values
+from .cuts_triton import LN_2, Scales, add_mass, attention_weights, cut_of, fold, load_cut, start_fold, sum_values
 
 FEW_SEQUENCES, MANY_SEQUENCES = 32, 256  # few are counted within one warp
 
@@ -28,6 +28,7 @@ def _prompt_kernel(
     lengths_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    sinks_ptr,
     y_ptr,
     lse_ptr,
     q_stride_t,
@@ -41,6 +42,7 @@ def _prompt_kernel(
     table_stride,
     scale,
     window,
+    softcap,
     B,
     HQ: tl.constexpr,
     G: tl.constexpr,
@@ -52,6 +54,7 @@ def _prompt_kernel(
     CUT: tl.constexpr,
     WIDEN: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, BLOCK_B)
@@ -69,8 +72,7 @@ def _prompt_kernel(
         channels = tl.arange(0, BLOCK_D)
         mask = (query < count)[:, None] & (channels < D)[None, :]
         q = tl.load(q_ptr + token[:, None] * q_stride_t + head * q_stride_h + channels[None, :], mask=mask, other=0.0)
-        top = tl.full((QUERIES,), float("-inf"), tl.float32)
-        total = tl.zeros((QUERIES,), tl.float32)
+        top, total = start_fold(sinks_ptr, head + tl.zeros((QUERIES,), tl.int32), True)
         out = tl.zeros((QUERIES, BLOCK_D), tl.float32)
         mass = tl.zeros((QUERIES,), tl.float32)
         lowest = tl.min(position, 0)
@@ -98,7 +100,7 @@ def _prompt_kernel(
                     visible = keys[None, :] <= position[:, None]
                     if window > 0:
                         visible = visible & (keys[None, :] > position[:, None] - window)
-                cut_top, weights = attention_weights(q, k, visible, scale, WIDEN)
+                cut_top, weights = attention_weights(q, k, visible, scale, softcap, CAPPED, WIDEN)
                 if HAS_LSE:
                     mass = add_mass(mass, weights, top, cut_top)
                 cut_total, cut_out = sum_values(weights, v, WIDEN)
@@ -116,6 +118,8 @@ def prompt(
     strides: tuple[int, ...],
     scale: float,
     window: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
     """Return attention of many queries per sequence, [T, HQ, D] like q.
@@ -139,7 +143,7 @@ def prompt(
         "enable_fp_fusion": False,
     }
     outputs = (y, y if lse is None else lse)
-    if hopper_reason(tensors, strides, lse) is None:
+    if hopper_reason(tensors, strides, lse, softcap, sinks) is None:
         from .prompt_gluon_triton import run
 
         run(tensors, outputs, strides, scale, window, shapes)
@@ -150,17 +154,21 @@ def prompt(
     _prompt_kernel[(ceil_div(tokens, queries) + count, heads)](
         *tensors,
         *scales,
+        sinks,
         *outputs,
         *strides,
         scale,
         window,
+        softcap,
         count,
         D=dim,
         BLOCK_D=max(16, power_of_2(dim)),
         QUERIES=queries,
         CUT=cut_of(q.dtype),
         WIDEN=is_interpreting(),
-        num_warps=8 if queries > 32 or (is_wide and scales[0] is not None) else 4,  # dequantising takes registers
+        CAPPED=softcap > 0,
+        # Dequantising and a softcap take registers.
+        num_warps=8 if queries > 32 or (is_wide and (scales[0] is not None or softcap > 0)) else 4,
         num_stages=2 if has_room and not is_wide else 1,
         **shapes,
     )
@@ -172,9 +180,19 @@ def sequence_block(count: int) -> int:
     return FEW_SEQUENCES if count <= FEW_SEQUENCES else max(MANY_SEQUENCES, power_of_2(count))
 
 
-def hopper_reason(tensors: list[Tensor], strides: tuple[int, ...], lse: Tensor | None = None) -> str | None:
+def hopper_reason(
+    tensors: list[Tensor],
+    strides: tuple[int, ...],
+    lse: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> str | None:
     """Return None where the Hopper kernel takes these, else the reason that the plain one runs; the bits are equal."""
     q, k_cache, v_cache = tensors[:3]
+    if softcap:
+        return "has no softcap"
+    if sinks is not None:
+        return "has no sinks"
     if q.shape[2] != 128 or q.element_size() != 2:
         return f"takes 128 channels of 16 bits, got {q.shape[2]} of {q.dtype}"
     if k_cache.dtype != q.dtype:

@@ -138,6 +138,8 @@ def triton_reason(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: in
     return table_reason(cos_sin) or (None if dim <= 512 else f"head size {dim} is larger than 512")
 
 
+qk_norm_rope.impl("cpp", "whorl.ops.cpu.rotation:qk_norm_rope")
+qk_norm_rope_backward.impl("cpp", takes_fp64=False)(qk_norm_rope_backward.reference)
 qk_norm_rope.impl("triton", "qk_norm_rope_triton:forward", accepts=triton_reason)
 qk_norm_rope_backward.impl("triton", "qk_norm_rope_backward_triton:backward", accepts=triton_reason)
 

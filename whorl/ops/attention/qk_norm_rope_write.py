@@ -69,6 +69,7 @@ def _triton_reason(q: Tensor, k_cache: Tensor, v_cache: Tensor, **arguments: Any
     return triton_reason(**arguments)
 
 
+qk_norm_rope_write.impl("cpp", "whorl.ops.cpu.rotation:qk_norm_rope_write")
 qk_norm_rope_write.impl("triton", "qk_norm_rope_triton:write", accepts=_triton_reason)
 
 

@@ -42,22 +42,33 @@ class QueryTile(NamedTuple):
         return range(max(0, lowest - window + 1) // KEYS * KEYS if window else 0, highest + 1, KEYS)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, list[list[Tensor]]]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, list[list[Tensor]]]:
     """Compute causal attention of one sequence, whose queries have the last n positions.
 
-    q: [n, HK, G, D], G query heads for each key head; k, v: [HK, length, D]; all in the dtype of accumulation. Returns
-    out in the shape of q, and for each tile of rows the highest scores and sums that `log_sum_exp` takes.
+    q: [n, HK, G, D], G query heads for each key head; k, v: [HK, length, D]; sinks: [HK, G]; all in the dtype of
+    accumulation. Returns out in the shape of q, and for each tile of rows the highest scores and sums that
+    `log_sum_exp` takes.
     """
     length, (count, heads, group, dim) = k.shape[1], q.shape
     k, v = _padded(k), _padded(v)
     rows = (q * scale).transpose(0, 1).reshape(heads, count * group, dim)
     sizes = _sizes((heads, dim), q.dtype, q.device.type, torch.get_num_threads())
     rows = torch.nn.functional.pad(rows, (0, 0, 0, -count * group % sizes[-1]))
+    tops = _row_sinks(sinks, count, rows.shape[1])
     parts, sums, at = [], [], 0
     for size in sizes:
         while rows.shape[1] - at >= size:
             place = QueryTile(length, count, group, at, size)
-            out, *tile_sums = _tile(rows[:, at : at + size], k, v, (place,), window)
+            top = None if tops is None else tops[:, at : at + size]
+            out, *tile_sums = _tile(rows[:, at : at + size], k, v, (place,), window, softcap, top)
             parts.append(out)
             sums.append(tile_sums)
             at += size
@@ -73,8 +84,16 @@ def log_sum_exp(sums: list[list[Tensor]], like: Tensor) -> Tensor:
 
 
 def attend_together(
-    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], size: int, window: int, scale: float
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...],
+    size: int,
+    window: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Compute `attend` for B sequences with n queries each, side by side, each in one tile of `size` rows.
 
     q: [B, n, HK, G, D]; k, v: [B, HK, multiple of STEP, D], v zero past a sequence's length; B must be one of TOGETHER
@@ -86,8 +105,16 @@ def attend_together(
     if size > num_rows:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, size - num_rows))
     places = tuple(QueryTile(length, queries, group, 0, size) for length in lengths)
-    out = _tile(rows, k, v, places, window)[0][:, :, :num_rows]
+    out = _tile(rows, k, v, places, window, softcap, _row_sinks(sinks, queries, size))[0][:, :, :num_rows]
     return out.unflatten(2, (queries, group)).transpose(1, 2)
+
+
+def _row_sinks(sinks: Tensor | None, queries: int, rows: int) -> Tensor | None:
+    """Return the sink of each row of a tile, [HK, rows, 1], from sinks [HK, G]; a row without a query has 0."""
+    if sinks is None:
+        return None
+    tops = sinks.repeat(1, queries)
+    return torch.nn.functional.pad(tops, (0, rows - tops.shape[1]))[..., None]
 
 
 @functools.lru_cache(maxsize=256)  # every layer of a model needs the same masks
@@ -108,9 +135,15 @@ def _hidden(places: tuple[QueryTile, ...], block: int, keys: int, window: int, d
 
 
 def _tile(
-    rows: Tensor, k: Tensor, v: Tensor, places: tuple[QueryTile, ...], window: int
+    rows: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: tuple[QueryTile, ...],
+    window: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute attention of one tile, or of one of each sequence. places: where each lies.
+    """Compute attention of one tile, or of one of each sequence. places: where each lies; sinks: [HK, R, 1].
 
     rows: R scaled queries [HK, R, D]; k, v: [HK, multiple of KEYS or STEP, D]; with a dim of sequences before them for
     several tiles. Returns out like rows and, [..., HK, R, 1] each, the highest score of a row and the sum of the
@@ -119,10 +152,12 @@ def _tile(
     """
     blocks = [place.blocks(window) for place in places]
     first, *later = range(min(each.start for each in blocks), max(each.stop for each in blocks), KEYS)
-    top, _, weights = _weigh(rows, k, places, first, window, None)
+    top, shift, weights = _weigh(rows, k, places, first, window, softcap, sinks)
     total, out = _sum(weights), weights @ v[..., first : first + KEYS, :]
+    if sinks is not None:  # as a key that comes before all others, without a value
+        total = torch.exp(sinks - shift) + total
     for block in later:
-        new_top, shift, weights = _weigh(rows, k, places, block, window, top)
+        new_top, shift, weights = _weigh(rows, k, places, block, window, softcap, top)
         keep = torch.exp(top - shift)
         total = total * keep + _sum(weights)
         out = out * keep + weights @ v[..., block : block + KEYS, :]
@@ -131,7 +166,13 @@ def _tile(
 
 
 def _weigh(
-    rows: Tensor, k: Tensor, places: tuple[QueryTile, ...], block: int, window: int, top: Tensor | None
+    rows: Tensor,
+    k: Tensor,
+    places: tuple[QueryTile, ...],
+    block: int,
+    window: int,
+    softcap: float,
+    top: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one block of the online softmax. top: the highest score of each row before it; None for the first block.
 
@@ -140,11 +181,32 @@ def _weigh(
     """
     keys = k[..., block : block + KEYS, :]
     hidden = _hidden(places, block, keys.shape[-2], window, rows.device)
-    scores = (rows @ keys.transpose(-1, -2)).masked_fill_(hidden, -torch.inf)
+    scores = rows @ keys.transpose(-1, -2)
+    scores = (softcap * tanh(scores / softcap) if softcap else scores).masked_fill_(hidden, -torch.inf)
     block_top = scores.amax(-1, keepdim=True)
     top = block_top if top is None else torch.maximum(top, block_top)
     shift = top.masked_fill(top == -torch.inf, 0) if window else top  # without a window a row sees the first block
     return top, shift, torch.exp(scores - shift)
+
+
+# The odd polynomial of Cephes for tanh(x) / x - 1 in x^2, below SMALL; its relative error there is below 2e-7.
+TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+SMALL = 0.625
+
+
+def tanh(x: Tensor) -> Tensor:
+    """Return tanh(x) with few roundings for small x as well, whose bits do not depend on where an element lies.
+
+    Those of torch.tanh do on a CPU, so it is for fp64 only, which is compared with.
+    """
+    if x.dtype == torch.float64:
+        return torch.tanh(x)
+    square = x * x
+    factor = torch.full_like(x, TANH[0])
+    for coefficient in TANH[1:]:
+        factor = factor * square + coefficient
+    large = (1 - 2 / (1 + torch.exp(2 * x.abs()))).copysign(x)
+    return torch.where(x.abs() < SMALL, x + x * square * factor, large)
 
 
 def _sum(weights: Tensor) -> Tensor:

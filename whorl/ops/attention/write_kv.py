@@ -81,6 +81,7 @@ def _triton_reason(k: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor 
     return None if k_cache.stride(-1) == v_cache.stride(-1) == 1 else "writes contiguous channels only"
 
 
+write_kv.impl("cpp", "whorl.ops.cpu.rotation:write_kv")
 write_kv.impl("triton", "paged_triton:write_kv", accepts=_triton_reason, takes_fp64=True)
 write_kv.impl("torch_npu", "paged_torch_npu:write_kv", accepts=paged_torch_npu.write_kv_reason)
 

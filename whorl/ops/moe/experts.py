@@ -104,6 +104,7 @@ def _differentiable_experts(
     return unpermute(parts, places, weights, backend=backend)  # type: ignore[no-any-return]
 
 
+experts.impl("cpp", "whorl.ops.cpu.moe:experts")
 experts.impl("triton", "experts_triton:experts")
 experts.impl("torch_npu", "experts_torch_npu:experts", accepts=experts_torch_npu.reason)
 

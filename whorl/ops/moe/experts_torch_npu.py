@@ -52,10 +52,13 @@ def run_routed(
     product: Callable[[Tensor, Any, Tensor], Tensor],
     gate_up: Any,
     down: Any,
+    *,
+    activate: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Run experts on the tokens sorted by expert, and return each token's weighted sum.
 
     product(rows, weight, counts) returns the product of the rows, counts[e] of each expert e, and gate_up or down.
+    activate: between the two products; None: npu_swiglu.
     """
     sorted_rows, positions, counts, _ = _torch_npu.call(
         "npu_moe_init_routing_v2",
@@ -70,7 +73,8 @@ def run_routed(
         active_expert_range=[0, num_experts],
         row_idx_type=0,
     )
-    hidden = _torch_npu.call("npu_swiglu", input=product(sorted_rows, gate_up, counts), dim=-1)
+    both = product(sorted_rows, gate_up, counts)
+    hidden = _torch_npu.call("npu_swiglu", input=both, dim=-1) if activate is None else activate(both)
     y = _torch_npu.call(
         "npu_moe_finalize_routing",
         expanded_permuted_rows=product(hidden, down, counts).float(),  # must share the fp32 of the weights

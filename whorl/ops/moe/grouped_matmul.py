@@ -116,6 +116,8 @@ def _(dy, x, weight, counts):  # type: ignore[no-untyped-def]
     return F.grouped_mm(dy, _aligned(weight), offs=ends), F.grouped_mm(dy.t(), _aligned(x), offs=ends)
 
 
+grouped_matmul.impl("cpp", "whorl.ops.cpu.moe:grouped_matmul")
+grouped_matmul_backward.impl("cpp", takes_fp64=False)(grouped_matmul_backward.reference)
 grouped_matmul.impl("triton", "grouped_matmul_triton:forward")
 grouped_matmul_backward.impl("triton", "grouped_matmul_triton:backward")
 grouped_matmul.impl("torch_npu", "grouped_matmul_torch_npu:forward", accepts=grouped_matmul_torch_npu.reason)

@@ -140,6 +140,11 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     return {"rows": drows, "probs": dprobs}
 
 
+# A CPU moves rows as torch does: these are here for gradients of what runs on its kernels.
+permute.impl("cpp", takes_fp64=False)(permute.reference)
+permute_backward.impl("cpp", takes_fp64=False)(permute_backward.reference)
+unpermute.impl("cpp", takes_fp64=False)(unpermute.reference)
+unpermute_backward.impl("cpp", takes_fp64=False)(unpermute_backward.reference)
 permute.impl("triton", "permute_triton:permute")
 permute_backward.impl("triton", "permute_triton:permute_backward")
 unpermute.impl("triton", "permute_triton:sum_rows")

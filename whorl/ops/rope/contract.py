@@ -168,6 +168,8 @@ def _in_place_reason(
     return triton_reason(cos_sin)
 
 
+rope.impl("cpp", "whorl.ops.cpu.rotation:rope")
+rope_.impl("cpp", "whorl.ops.cpu.rotation:rope_")
 rope.impl("triton", "triton:forward", accepts=triton_reason)
 rope_.impl("triton", "triton:in_place", accepts=_in_place_reason)
 

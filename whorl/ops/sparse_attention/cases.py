@@ -142,9 +142,9 @@ def _make_masked_backward(draw: Draw, dlse: bool = False, **case: Any) -> Values
 
 _KEYS = {"keys": "S", "dim": "D"}
 masked_attention.inputs(cases=_MASKED, bench=_MASKED_BENCH, words=_KEYS)(_make_masked)
-masked_attention_backward.inputs(cases=[*_MASKED, {**_MASKED[1], "dlse": True}], bench=_MASKED_BENCH)(
-    _make_masked_backward
-)
+masked_attention_backward.inputs(
+    cases=[{**_MASKED[0], "heads": 16}, *_MASKED[1:], {**_MASKED[1], "dlse": True}], bench=_MASKED_BENCH
+)(_make_masked_backward)
 
 
 @selection_mask.inputs(

@@ -1,0 +1,86 @@
+"""What the default on a CPU costs in quality: a GGUF file in its own bits with tokens in 8 bits, against fp32.
+
+Both are given the same text, the pages of docs/, in windows. The table has the mean Kullback-Leibler divergence of the
+next token's distribution from that of fp32, the perplexities, and how often the most likely token is the same.
+
+    python -m bench.cpu_quality --out bench/results/cpu_quality.md
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.bench.provenance import commit
+from whorl.engine.tokenizer import Tokenizer
+from whorl.engine.weights import load_model, resolve
+from whorl.nn import Step
+from whorl.ops.cpu import library
+
+WINDOW, BLOCK = 512, 16  # tokens of a window, and of a block of the cache
+
+
+def texts(tokenizer: Any, count: int) -> list[list[int]]:
+    """Return windows of the documentation."""
+    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    ids = tokenizer.encode("\n\n".join(page.read_text() for page in pages))
+    return [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(min(count, len(ids) // WINDOW))]
+
+
+@torch.inference_mode()
+def log_probabilities(model: Any, ids: list[int]) -> Tensor:
+    """Return the log-probabilities [T, V] of what follows each token."""
+    blocks = -(-len(ids) // BLOCK)
+    caches = [spec.empty(blocks, BLOCK, "cpu") for spec in model.cache_specs()]
+    positions = torch.arange(len(ids))
+    step = Step(
+        token_ids=torch.tensor(ids),
+        positions=positions,
+        slots=positions,
+        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
+        query_starts=torch.tensor([0, len(ids)], dtype=torch.int32),
+        context_lens=torch.tensor([len(ids)], dtype=torch.int32),
+        max_position=len(ids),
+    )
+    return model.logits(model.forward(step, caches)).double().log_softmax(-1)  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="a .gguf file; default: the default model")
+    parser.add_argument("--windows", type=int, default=16, help=f"of {WINDOW} tokens")
+    parser.add_argument("--out", default="", help="a file for the table")
+    options = parser.parse_args()
+    path = options.model or str(resolve(None))
+    windows = texts(Tokenizer.from_path(Path(path)), options.windows)
+    models = [load_model(path, device="cpu", unpack=unpack, progress=False) for unpack in (True, None)]
+    divergence, losses, same, count = 0.0, [0.0, 0.0], 0, 0
+    for ids in windows:
+        exact, ours = (log_probabilities(model, ids) for model in models)
+        divergence += float((exact.exp() * (exact - ours)).sum())
+        following = torch.tensor(ids[1:])[:, None]
+        for i, each in enumerate((exact, ours)):
+            losses[i] -= float(each[:-1].gather(1, following).sum())
+        same += int((exact.argmax(-1) == ours.argmax(-1)).sum())
+        count += len(ids)
+    perplexities = [torch.tensor(loss / (count - len(windows))).exp().item() for loss in losses]
+    text = "\n".join(
+        [
+            f"{Path(path).name}, {count} tokens of docs/, kernels {library.variant()}, commit {commit()}.",
+            "",
+            "| | fp32 | the file's bits, tokens in 8 bits |",
+            "|---|---|---|",
+            f"| perplexity | {perplexities[0]:.4f} | {perplexities[1]:.4f} |",
+            f"| mean KL divergence from fp32, nats | 0 | {divergence / count:.5f} |",
+            f"| same most likely token | 100% | {100 * same / count:.2f}% |",
+        ]
+    )
+    print(text)
+    if options.out:
+        Path(options.out).write_text(f"# Quality of the default on a CPU\n\n{text}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""GGUF weights on a CPU with whorl's own kernels: multiplied in the file's bits, by tokens rounded to 8 bits.
+
+`whorl/ops/cpu/packed.py` has the arithmetic. Products are not those of the unpacked values, because tokens are rounded,
+too. A matrix with a type or a size that has no kernel stays in its blocks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.nn.weight import Norm, Part
+from whorl.ops.cpu import norm as cpu_norm
+from whorl.ops.cpu.packed import KINDS, PackedMatrix, columns_per_block, interleave
+from whorl.ops.moe.experts import activate, run_routed
+
+from .gguf import GgufBlocks
+from .quantised import Pick
+
+
+@dataclass(frozen=True, slots=True)
+class GgufPanels(GgufBlocks):
+    """Weights in GGUF's types, with rows interleaved for the kernels.
+
+    The parameters of a matrix are panels<e>_<n>, uint8 [bytes], of part n of matrix e of a stack, or of matrix 0; the
+    attribute `products` has a `PackedMatrix` for each matrix.
+    """
+
+    is_weight_only = False  # tokens are rounded, too
+
+    def finish(self, matrix: Any) -> None:
+        parts = matrix.entry_parts
+        columns = matrix.shape[-1]
+        kinds = [self.kinds[part.source(matrix.name)] for part in parts]
+        if not all(kind in KINDS and columns % columns_per_block(kind) == 0 for kind in kinds):
+            return
+        if sum(_rows(part) for part in parts) != matrix.shape[-2]:  # rows that pad the last rank's share
+            return
+        stacks = [getattr(matrix, f"blocks{number}").data for number in range(len(parts))]
+        stacks = [stack.view(-1, *stack.shape[-2:]) for stack in stacks]
+        entries = [
+            [interleave(kind, stack[e], columns) for kind, stack in zip(kinds, stacks, strict=True)]
+            for e in range(len(stacks[0]))
+        ]
+        matrix.replace(
+            **{f"panels{e}_{n}": part.panels for e, entry in enumerate(entries) for n, part in enumerate(entry)}
+        )
+        matrix.products = [PackedMatrix(entry, columns) for entry in entries]
+
+    def values_of(self, matrix: Any, pick: Pick) -> Tensor:
+        products = getattr(matrix, "products", None)
+        if products is None:
+            return GgufBlocks.values_of(self, matrix, pick)
+        if matrix.lead:
+            chosen = range(len(products))[pick] if isinstance(pick, slice) else pick.tolist()
+            return torch.stack([products[e].values() for e in chosen]).to(matrix.dtype)
+        if pick == slice(None) if isinstance(pick, slice) else False:
+            return products[0].values().to(matrix.dtype)
+        rows = torch.arange(matrix.shape[0])[pick] if isinstance(pick, slice) else pick
+        return products[0].values(rows).to(matrix.dtype)
+
+    def for_kernels(self, matrix: Any) -> PackedMatrix | None:
+        products: list[PackedMatrix] | None = getattr(matrix, "products", None)
+        return None if products is None or matrix.lead else products[0]
+
+    def linear(self, matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        products: list[PackedMatrix] | None = getattr(matrix, "products", None)
+        if products is None:
+            return GgufBlocks.linear(self, matrix, x, bias)
+        return products[0].linear(x, bias)
+
+    def norm_linear(
+        self, matrix: Any, norm: Norm, x: Tensor, residual: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        products: list[PackedMatrix] | None = getattr(matrix, "products", None)
+        described = None if products is None or x.dtype != torch.float32 else cpu_norm.described(norm, x, residual)
+        if products is None or described is None or (bias is not None and bias.dtype != torch.float32):
+            return GgufBlocks.norm_linear(self, matrix, norm, x, residual, bias)
+        return products[0].norm_linear(x, residual, described, bias)
+
+    def experts(self, gate_up: Any, down: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        first, second = (getattr(matrix, "products", None) for matrix in (gate_up, down))
+        if first is None or second is None:
+            return GgufBlocks.experts(self, gate_up, down, x, weights, ids)
+
+        def run_expert(e: int, rows: Tensor) -> Tensor:
+            return second[e].linear(activate(first[e].linear(rows)))  # type: ignore[no-any-return]
+
+        return run_routed(x, weights, ids, run_expert)
+
+
+def _rows(part: Part) -> int:
+    return part.rows.stop - part.rows.start

@@ -1,0 +1,136 @@
+"""Tensors in memory that the trainer and the engine can both read: shared memory of the host, or CUDA IPC."""
+
+import base64
+import mmap
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.rl.pickles import DTYPES, Named, ipc_handles
+
+from .tensors import Announced, Batch, announced, unpacked
+
+_FOLDER = "/dev/shm"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
+
+
+class SharedMemoryTransfer:
+    """Tensors one behind the other in shared memory: `update_info` names it, `{"shm": name}`, beside the tensors."""
+
+    def receive(self, update_info: Mapping[str, Any]) -> Iterator[Batch]:
+        tensors, name = announced(update_info), update_info.get("shm")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(f"update_info: shm is {name!r}, expected the name of shared memory")
+        size = sum(tensor.nbytes for tensor in tensors)
+        try:
+            file = os.open(f"{_FOLDER}/{name}", os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            raise ValueError(f"update_info: shared memory {name!r} cannot be read: {error.strerror}") from None
+        try:
+            if os.fstat(file).st_size < size:
+                raise ValueError(f"update_info: {name!r} has {os.fstat(file).st_size} bytes, expected {size}")
+            if size:  # private: torch wants memory that it may write to, and nothing writes
+                memory = mmap.mmap(file, size, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE)
+                yield unpacked(tensors, torch.frombuffer(memory, dtype=torch.uint8))
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        pass
+
+
+class IpcTransfer:
+    """Tensors in the memory of a GPU that this process has, too: vLLM's `ipc_handles_pickled`, read as data.
+
+    packed: all tensors lie in one buffer, which the trainer fills again for the next call.
+    """
+
+    def __init__(self, device: torch.device, *, packed: bool) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"ipc: the model is on {device.type}, and CUDA IPC needs a GPU; use shm or gloo")
+        self._device, self._packed = device, packed
+        self._buffer: tuple[Any, Tensor] | None = None  # mapped once for all chunks that come in it
+
+    def receive(self, update_info: Mapping[str, Any]) -> Iterator[Batch]:
+        tensors = announced(update_info)
+        text = update_info.get("ipc_handles_pickled")
+        if not isinstance(text, str):
+            raise ValueError("update_info: expected ipc_handles_pickled, the handles as a pickle in base64")
+        handles = ipc_handles(base64.b64decode(text, validate=True))
+        with torch.cuda.device(self._device):
+            if isinstance(handles, dict):
+                yield self._unpack(tensors, handles)
+            elif isinstance(handles, list) and len(handles) == len(tensors):
+                batch = [
+                    (tensor.name, self._mapped(tensor, each)) for tensor, each in zip(tensors, handles, strict=True)
+                ]
+                yield batch
+            else:
+                raise ValueError(f"update_info: expected a handle for each of {len(tensors)} tensors, or one for all")
+            torch.cuda.synchronize()  # the trainer may write into the memory again once it is answered
+
+    def _unpack(self, tensors: list[Announced], handles: Mapping[Any, Any]) -> Batch:
+        arguments = self._arguments(handles)
+        if self._buffer is None or self._buffer[0] != arguments:
+            self._buffer = arguments, _rebuild(arguments, self._device)
+        buffer = self._buffer[1].flatten().view(torch.uint8)
+        size = sum(tensor.nbytes for tensor in tensors)
+        if buffer.numel() < size:
+            raise ValueError(f"update_info: the buffer has {buffer.numel()} bytes, expected {size}")
+        return unpacked(tensors, buffer[:size])
+
+    def _mapped(self, tensor: Announced, handles: Any) -> Tensor:
+        values = _rebuild(self._arguments(handles), self._device)
+        if (tuple(values.shape), values.dtype) != (tensor.shape, tensor.dtype):
+            raise ValueError(f"update_info: {tensor.name} is announced as {tensor.shape}, and comes as {values.shape}")
+        return values
+
+    def _arguments(self, handles: Any) -> tuple[Any, ...]:
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        if not isinstance(handles, dict) or not isinstance(arguments := handles.get(uuid), tuple):
+            raise ValueError(f"update_info: there is no handle for this GPU, {uuid}: CUDA IPC works on one GPU only")
+        return arguments
+
+    def close(self) -> None:
+        self._buffer = None
+
+
+# The arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor, in its order, and their types.
+_REBUILD: tuple[tuple[str, Any], ...] = (
+    ("class", Named),
+    ("size", tuple),
+    ("stride", tuple),
+    ("offset", int),
+    ("storage", Named),
+    ("dtype", Named),
+    ("device", int),
+    ("handle", bytes),
+    ("storage_bytes", int),
+    ("storage_offset", int),
+    ("requires_grad", bool),
+    ("counter", bytes),
+    ("counter_offset", int),
+    ("event", bytes),
+    ("has_event", bool),
+)
+
+
+def _rebuild(arguments: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Map a tensor of another process, from arguments that are data."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    if len(arguments) != len(_REBUILD):
+        raise ValueError(f"ipc: a handle has {len(arguments)} parts, expected {len(_REBUILD)}, as torch 2 has them")
+    for (name, kind), value in zip(_REBUILD, arguments, strict=True):
+        if not isinstance(value, kind) and not (name == "counter" and value is None):
+            raise ValueError(f"ipc: the {name} of a handle is a {type(value).__name__}, expected a {kind.__name__}")
+    values = dict(zip((name for name, _ in _REBUILD), arguments, strict=True))
+    if values["dtype"].name not in DTYPES:
+        raise ValueError(f"ipc: a handle has the dtype {values['dtype']}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    plain: Any = {"class": Tensor, "storage": torch.UntypedStorage, "dtype": getattr(torch, values["dtype"].name)}
+    return rebuild_cuda_tensor(*(values | plain | {"device": index, "requires_grad": False}).values())
