@@ -165,11 +165,6 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"gated_delta_lanes: lanes are \[1, 1\], expected a lane of its own"):
         call("rule", values, states, [(1, 0, 2), (1, 0, 3)])
     small = states | {"inputs": states["inputs"][:, :3].contiguous()}
-<<<<<<< HEAD
-    with pytest.raises(ValueError, match=r"causal_conv_lanes: inputs have room for 3 tokens, expected 4 at least"):
-        call("conv", {"x": torch.randn(4, CHANNELS), "weight": torch.randn(CHANNELS, WIDTH)}, small, [(0, 0, 4)])
-=======
     tensors = {"x": torch.randn(4, CHANNELS), "weight": torch.randn(CHANNELS, WIDTH)}
     with pytest.raises(ValueError, match=r"causal_conv_lanes: inputs have room for 3 tokens, expected 4 at least"):
         call("conv", tensors, small, [(0, 0, 4)])
->>>>>>> delta
