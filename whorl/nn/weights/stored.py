@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from whorl.nn.weight import Destination, Formats, Matrix, Part
-
 from whorl.ops.cpu.library import has_kernels
 from whorl.ops.cpu.linear import linear
 
