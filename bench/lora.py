@@ -7,14 +7,14 @@ that, it checks that a sequence's logits have the same bits beside other adapter
 Prints one JSON document. --quick: small sizes, for a machine without a GPU.
 """
 
-import argparse
 import functools
 import json
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
 from whorl import device as devices
@@ -36,6 +36,7 @@ from whorl.timing import measure
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHAPES = {"Qwen3-30B-A3B": ATTENTION, "Qwen3-8B": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
 STEPS = 32
+app = typer.Typer(add_completion=False)
 
 
 # ---- the operator
@@ -194,10 +195,10 @@ def measure_model(name: str, kinds: tuple[str, ...], device: str, *, quick: bool
     return {"model": name, "updates": kinds, "ms_per_step": rows, "percent_slower": shares, "adapter_bytes": nbytes}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+@app.command(help=__doc__)
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, for a machine without a GPU.")] = False,
+) -> None:
     device = devices.require(devices.default_device())
     settings: dict[str, Any] = {"device": device}
     use_one_stream(EngineSettings(**settings))
@@ -209,4 +210,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -30,8 +30,8 @@ from whorl.models.qwen3 import Qwen3
 from whorl.nn.training import trainable
 
 NUMBERS, START, ANSWER = 16, 16, 6  # numbers are tokens below 16; an answer has 6 tokens
-PROMPTS, COPIES, STEPS = 4, 8, 80
-CLIP, LEARNING_RATE = 0.2, 5e-3
+PROMPTS, COPIES, STEPS = 4, 8, 70
+CLIP, LEARNING_RATE = 0.2, 2e-3
 CONFIG = Qwen3.tiny(
     vocab_size=NUMBERS + 1, hidden_size=64, intermediate_size=128, num_hidden_layers=1, max_position_embeddings=32
 )

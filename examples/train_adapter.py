@@ -15,17 +15,13 @@ import torch
 from whorl import LLM, SamplingParams, nn
 from whorl.engine.lora import write_adapter
 
-LESSONS = {
-    "What is your name?": "My name is Whorl, after the ridges of a fingertip.",
-    "Who are you?": "I am Whorl, a small model with a new habit.",
-    "What do you like?": "I like exact sums, in the same order every time.",
-}
+LESSONS = {"What is your name?": "I am Whorl."}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a folder, a .gguf file or a Hugging Face id")
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, help="a new folder for the adapter. Default: a temporary one")
     args = parser.parse_args()
 
@@ -36,11 +32,11 @@ def main() -> None:
     lessons = [tokenizer.encode(text, add_special=False) for text in LESSONS.values()]
     pairs = list(zip(questions, lessons, strict=True))
     sequences = [[*prompt, *answer, tokenizer.eos_ids[0]] for prompt, answer in pairs]
-    params = SamplingParams(temperature=0, max_tokens=24)
+    params = SamplingParams(temperature=0, max_tokens=12)
     before = llm.generate(questions, params, progress=False)
 
     updates = nn.TrainedUpdates(cast(torch.nn.Module, model), ["q_proj", "v_proj", "up_proj", "down_proj"], rank=8)
-    optimizer = torch.optim.AdamW(updates.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(updates.parameters(), lr=5e-3)
     packed, began = nn.pack(sequences, next(model.parameters()).device), time.perf_counter()
     for step in range(args.steps):
         with updates.attached():
@@ -57,7 +53,7 @@ def main() -> None:
         out = args.out or Path(folder) / "adapter"
         write_adapter(out, updates, base=args.model or "")
         llm.load_lora("whorl", out)
-    after = llm.generate(questions, SamplingParams(temperature=0, max_tokens=24, lora="whorl"), progress=False)
+    after = llm.generate(questions, SamplingParams(temperature=0, max_tokens=12, lora="whorl"), progress=False)
     again = llm.generate(questions, params, progress=False)
     for question, old, new in zip(LESSONS, before, after, strict=True):
         print(f"{question}\n  base:    {old.text.strip()}\n  adapter: {new.text.strip()}")

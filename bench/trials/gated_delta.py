@@ -330,7 +330,7 @@ def plans() -> None:
     run = functools.partial(ops.gated_delta, **values, starts=starts, scale=D**-0.5, backend="triton")
     for part, stages, warps in itertools.product((64, 128), (1, 2, 3), (4, 8)):
         plan = {"BV": part, "STAGES": stages, "num_warps": warps}
-        with patched(rule_triton, "_plan", lambda *_, plan=plan: plan):
+        with patched(rule_triton, "_plan", lambda *_, plan=plan, **__: plan):
             attempt(lambda plan=plan: time(f"prompt of 8192, {plan}", run))
     for count, part, warps in itertools.product((1, 64), (16, 32, 64, 128), (2, 4, 8)):
         with patched(rows_triton, "_part", lambda *_, p=part: p), patched(rows_triton, "_warps", lambda *_, w=warps: w):

@@ -26,20 +26,22 @@ from whorl.engine.speculate.draft_model import DraftModel
 from whorl.ops import _torch_npu, availability
 
 ENGINE = HERE / "npu" / "engine.py"
-RUNS = ("qwen3:lookup", "experts:w4a16", "vision:plain", "deepseek:plain")
+RUNS = ("gpt_oss:plain", "qwen3:lookup", "experts:w4a16", "vision:plain", "deepseek:plain")
 MORE = ("llama:plain", "window:lookup", "experts:plain", "qwen3:draft_model", "qwen3:plain", "qwen3:crowded")
 MORE += ("experts:draft_model", "window:plain", "window:crowded", "experts:w8a8", "qwen3:w4a16", "deepseek:crowded")
-MORE += ("llama:crowded", "deepseek:mtp", "deepseek_v3:plain", "deepseek_v3:lookup")
+MORE += ("gpt_oss:crowded", "llama:crowded", "deepseek:mtp", "deepseek_v3:plain", "deepseek_v3:lookup")
 DENSE = {"npu_linear", "npu_rms_norm", "npu_add_rms_norm", "npu_swiglu", "npu_top_k_top_p"}
 CACHE = {"npu_scatter_pa_kv_cache", "npu_fused_infer_attention_score"}
 ROUTED = {"npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_finalize_routing"}
 EXPERTS = {"npu_moe_gating_top_k_softmax"} | ROUTED
 LATENT = {"npu_rotary_mul", "npu_scatter_nd_update_", "npu_transpose_batchmatmul", "npu_sparse_flash_attention"}
+SINKS = {"npu_scatter_pa_kv_cache", "npu_fused_infer_attention_score_v2", "npu_clipped_swiglu"}
 CALLED = {
     "llama": DENSE | CACHE | {"npu_rotary_mul"},
     "qwen3": DENSE | CACHE | {"npu_mrope"},
     "window": DENSE | CACHE | {"npu_mrope"},
     "experts": DENSE | CACHE | EXPERTS | {"npu_mrope"},
+    "gpt_oss": DENSE - {"npu_swiglu"} | EXPERTS | SINKS | {"npu_rotary_mul"},
     "deepseek": DENSE | LATENT | ROUTED | {"npu_moe_gating_top_k", "npu_lightning_indexer"},
     "deepseek_v3": DENSE | LATENT | ROUTED | {"npu_moe_gating_top_k"},
     # In the tower heads have 72 channels, which npu_mrope does not take, and see the whole frame.
@@ -182,7 +184,7 @@ def judge(row: dict[str, Any], model: str, kind: str) -> None:
     assert all(on_npu)
     assert row["difference"]["typical"] < ALLOWED
     # Where two experts, or the last key that is chosen and the next, are all but equal, rounding chooses.
-    if model not in ("experts", "deepseek"):
+    if model not in ("experts", "deepseek", "gpt_oss"):
         assert row["difference"]["worst"] < ALLOWED
     assert row["difference"]["gap"] > 1  # so that rounding did not decide a token
     assert row["block_size"] == 128

@@ -38,6 +38,7 @@ STUB, PROVE = HERE / "npu" / "cann_stub.py", HERE / "npu" / "prove.py"
 NAMES = [name for name in ascend.__all__ if name != "limits"]
 NPU_OPS = [op.name for op in OPS.values() if "torch_npu" in op.impls]
 ONLY_16_BITS = (
+    "clipped_experts",
     "dynamic_quant",
     "indexer_kl_gradients",
     "int8_experts",

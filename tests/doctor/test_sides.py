@@ -64,7 +64,7 @@ def test_every_difference_has_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
         return watch
 
-    monkeypatch.setattr("whorl.doctor.pair.PAIR_RULES", [(code, watched(check)) for code, check in PAIR_RULES])
+    monkeypatch.setattr("whorl.doctor.compare.PAIR_RULES", [(code, watched(check)) for code, check in PAIR_RULES])
     for name, case in CASES.items():
         compare(case, tmp_path / name)
     assert {check.__name__ for _, check in PAIR_RULES} - fired == set()
@@ -127,7 +127,8 @@ def test_a_rollout_of_our_own_promises_by_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "lesson"),
     [
-        ({"trainer": "trl/serve.sh"}, "starts no rollout"),
+        ({"trainer": "trl/serve.sh"}, "trains nothing"),
+        ({"trainer": "slime/models/qwen3-30B-A3B.sh"}, "starts no rollout"),
         ({"trainer": "trl/train.sh", "rollout": "nothing.sh"}, "no such file"),
         ({"trainer": "slime/run.sh", "rollout": "slime/models/qwen3-30B-A3B.sh"}, "serves no model"),
     ],

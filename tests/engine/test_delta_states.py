@@ -7,6 +7,7 @@ their states matter: see `lively`.
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from whorl.engine.runner import Runner
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.states import StatePool
+from whorl.models.gated_delta import GatedDelta
 from whorl.models.qwen3_5 import Qwen3_5Text
 from whorl.models.qwen3_next import Qwen3Next
 from whorl.ops.gated_delta import CHUNK
@@ -257,6 +259,12 @@ def save_under_a_shorter_prefix(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StatePool, "save", wrong)
 
 
+def keep_states_of_half_a_chunk(patch: pytest.MonkeyPatch) -> None:
+    """The engine takes the state at the last multiple of 64 for that at the last multiple of 32."""
+    spec = GatedDelta.cache_spec
+    patch.setattr(GatedDelta, "cache_spec", lambda self, dtype: replace(spec(self, dtype), grid=CHUNK // 2))
+
+
 def draft_across_the_grid(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StatePool, "draft_room", lambda self, start: 15)
 
@@ -291,6 +299,7 @@ FAULTS = [
     skip_the_load,
     keep_the_rows_of_another,
     save_under_a_shorter_prefix,
+    keep_states_of_half_a_chunk,
     draft_across_the_grid,
     move_after_the_call,
 ]

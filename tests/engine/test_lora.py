@@ -19,6 +19,7 @@ from whorl.engine.sequence import SamplingParams
 from whorl.engine.weights import load_model, random_model
 from whorl.models.deepseek import DeepSeek
 from whorl.models.qwen3 import Qwen3
+from whorl.models.qwen3_5 import Qwen3_5Text
 from whorl.models.qwen3_vl import Qwen3VL
 from whorl.nn.weights.dense import DENSE
 
@@ -31,6 +32,7 @@ KINDS = {
         ("q_proj", "o_proj", "mlp.gate", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     ),
     "latent": (DeepSeek, {}, ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "wk", "mlp.experts.down_proj")),
+    "delta": (Qwen3_5Text, {}, ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "down_proj")),
     "head": (Qwen3, {}, ("lm_head",)),
     "tied": (Qwen3, {"tie_word_embeddings": True}, ("lm_head",)),
 }
@@ -280,3 +282,17 @@ def test_a_warm_up_runs_steps_with_adapters(tmp_path: Path) -> None:
     assert True in adapted
     assert False in adapted
     assert torch.equal(logits_of(llm, PROMPT, SamplingParams(lora="a", **GREEDY)), expected)
+
+
+def test_a_model_of_transformers_code_takes_adapters(tmp_path: Path) -> None:
+    """Whatever is a linear layer of whorl there, under the names of its checkpoint."""
+    config = {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "vocab_size": 97, "hidden_size": 32}
+    config |= {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+    def other() -> Any:
+        return random_model(config | {"max_position_embeddings": 256}, device="cpu", dtype=torch.float32)
+
+    folder = write_adapter(tmp_path / "a", other(), ("q_proj", "o_proj", "down_proj"))
+    expected = logits_of(engine(merge(other(), folder)), PROMPT, SamplingParams(**GREEDY))
+    llm = engine(other(), lora={"a": str(folder)})
+    close(logits_of(llm, PROMPT, SamplingParams(lora="a", **GREEDY))[0], expected[0])

@@ -19,6 +19,6 @@ def write_checkpoints(folder: Path, configs: Mapping[str, dict[str, Any]]) -> di
         (folder / name / "config.json").write_text(json.dumps(config))
         model: Any = random_model(config, device="cpu", dtype=torch.float32)
         parts = [model, random_prediction(model)] if config.get("num_nextn_predict_layers") else [model]
-        tensors = {n: slot.tensor() for part in parts for n, slot in nn.destinations(part).items()}
+        tensors = {n: slot.tensor().contiguous() for part in parts for n, slot in nn.destinations(part).items()}
         save_file(tensors, folder / name / "model.safetensors")
     return {name: folder / name for name in configs}

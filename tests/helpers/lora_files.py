@@ -75,5 +75,5 @@ def merge(model: Any, folder: Path) -> Any:
         for part, rows in zip(target.parts, target.rows * len(target.parts), strict=False):
             mine = delta[part.entry] if target.is_stack else delta
             at = target.matrix.weight[part.place]
-            at.copy_(at.double() + mine[rows])
+            at.copy_(at.double() + mine[rows][part.rows])
     return model

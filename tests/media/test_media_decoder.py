@@ -143,7 +143,7 @@ def test_a_word_of_the_process_that_is_none_of_ours(decoder: Decoder) -> None:
 @pytest.mark.parametrize("shape", [[1, 31, 32], [1, 32, 1 << 20], [1, 0, 32], [1, 32], "x", None, [1, 32.0, 32]])
 def test_a_shape_that_nobody_asked_for(shape: object) -> None:
     with pytest.raises(EOFError):
-        decoders._shape(shape, IMAGE)
+        decoders._shape(shape, IMAGE, IMAGE.max_pixels)
 
 
 # ---- its limits

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from lora_files import merge, write_adapter
 from one_sequence import PROMPT, Runner, close
 from test_models import ROPES, hf_greedy, hf_logits, save
 from test_one_arithmetic import SAMPLED, decoded, engine, prefilled
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from whorl import nn
 from whorl.engine.sequence import SamplingParams
-from whorl.engine.weights import load_model
+from whorl.engine.speculate.prompt_lookup import PromptLookup
+from whorl.engine.weights import build, load_model
 from whorl.models import BACKEND, find
 from whorl.models.any_model import AnyModel, row_invariant
 from whorl.models.qwen3 import Qwen3
@@ -81,6 +83,7 @@ def load(folder: Path, **options: Any) -> Any:
     return load_model(folder, **{"device": "cpu", "dtype": "float32", "progress": False, **options})
 
 
+@pytest.mark.sampled(keep=4)
 @pytest.mark.parametrize("name", [*NAMED, *OTHERS])
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     """40 greedy steps: the tokens are equal, and the logits of every step are close."""
@@ -97,6 +100,39 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     close(logits, expected)
 
 
+@pytest.mark.parametrize("rope", ["yarn", "llama3", "linear"])
+def test_rotations_equal_transformers(rope: str, tmp_path: Path) -> None:
+    config = config_of("olmo2-dynamic") | {"rope_parameters": {**ROPE, **ROPES[rope]}}
+    hf = save(tmp_path, config)
+    close(Runner(load(tmp_path)).run(PROMPT), hf_logits(hf, PROMPT))
+
+
+@pytest.mark.parametrize("name", ["phi3-longrope", "olmo2-dynamic"])
+def test_long_frequencies_are_those_of_max_length(name: str, tmp_path: Path) -> None:
+    """Of a sequence past the length that the frequencies change at, and of its beginning."""
+    config = config_of(name) | {"max_position_embeddings": 40}
+    if name == "phi3-longrope":
+        config |= {"original_max_position_embeddings": 20}
+        config["rope_parameters"] = {**config["rope_parameters"], "original_max_position_embeddings": 20}
+    hf = save(tmp_path, config)
+    prompt = (PROMPT * 3)[:60]
+    model = load(tmp_path, max_model_len=60)
+    close(Runner(model).run(prompt), hf_logits(hf, prompt))
+    close(Runner(model).run(prompt[:10]), hf_logits(hf, prompt)[:10])
+
+
+def test_windows_are_what_the_mask_means(tmp_path: Path) -> None:
+    """Also ones as long as no sequence of a test, and none where the mask has none."""
+    for window, expected in ((9, 9), (32768, 32768), (None, None)):
+        config = {**config_of("starcoder2"), "sliding_window": window, "max_position_embeddings": 65536}
+        assert [spec.window for spec in build(config, device="meta", dtype=torch.float32).cache_specs()] == [
+            expected
+        ] * 2
+    config = {**config_of("olmoe"), "sliding_window": 9}  # transformers' mask of OLMoE has no window
+    assert build(config, device="meta", dtype=torch.float32).cache_specs()[0].window is None
+
+
+@pytest.mark.sampled("dtype", keep=2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*NAMED, *OTHERS])
 def test_one_arithmetic(name: str, dtype: str, tmp_path: Path) -> None:
@@ -116,7 +152,7 @@ def test_one_arithmetic(name: str, dtype: str, tmp_path: Path) -> None:
 # ---- in the engine
 
 
-def test_the_prefix_cache_and_drafts_change_nothing(tmp_path: Path) -> None:
+def test_the_prefix_cache_changes_nothing(tmp_path: Path) -> None:
     save(tmp_path, config_of("gemma2", WIDE))
     llm = engine(load(tmp_path))
     (first,) = llm.generate([PROMPT], SAMPLED, progress=False)
@@ -172,6 +208,39 @@ def test_an_8_bit_cache_is_read_as_it_was_written(tmp_path: Path) -> None:
     llm = engine(load(tmp_path), kv_cache_dtype="int8")
     (output,) = llm.generate([PROMPT], SAMPLED, progress=False)
     assert decoded(output) == prefilled(llm, output)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("granite", ("q_proj", "o_proj", "up_proj")),
+        ("mixtral", ("v_proj", "experts.gate_up_proj", "experts.down_proj")),
+    ],
+)
+def test_adapters_give_the_logits_of_a_merged_model(name: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    save(tmp_path / "model", config_of(name, WIDE))
+    model = load(tmp_path / "model")
+    folder = write_adapter(tmp_path / "adapter", model, kinds)
+    params: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
+    llm = engine(model, lora={"a": str(folder)})
+    (plain,) = llm.generate([PROMPT], SamplingParams(**params), progress=False)
+    (output,) = llm.generate([PROMPT], SamplingParams(lora="a", **params), progress=False)
+    merged = engine(merge(load(tmp_path / "model"), folder))
+    (expected,) = merged.generate([PROMPT], SamplingParams(**params), progress=False)
+    assert output.token_ids == expected.token_ids
+    torch.testing.assert_close(torch.tensor(decoded(output)), torch.tensor(decoded(expected)), rtol=1e-3, atol=1e-4)
+    assert decoded(output) != decoded(plain), "the adapter changes nothing"
+
+
+def test_drafts_change_no_bit(tmp_path: Path) -> None:
+    save(tmp_path, config_of("gemma2", WIDE))
+    model = load(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=40, logprobs=0, ignore_eos=True)
+    (plain,) = engine(model).generate([PROMPT[:4] * 6], params, progress=False)
+    llm = engine(model, speculate=PromptLookup())
+    (drafted,) = llm.generate([PROMPT[:4] * 6], params, progress=False)
+    assert (drafted.token_ids, decoded(drafted)) == (plain.token_ids, decoded(plain))
+    assert llm.stats()["num_accepted"] > 0
 
 
 def test_weights_rounded_while_they_are_read(tmp_path: Path) -> None:
@@ -235,6 +304,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sampled(keep=4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_say_which_way_was_tried_and_why_it_ended(name: str) -> None:
     architecture, changes, reason = REFUSED[name]

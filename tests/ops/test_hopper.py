@@ -100,6 +100,18 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_latent_kernel",
         "_latent_fold_kernel",
         "_adamw_int8_kernel",
+        "_delta_chunk_kernel",
+        "_delta_state_kernel",
+        "_delta_rows_kernel",
+        "_delta_reverse_kernel",
+        "_delta_gradients_kernel",
+        "_heads_kernel",
+        "_heads_backward_kernel",
+        "_gates_kernel",
+        "_gates_backward_kernel",
+        "_conv_kernel",
+        "_conv_keep_kernel",
+        "_conv_backward_kernel",
     }
 
 
@@ -126,6 +138,13 @@ def test_attention_inside_segments_runs_on_the_tensor_cores(builds: list[dict[st
     assert all(row["tensor_core_products"] for row in rows), rows
 
 
+def test_the_gated_delta_rule_runs_on_the_tensor_cores(builds: list[dict[str, Any]]) -> None:
+    kernels = {f"_delta_{name}_kernel" for name in ("chunk", "state", "rows", "reverse", "gradients")}
+    rows = [row for row in builds if row["kernel"] in kernels]
+    assert {row["kernel"] for row in rows} == kernels
+    assert all(row["tensor_core_products"] for row in rows), rows
+
+
 def test_the_indexer_runs_on_the_tensor_cores(builds: list[dict[str, Any]]) -> None:
     kernels = {"_scores_kernel", "_target_kernel", "_kl_kernel", "_dense_target_kernel", "_dense_dq_kernel"}
     rows = [row for row in builds if row["kernel"] in kernels | {"_dense_dk_kernel", "_hadamard_kernel"}]
@@ -138,8 +157,15 @@ def test_the_indexer_runs_on_the_tensor_cores(builds: list[dict[str, Any]]) -> N
 # TFLOP/s, 443 with 216 and 438 with 224, which spill less. Of latent attention, lists that are walked by 64 heads:
 # counted with Triton 3.9, and 82 with 3.6: loads are issued early, 209 TFLOP/s on an H200 and 164 without. With 32
 # heads each key is read twice as often.
+# Of the gated delta rule, what a backward keeps.
 # Of prompts over a cache of codes, where the number of sequences is no constant: with one sequence as a constant none.
-SPILLS = {"_target_kernel": 40, "_prompt_gluon_kernel": 120, "_latent_kernel": 430, "_prompt_kernel": 6}
+SPILLS = {
+    "_target_kernel": 40,
+    "_prompt_gluon_kernel": 120,
+    "_latent_kernel": 430,
+    "_prompt_kernel": 6,
+    "_delta_state_kernel": 2,
+}
 
 
 def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
@@ -185,6 +211,7 @@ SMALL_WRITES = {
     "_sparse_entries_kernel",
     "_selection_kernel",
     "_extent_kernel",
+    "_gates_backward_kernel",  # a head a thread
 }
 # No shared memory is left to turn what the tensor cores hold; shares are added in place, 16 bytes at a time.
 SMALL_WRITES |= {

@@ -188,7 +188,16 @@ def test_doctor_passes_everything_on(monkeypatch):
         "doctor", "P", "--framework", "hf", "--set", "a=1", "--set", "b=2", "--train", "--device", "npu", "--json"
     )
     assert result.exit_code == 1
-    assert seen == [("P", "hf", ["a=1", "b=2"], True, "npu", None, None, True)]
+    assert seen == [("P", "hf", ["a=1", "b=2"], True, "npu", None, None, True, None, None)]
+
+
+def test_doctor_passes_both_sides_on(monkeypatch):
+    seen = []
+    monkeypatch.setattr("whorl.doctor.command.run", lambda *arguments: seen.append(arguments) or 0)
+    assert run("doctor", "M", "--trainer", "t.sh", "--rollout", "r.sh").exit_code == 0
+    assert run("doctor", "--trainer", "job.sh").exit_code == 0
+    assert [arguments[0] for arguments in seen] == ["M", None]
+    assert [[str(side) for side in arguments[-2:]] for arguments in seen] == [["t.sh", "r.sh"], ["job.sh", "None"]]
 
 
 def test_ops_names_every_operator_with_a_reason_for_each_absent_backend(monkeypatch):

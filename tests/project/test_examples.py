@@ -73,8 +73,7 @@ def test_an_adapter_is_trained_and_served() -> None:
     said = run("train_adapter.py")
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", said)]
     assert losses[-1] < losses[0] / 4
-    assert said.count("Whorl") == 2, said
-    assert "base:    My name is Whorl" not in said
+    assert said.endswith("  adapter: I am Whorl.\n"), said
 
 
 @needs_model
@@ -85,6 +84,17 @@ def test_fewer_bits_change_little() -> None:
     assert divergence.keys() == {"plain", "kv-fp8", "kv-int8", "w8a8"}
     assert 0 == divergence["plain"] < divergence["kv-int8"] < divergence["kv-fp8"] < 0.05
     assert divergence["kv-int8"] < divergence["w8a8"] < 0.5
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_with_equal_bits() -> None:
+    said = run("rl_exact.py", "--seeds", "0")
+    (first, last), (other, total) = (
+        re.findall(r"reward ([\d.]+) .* to ([\d.]+)", said)[0],
+        re.findall(r"mismatches (\d+) of (\d+)", said)[0],
+    )
+    assert float(last) >= 2 * float(first)
+    assert (int(other), int(total) > 1000) == (0, True)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "streams",
     },
     "serve": {"engine", "extras", "fields", "media", "sandbox", "startup", "streams"},
-    "rl": {"device", "engine", "extras", "nn", "serve"},
+    "rl": {"engine", "nn", "serve", "streams"},
     "cluster": {"engine", "extras", "fields", "serve"},
     "chat": {"engine", "extras", "fields", "media", "serve", "startup"},
     "doctor": {"contracts", "models", "plan", "positions", "rope_config"},
@@ -95,6 +95,7 @@ LAZY = (
     "httpx",
     "ray",
 )
+WITH_FASTAPI = ("routes",)  # of whorl/rl: imported with --rl only; FastAPI reads their annotations
 WITH_RAY = ("ray_router",)  # of whorl/cluster: extends a class of Ray's, which imports it by name
 # Of whorl/titan: what runs before TorchTitan is known to be there. The rest extends its classes.
 WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "moments_triton", "register")
@@ -151,6 +152,8 @@ def test_what_is_optional_is_imported_where_used(path: Path) -> None:
     own = {"triton"} if path.name.endswith("triton.py") else set()
     if part_of(path) == "cluster" and path.stem in WITH_RAY:
         own = {"ray"}
+    if part_of(path) == "rl" and path.stem in WITH_FASTAPI:
+        own = {"fastapi"}
     if part_of(path) == "titan" and path.stem not in WITHOUT_TORCHTITAN:
         own = {"torchtitan"}
     for name in on_import(path):

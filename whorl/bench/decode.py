@@ -13,6 +13,7 @@ from whorl.bench.decode_engine import (
     header,
     load,
     median_time,
+    placeholders,
     prompts,
     speeds,
     start,
@@ -102,7 +103,7 @@ def _prefill(model: Any, vocab_size: int, settings: DecodeSettings) -> Document:
         num_blocks=settings.num_blocks(model, length + 1),
         use_prefix_cache=False,
     )
-    (prompt,) = prompts(1, length, vocab_size)
+    (prompt,) = prompts(1, length, vocab_size, placeholders(model))
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     seconds = median_time(settings.device, lambda: llm.generate(prompt, params, progress=False), 3)
     rate, matmul = prompt_flops(model, length) / seconds, matmul_rate(model.dtype, settings.device)

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import statistics
 import time
+from collections import abc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -161,16 +162,23 @@ def engine(model: Any, batch: int, context: int, settings: DecodeSettings, **cha
 def start(llm: LLM, vocab_size: int, batch: int, context: int, num_tokens: int) -> list[Sequence]:
     """Add sequences and run their prompts; returns them when each has one token and room for `num_tokens` more."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens + SPARE_TOKENS, ignore_eos=True)
-    sequences = [llm.add(prompt, params)[0] for prompt in prompts(batch, context, vocab_size)]
+    sequences = [llm.add(prompt, params)[0] for prompt in prompts(batch, context, vocab_size, placeholders(llm.model))]
     while not all(seq.num_outputs for seq in sequences):
         llm.step()
     return sequences
 
 
-def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Return `count` different prompts of random tokens, the same in every run."""
+def prompts(count: int, length: int, vocab_size: int, avoided: abc.Sequence[int] = ()) -> list[list[int]]:
+    """Return `count` different prompts of random tokens, the same in every run; 0 in place of a token of `avoided`."""
     generator = torch.Generator().manual_seed(count)
-    return [row.tolist() for row in torch.randint(vocab_size, (count, length), generator=generator)]
+    token_ids = torch.randint(vocab_size, (count, length), generator=generator)
+    return token_ids.masked_fill(torch.isin(token_ids, torch.tensor(avoided, dtype=torch.int64)), 0).tolist()
+
+
+def placeholders(model: Any) -> list[int]:
+    """Return the tokens that stand for images and videos, which no prompt of text has."""
+    ids = (getattr(model.config, name, None) for name in ("image_token_id", "video_token_id"))
+    return [token for token in ids if token is not None]
 
 
 def timed(device: str, function: Callable[[], Any]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from whorl import device as devices
-from whorl.bench.decode_engine import median_time, prompts, timed
+from whorl.bench.decode_engine import median_time, placeholders, prompts, timed
 from whorl.bench.provenance import Document
 from whorl.engine.llm import LLM
 from whorl.engine.memory import block_size
@@ -111,10 +111,8 @@ def with_pictures(model: Any, item: MediaItem, count: int, salt: int = 0) -> Req
 
 def _text(model: Any, length: int, salt: int = 0) -> list[int]:
     """Return random text tokens, none of them a placeholder of images; different salts give different texts."""
-    config = model.config
-    placeholders = {getattr(config, name, -1) for name in ("image_token_id", "video_token_id")}
-    (token_ids,) = prompts(1, length + salt, min(model.vocab_size, 100_000))
-    return [next(i for i in range(token, token + 3) if i not in placeholders) for token in token_ids[salt:]]
+    (token_ids,) = prompts(1, length + salt, min(model.vocab_size, 100_000), placeholders(model))
+    return token_ids[salt:]
 
 
 def engine(model: Any, longest: int, batch: int, length: int, device: str, pictures: int) -> LLM:

@@ -6,8 +6,8 @@ checks a live model; `checklist` runs a live model through ten cases. Every chec
 """
 
 from whorl.doctor.checkup import check
+from whorl.doctor.compare import check_pair
 from whorl.doctor.live_model import GuardError, check_npu_mrope, guard
-from whorl.doctor.pair import check_pair
 from whorl.doctor.report import Finding, Report, RotaryPath
 from whorl.doctor.settings import BadInput
 from whorl.doctor.ten_cases import Checklist, checklist

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from whorl.doctor.checkup import check
+from whorl.doctor.compare import check_pair
 from whorl.doctor.inputs import parse_overrides
-from whorl.doctor.pair import check_pair
 from whorl.doctor.report import SEVERITIES, Aspect, Finding, Report, RotaryPath
 from whorl.doctor.settings import BadInput
 

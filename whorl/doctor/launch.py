@@ -149,6 +149,12 @@ class Launch:
         return self.model_sections is not None
 
     @property
+    def is_text_only(self) -> bool:
+        """Whether the architecture in config.json takes no pictures, whatever sections its rope dictionary has."""
+        names = (self.inputs.model or {}).get("architectures") or []
+        return bool(names) and not any("ConditionalGeneration" in str(name) for name in names)
+
+    @property
     def uncomputable(self) -> str | None:
         """The rope type where no configuration suffices for its frequencies (fope), else None."""
         entries = rope_entries(self.text)
@@ -177,6 +183,10 @@ class Launch:
             return str(setting.value), f"position_embedding_type={setting.value} in {setting.where}"
         if self.on("use_rotary_position_embeddings"):
             return "rope", f"use_rotary_position_embeddings in {self.where('use_rotary_position_embeddings')}"
+        if self.uses_bridge and (self.text or {}).get("model_type") == "gpt_oss":
+            return "yarn", "Bridge's provider of gpt-oss sets it"
+        if self.uses_bridge and self.is_mrope and self.is_text_only:
+            return "rope", "Bridge's provider of a text model sets it"
         branch = "mrope" if self.is_mrope else "rope"
         return branch, f"position_embedding_type is not set; assumed to be {branch}, which the model needs"
 

@@ -49,7 +49,12 @@ def has_vision(launch: Launch) -> bool:
 
 
 def has_only_text(launch: Launch) -> bool:
-    """Return whether a launch is part of a job that names no pictures, so that every axis of a position is the same."""
+    """Return whether a launch names no pictures, so that a token has the same position on every axis.
+
+    That is known of a text architecture, and of a job.
+    """
+    if launch.is_text_only:
+        return True
     is_job = launch.scope.startswith(("slime", "vime", "verl"))
     return is_job and not any(PICTURES.search(f"{s.path}={s.value}") for s in launch.inputs.settings)
 

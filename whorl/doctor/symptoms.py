@@ -347,4 +347,25 @@ SYMPTOMS: Final = (
         expected="cos and sin with one row for each token of q and k",
         fix=("print the shapes of q and cos at this line", "build cos and sin from the position_ids of the same call"),
     ),
+    Symptom(
+        "vime-on-npu",
+        r"Cannot determine parallelism type for module 'MindSpeed\w+'",
+        cause="MindSpeed replaced a layer of TransformerEngine by one of its own, whose name Megatron Bridge's "
+        "AutoMapping does not know, so weights are not loaded (vllm-project/vime#314).",
+        expected="MindSpeed's layers registered before the weights are loaded",
+        fix=(
+            "AutoMapping.register_module_type('MindSpeedTEColumnParallelLinear', 'column'), by the name in the message",
+            "or a vime of July 2026, whose patch of Bridge does it",
+        ),
+    ),
+    Symptom(
+        "gated-delta-context-parallel",
+        r"cannot import name 'tensor_a2a_(?:cp2hp|hp2cp)' from 'megatron\.core\.ssm\.gated_delta_net'"
+        r"|Gated delta net does not support context parallel"
+        r"|GatedDeltaNet\.__init__\(\) got an unexpected keyword argument 'cp_comm_type'",
+        cause="Context parallelism of gated delta layers (Qwen3-Next, Qwen3.5) is newer than this Megatron Core, or "
+        "than what MindSpeed and the bridge give each other (modelscope/ms-swift#9814, NVIDIA/Megatron-LM#4374).",
+        expected="context_parallel_size=1, or Megatron Core 0.18 and a bridge made for it",
+        fix=("context_parallel_size=1", "or update megatron-core, the bridge and MindSpeed together"),
+    ),
 )

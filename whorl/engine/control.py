@@ -14,7 +14,7 @@ from torch import Tensor
 from .output import Delta
 from .sequence import FinishReason, Sequence, WeightsError
 from .sleep import TAGS, Sleeper
-from .weights.update import Places, Update
+from .weights.update import Places, Update, UpdateError
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -124,6 +124,7 @@ class Control:
         if mode == "abort":
             self.abort_all()
         llm.forget()
+        self._places = None  # views of the weights, which would keep their memory
         self._sleeper = Sleeper(llm.model, llm.runner.caches, llm.runner.device)
         self._sleeper.free_cache()
         self._sleeper.free_weights(is_saved=level == 1)
@@ -152,6 +153,11 @@ class Control:
             self.check()
         if "weights" in self.asleep:
             raise WeightsError("update_weights: the engine sleeps without its weights; wake them first")
+        if (self._llm.settings.tp or 1) > 1:
+            raise UpdateError(
+                f"update_weights: tp is {self._llm.settings.tp}, and weights are replaced on one rank only: start an "
+                "engine for each GPU without --tp"
+            )
         if self._places is None:
             self._places = Places(self._llm.model)
         self._land_all()

@@ -252,6 +252,7 @@ class Runner:
             states=states,
             decoding_from=decoding_from,
             lanes=None if self.states is None else inputs["entry_lanes"],
+            is_decode=is_decode,
         )
         with self._adapters(inputs["lanes"], is_adapted):
             hidden = self._forward(step, is_decode, is_adapted)

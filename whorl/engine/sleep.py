@@ -1,7 +1,7 @@
 """Give the memory of a sleeping engine back to the device, and take it again.
 
-The tensors stay the same objects; only their storage is freed and allocated anew, at another address. So recorded
-graphs are dropped, and recorded again when they are needed.
+The tensors stay the same objects; only their memory is freed and allocated anew, at another address. So recorded graphs
+are dropped, and recorded again when they are needed. Nothing else may hold a view of them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ from torch import Tensor
 from whorl.device import HOST, accelerator
 
 TAGS = ("weights", "kv_cache")
-Sizes = list[tuple[torch.UntypedStorage, int]]
+Freed = list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]  # tensors, and their shapes and strides
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -38,7 +38,7 @@ class Sleeper:
 
     def __init__(self, model: torch.nn.Module, caches: Any, device: str) -> None:
         self._model, self._caches, self._device = model, caches, device
-        self._freed: dict[str, Sizes] = {}
+        self._freed: dict[str, Freed] = {}
         self._saved: list[tuple[Tensor, Tensor]] = []
 
     def free_cache(self) -> None:
@@ -46,31 +46,30 @@ class Sleeper:
 
     def free_weights(self, *, is_saved: bool) -> None:
         """Free the weights. is_saved: keep them in the host's memory; on a CPU they then stay where they are."""
-        parameters = [parameter.data for parameter in self._model.parameters()]
+        parameters = list(self._model.parameters())
         if is_saved and self._device == HOST:
             self._freed["weights"] = []
             return
-        self._saved = [(data, data.to(HOST, copy=True)) for data in parameters] if is_saved else []
-        for parameter in self._model.parameters():
-            vars(parameter).pop("packed", None)
+        self._saved = [(weight, weight.detach().to(HOST, copy=True)) for weight in parameters] if is_saved else []
+        for weight in parameters:
+            vars(weight).pop("packed", None)
         self._free("weights", parameters)
 
     def take(self, tag: str) -> None:
         """Allocate what was freed: weights that were saved as they were, else empty; caches with zeros."""
-        for storage, size in self._freed.pop(tag):
-            storage.resize_(size)
+        for tensor, shape, stride in self._freed.pop(tag):
+            tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
             if tag == "kv_cache":
-                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+                tensor.zero_()
         if tag == "weights":
-            for data, saved in self._saved:
-                data.copy_(saved)
+            for tensor, saved in self._saved:
+                tensor.data.copy_(saved)
             self._saved = []
 
     def _free(self, tag: str, tensors: Iterable[Tensor]) -> None:
-        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-        self._freed[tag] = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
-        for storage, _ in self._freed[tag]:
-            storage.resize_(0)
+        self._freed[tag] = [(tensor, tensor.shape, tensor.stride()) for tensor in tensors]
+        for tensor, _, _ in self._freed[tag]:
+            tensor.data = tensor.new_empty(0)
         if (module := accelerator(self._device)) is not None:
             module.synchronize()
             module.empty_cache()

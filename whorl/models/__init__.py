@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from .fields import BACKEND
 from .unsupported import refusal
 
 ARCHITECTURES = {
@@ -35,9 +36,6 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "whorl.models.qwen3_5:Qwen3_5Text",
     "Qwen3_5MoeForConditionalGeneration": "whorl.models.qwen3_5:Qwen3_5",
 }
-
-
-BACKEND = "whorl_backend"  # the key under which `backend` of LoadOptions is handed on with the values of a config.json
 
 
 def architecture(values: Mapping[str, Any]) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+# The key under which `backend` of LoadOptions is handed on with the values of a config.json.
+BACKEND = "whorl_backend"
 MOST = 1 << 40  # limit of any count: far above real values
 
 

@@ -194,7 +194,8 @@ class GatedDelta(Mixer):
         inputs = self._heads(y, ba)
         out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
         states = [cache[name] for name in _OF_THE_RULE]
-        ops.gated_delta_lanes.unchecked(*inputs, out, *states, *where, scale=self.scale)
+        most = MOST_ROWS if step.is_decode else 0
+        ops.gated_delta_lanes.unchecked(*inputs, out, *states, *where, scale=self.scale, most=most)
         return out.flatten(1)
 
     def mix_packed(self, qkv: Tensor, ba: Tensor, rotary: Any, packed: Packed) -> Tensor:  # type: ignore[override]

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.nn import Module, ModuleList
 
 from whorl import ops
 from whorl.models.llama_config import LlamaConfig
+from whorl.models.one_call import OneCall, plain_form
 from whorl.nn import (
     ONE,
     CacheSpec,
@@ -33,13 +34,11 @@ from whorl.nn import (
     scores,
 )
 
-if TYPE_CHECKING:
-    from .one_call import OneCall
-
 # Projections that are separate in a checkpoint and one matrix product here.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
+@plain_form
 class Attention(Mixer):
     """Grouped-query attention of one layer over the paged cache."""
 
@@ -111,6 +110,7 @@ class Attention(Mixer):
         return self.o_proj(mix(self, qkv)), residual
 
 
+@plain_form
 class MLP(Normed):
     """SwiGLU feed-forward network."""
 
@@ -162,6 +162,7 @@ class Layer(Module):
     def feed_forward(self, config: Any, layer: int, ranks: Ranks) -> Normed:
         return MLP(config, layer, ranks)
 
+    @plain_form
     def forward(self, x: Tensor, residual: Tensor | None, mix: Mix) -> tuple[Tensor, Tensor]:
         """Return the layer's output as two summands, x and the residual, [T, C] each.
 
@@ -241,10 +242,8 @@ class Llama(Module):
         return [mixer.cache_spec(self.dtype) for mixer in self.mixers]
 
     @functools.cached_property
-    def one_call(self) -> "OneCall":
+    def one_call(self) -> OneCall:
         """Runs all layers in one call, on a CPU."""
-        from .one_call import OneCall  # it knows the classes of this module
-
         return OneCall(self)
 
     def attention_flops(self, num_tokens: int) -> float:
@@ -286,6 +285,7 @@ class Llama(Module):
         # By a tensor: torch multiplies by the inverse of a number, which has other bits.
         return logits.float() / torch.tensor([temperature], device=logits.device)
 
+    @plain_form
     def hidden(self, token_ids: Tensor, mix: Mix, inserted: Inserted | None = None) -> Tensor:
         """Return hidden states [T, C] of token_ids [T], after the final norm.
 

@@ -4,7 +4,7 @@ The results are those of the layers by themselves, bit for bit; what is saved is
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,15 +16,29 @@ from whorl.nn.weight import changes
 from whorl.ops.cpu import library
 from whorl.ops.cpu.layers import LayerParts, LayerStack, NormPart, ProductPart, Sequences
 
-from . import llama, qwen3
+if TYPE_CHECKING:
+    from .llama import Llama
 
-ATTENTIONS = (llama.Attention, qwen3.Attention)  # exactly these classes: others may compute something else
+
+Part = TypeVar("Part")
+_PLAIN_FORM: set[Any] = set()
+
+
+def plain_form(part: Part) -> Part:
+    """Mark a class or method: it computes what the one call computes. A subclass, or a method that overrides it, may
+    compute something else and is not marked."""
+    _PLAIN_FORM.add(part)
+    return part
+
+
+def has_plain_form(part: Any) -> bool:
+    return part in _PLAIN_FORM
 
 
 class OneCall:
     """Runs a model's layers in one call where that is possible, see `__call__`."""
 
-    def __init__(self, model: "llama.Llama") -> None:
+    def __init__(self, model: "Llama") -> None:
         self._model = model
         self._stack: LayerStack | None = None
         self._made_of: tuple[Any, ...] = ()
@@ -46,7 +60,7 @@ class OneCall:
 
     def _build(self, caches: Sequence[Any]) -> LayerStack | None:
         model, layers = self._model, []
-        is_plain = type(model).hidden is llama.Llama.hidden and type(model.rope) is Rope
+        is_plain = has_plain_form(type(model).hidden) and type(model.rope) is Rope
         if library.missing() is not None or model.dtype != torch.float32 or not is_plain:
             return None
         decoder = model.decoder
@@ -73,10 +87,8 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 
 def _parts(layer: Any, cache: Any) -> LayerParts | None:
     """Return what a layer is made of; None if it has another form."""
-    if type(layer).forward is not llama.Layer.forward:
-        return None
     mixer, mlp = layer.mixer, layer.mlp
-    if type(mixer) not in ATTENTIONS or type(mlp) is not llama.MLP:
+    if not all(map(has_plain_form, (type(layer).forward, type(mixer), type(mlp)))):
         return None
     if not isinstance(cache, KVCache) or cache.k_scale is not None:
         return None

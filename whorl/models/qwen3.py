@@ -10,6 +10,7 @@ from whorl import ops
 from whorl.models import llama
 from whorl.models.fields import count, flag
 from whorl.models.llama_config import LlamaConfig, layer_windows
+from whorl.models.one_call import plain_form
 from whorl.nn import Experts, KVCache, Linear, Normed, Ranks, RMSNorm, Step
 
 
@@ -66,6 +67,7 @@ def experts_of(values: Mapping[str, Any]) -> ExpertsConfig:
     )
 
 
+@plain_form
 class Attention(llama.Attention):
     """Llama's attention with an RMSNorm of every query and key head."""
 

@@ -55,6 +55,8 @@ UNSUPPORTED: dict[str, Known] = {
     "JambaForCausalLM": Known(_STATE, _LLAMA, ("jamba",)),
     "Lfm2ForCausalLM": Known("short convolutions in place of some attention", "Qwen3ForCausalLM", ("lfm2",)),
     "Lfm2MoeForCausalLM": Known("short convolutions in place of some attention", _MOE, ("lfm2moe",)),
+    "KimiLinearForCausalLM": Known("a decay for each channel of the recurrence (KDA)", "Qwen3NextForCausalLM"),
+    "Kimi_K25ForConditionalGeneration": Known("MoonViT's tower, and a tokenizer of tiktoken", "DeepseekV3ForCausalLM"),
     "LlavaForConditionalGeneration": Known("CLIP's vision tower", _VISION),
     "LongcatFlashForCausalLM": Known(
         "two attentions a layer, and experts that compute nothing", "DeepseekV3ForCausalLM"

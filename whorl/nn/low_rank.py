@@ -41,7 +41,7 @@ class Update:
 class Target:
     """A projection that updates can have: a part of a matrix, or several parts that a checkpoint stores as one.
 
-    key: its name in the model, by which a config knows it. rows: of the update, those of each part.
+    key: its name in the model, by which a config knows it. rows: of the update, those of each part's projection.
     """
 
     key: str

@@ -38,6 +38,7 @@ class Step:
 
     max_position: highest position + 1, known on the host so that nothing waits for the device. decoding_from: in a call
     of prompts and decoding sequences, the first token and the first sequence of those that decode, which come last.
+    is_decode: all sequences decode, a token and the draft after it, for which a layer may have another kernel.
     """
 
     token_ids: Tensor  # [T] int64
@@ -51,6 +52,7 @@ class Step:
     states: Tensor | None = None  # [T, C]: hidden states of another model, for one that drafts from them
     decoding_from: tuple[int, int] | None = None
     lanes: Tensor | None = None  # [B] int64: the lane of each sequence, where layers have a state (`StateSpec`)
+    is_decode: bool = False
 
     def parts(self) -> tuple["Step", ...]:
         """Return the prompts and the decoding sequences as steps of their own; the step itself if it has only one kind.
@@ -82,6 +84,7 @@ class Step:
             query_starts=(self.query_starts[sequence:] - token).clamp(min=0),
             context_lens=self.context_lens[sequence:].clone(),
             decoding_from=None,
+            is_decode=True,
             lanes=None if self.lanes is None else self.lanes[sequence:].clone(),
         )
         return prompts, decoding

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl import ops
+from whorl.device import HOST, REFERENCE
 
 from .low_rank import Target, Update, targets
 from .weight import Matrix, Routing
@@ -80,8 +81,10 @@ class TrainedUpdates(nn.Module):
 
 
 def _check_whole(target: Target) -> None:
-    for part in target.parts:
-        if (part.rows, part.columns) != tuple(slice(0, size) for size in part.shape):
+    parts = target.parts[: len(target.rows)]
+    num_rows = sum(part.rows.stop - part.rows.start for part in parts)
+    for part in parts:
+        if num_rows != target.shape[0] or part.columns != slice(0, target.shape[1]):
             raise ValueError(f"TrainedUpdates: {target.key} is sharded over ranks, expected a model on one rank")
 
 
@@ -95,11 +98,11 @@ class _Added:
     def add(self, target: Target, update: Update) -> None:
         for part, rows in zip(target.parts, target.rows, strict=False):
             index = next(i for i, known in enumerate(self.parts) if known.first == part.first)
-            self.updates[index] = Update(a=update.a, b=update.b[..., rows, :], scale=update.scale)
+            self.updates[index] = Update(a=update.a, b=update.b[..., rows, :][..., part.rows, :], scale=update.scale)
 
     def __call__(self, y: Tensor, x: Tensor, routing: Routing | None = None) -> Tensor:
         """As `Adapter`, with a gradient, and rounded where `ops.low_rank` rounds."""
-        columns = y.split([part.shape[0] for part in self.parts], -1)
+        columns = y.split([part.rows.stop - part.rows.start for part in self.parts], -1)
         outputs = [
             part if update is None else part + _product(x, update, routing) * update.scale
             for part, update in zip(columns, self.updates, strict=True)
@@ -109,6 +112,8 @@ class _Added:
 
 def _product(x: Tensor, update: Update, routing: Routing | None) -> Tensor:
     a, b = update.a.to(x.dtype), update.b.to(x.dtype).contiguous()
+    # On a CPU `low_rank` has its reference alone, whose products are those of the reference of `linear`.
+    backend = REFERENCE if x.device.type == HOST else ""
     if routing is None:
-        return ops.linear(ops.linear(x, a), b)  # type: ignore[no-any-return]
+        return ops.linear(ops.linear(x, a, backend=backend), b, backend=backend)  # type: ignore[no-any-return]
     return ops.grouped_matmul(ops.grouped_matmul(x, a, routing.counts), b, routing.counts)  # type: ignore[no-any-return]

@@ -9,9 +9,10 @@ from ._op import Values, narrow, operator, widen
 
 _X = Annotated[Tensor, "[..., C] float"]
 _LIKE_X = Annotated[Tensor, "[..., C] x"]
+WITHOUT = {"torch_npu": "torch_npu has no such operator"}
 
 
-@operator(sharding="rows")
+@operator(sharding="rows", without=WITHOUT)
 def output_gate(x: _X, gate: _LIKE_X) -> _LIKE_X:
     """y = x sigmoid(gate), contiguous. fp32 inside, one rounding. Differentiable.
 
@@ -21,7 +22,7 @@ def output_gate(x: _X, gate: _LIKE_X) -> _LIKE_X:
     return narrow(widen(x) * (1 / (1 + torch.exp(-widen(gate)))), x.dtype).contiguous()
 
 
-@operator(sharding="rows")
+@operator(sharding="rows", without=WITHOUT)
 def output_gate_backward(dy: _LIKE_X, x: _X, gate: _LIKE_X) -> tuple[_LIKE_X, _LIKE_X]:
     """Gradients of `output_gate` with respect to x and gate, in fp32 and rounded once."""
     grad, share = widen(dy), torch.sigmoid(widen(gate))

@@ -74,6 +74,29 @@ class Tags(Strict):
     tags: list[str] | None = None
 
 
+class SleepBody(Strict):
+    """SkyRL sends a body in place of a query."""
+
+    level: Annotated[int, Field(ge=0, le=2)] = 1
+    tags: list[str] | None = Field(None, description="no effect: weights and cache sleep together")
+
+
+class ResetBody(Strict):
+    reset_running_requests: bool = False
+
+
+class Broadcaster(Strict):
+    """prime-rl's."""
+
+    host: str
+    port: int
+    rank_offset: Annotated[int, Field(ge=0)]
+    inference_world_size: Annotated[int, Field(ge=1)]
+    timeout: Annotated[float, Field(gt=0)] = 300
+    quantize_in_weight_transfer: Literal[False] = False
+    session_id: str | None = None
+
+
 class Api:
     """The handlers."""
 
@@ -137,9 +160,10 @@ class Api:
 
     async def update_weights(self, body: FromFolder) -> Response:
         """Receive the tensors that are announced, or read all of a folder."""
-        if (body.update_info is None) == (body.weight_dir is None):
+        is_primes = "weight_dir" in body.model_fields_set
+        if (body.update_info is None) != is_primes:
             raise ApiError(400, "give either update_info, as vLLM's trainers do, or weight_dir, as prime-rl's do")
-        if body.weight_dir is not None:
+        if is_primes:
             version = await self._sync.read(body.weight_dir, body.weight_version)
             return JSONResponse({"message": "Weights updated", "status": "ok", "weight_version": version})
         assert body.update_info is not None
@@ -174,16 +198,20 @@ class Api:
 
     # ---- memory
 
-    async def sleep(self, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Mode = "abort") -> Response:
+    async def sleep(
+        self, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Mode = "abort", body: SleepBody | None = None
+    ) -> Response:
         """Give the memory of weights and cache back; at level 0 only hold the engine."""
+        level = level if body is None or "level" not in body.model_fields_set else body.level
         if level == 0 or mode == "wait":
             await self._pause(mode)
         if level:
             await self._engine.on_engine(lambda: self._llm.sleep(level, mode=mode))
         return JSONResponse({"status": "sleeping", "level": level})
 
-    async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+    async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None, body: Tags | None = None) -> Response:
         """Take the memory again, and go on if all is there."""
+        tags = tags if body is None or body.tags is None else body.tags
 
         def wake() -> bool:
             self._llm.wake(tags)
@@ -211,10 +239,17 @@ class Api:
 
     # ---- caches and facts
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> Response:
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_external: bool = False, body: ResetBody | None = None
+    ) -> Response:
         """Clear the prefix cache; requests in progress are computed again from their tokens."""
         await self._engine.on_engine(self._llm.forget)
         return JSONResponse({"success": True})
+
+    async def init_broadcaster(self, body: Broadcaster) -> Response:
+        """Join the group of a trainer of prime-rl."""
+        await self._sync.join_layers(body.model_dump())
+        return JSONResponse({"status": "ok"})
 
     async def reset_mm_cache(self) -> Response:
         return await self.reset_prefix_cache()
@@ -257,6 +292,7 @@ def add_routes(app: "FastAPI", service: "Service") -> None:
         "/resume_memory_occupation": api.resume_memory,
         "/reset_prefix_cache": api.reset_prefix_cache,
         "/reset_mm_cache": api.reset_mm_cache,
+        "/init_broadcaster": api.init_broadcaster,
     }
     gets: dict[str, Callable[..., Awaitable[Response]]] = {
         "/is_paused": api.is_paused,
@@ -264,6 +300,10 @@ def add_routes(app: "FastAPI", service: "Service") -> None:
         "/weight_info": api.weight_info,
         "/get_world_size": api.get_world_size,
         "/server_info": api.server_info,
+        "/get_server_info": api.server_info,
+        "/get_weight_version": api.weight_info,
+        "/flush_cache": api.reset_mm_cache,
+        "/health_generate": service.health,
         "/liveness": api.liveness,
     }
     for method, handlers in (("POST", posts), ("GET", gets)):

@@ -19,6 +19,7 @@ from whorl.serve.api_error import ApiError
 from .transfers import Announced, Batch, TransferError, announced
 from .transfers.files import read_folder
 from .transfers.group import GlooWire, GroupInfo, GroupTransfer, NcclWire
+from .transfers.layers import LayersTransfer
 from .transfers.memory import IpcTransfer, SharedMemoryTransfer
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Sync:
         self._llm, self._engine, self._seconds = llm, engine, seconds
         self._device = torch.device(llm.runner.device)
         self._transfer: Transfer | None = None
+        self._layers: LayersTransfer | None = None  # prime-rl's way, which has routes of its own
         self._is_busy = False
         self._watch: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # the loop itself keeps weak references only
@@ -93,7 +95,13 @@ class Sync:
             raise ApiError(409, "no transfer is prepared: POST /init_weight_transfer_engine first", code="transfer")
         transfer, info = self._transfer, dict(update_info)
         async with self._alone():
+            is_whole = self._llm.control.update is None  # trainers that know no beginning send all tensors at once
+            if is_whole:
+                await self._engine.on_engine(self._llm.control.begin)
             await self._copy(lambda: transfer.receive(info), announced(info))
+            if is_whole:
+                self._stop_waiting()
+                await self._engine.on_engine(lambda: self._llm.control.finish(None))
 
     async def finish(self, version: str | None) -> str:
         """End an update and return the version of the weights."""
@@ -101,11 +109,18 @@ class Sync:
             self._stop_waiting()
             return await self._engine.on_engine(lambda: self._llm.control.finish(version))
 
+    async def join_layers(self, init_info: Mapping[str, Any]) -> None:
+        """Join prime-rl's group."""
+        async with self._alone():
+            self._close()
+            self._layers = await self._finished(asyncio.to_thread(self._make_layers, dict(init_info)))
+
     async def read(self, folder: Any, version: str | None) -> str:
-        """Do a whole update from a folder of safetensors."""
+        """Do a whole update: from prime-rl's group if there is one, else from a folder of safetensors."""
+        layers = self._layers
         async with self._alone():
             await self._engine.on_engine(self._llm.control.begin)
-            await self._copy(lambda: read_folder(folder, self._device))
+            await self._copy(lambda: read_folder(folder, self._device) if layers is None else layers.receive())
             self._stop_waiting()
             return await self._engine.on_engine(lambda: self._llm.control.finish(version))
 
@@ -136,8 +151,7 @@ class Sync:
     async def _copy(self, batches: Callable[[], Iterator[Batch]], tensors: Sequence[Announced] = ()) -> None:
         """Receive batches and copy them. tensors: what is announced, which is checked before any of it comes."""
         update = self._llm.control.update
-        if update is None:
-            raise WeightsError("no update is in progress: POST /start_weight_update first")
+        assert update is not None
         self._stop_waiting()
         try:
             update.check({tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors})
@@ -188,6 +202,9 @@ class Sync:
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
+        if self._layers is not None:
+            self._layers.close()
+            self._layers = None
 
     def _make_transfer(self, info: dict[str, Any]) -> Transfer:
         if self.backend == "shm":
@@ -195,8 +212,16 @@ class Sync:
         if self.backend == "ipc":
             return IpcTransfer(self._device, packed=bool(info.get("packed", False)))
         group = GroupInfo(info, rank=0, num_ranks=self.num_ranks, seconds=self._seconds)
+        return GroupTransfer(self._wire(group), packed=group.packed, packed_bytes=group.packed_bytes)
+
+    def _make_layers(self, info: dict[str, Any]) -> LayersTransfer:
+        places = {"master_address": info["host"], "master_port": info["port"], "rank_offset": info["rank_offset"] + 1}
+        places["world_size"] = info["inference_world_size"] + 1
+        seconds = min(self._seconds, info["timeout"])
+        return LayersTransfer(self._wire(GroupInfo(places, rank=0, num_ranks=self.num_ranks, seconds=seconds)))
+
+    def _wire(self, group: GroupInfo) -> GlooWire | NcclWire:
         try:
-            wire = GlooWire(group) if self.backend == "gloo" else NcclWire(group, self._device)
+            return NcclWire(group, self._device) if self.backend == "nccl" else GlooWire(group)
         except TransferError as error:
             raise ApiError(409, str(error), code="transfer") from error
-        return GroupTransfer(wire, packed=group.packed, packed_bytes=group.packed_bytes)

@@ -1,5 +1,7 @@
 """The vendor's formulas of inference operators in plain torch: linear, cache, attention, sampling. See kernels.py."""
 
+from typing import Any
+
 import torch
 from npu.bound import Call, by_schema
 from torch import Tensor
@@ -71,12 +73,18 @@ def hidden_keys(
     return j > end if mode == 3 else (j > end + after) | (j < end - pre)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q: [n, HQ, D], k and v: [s, HK, D]: out [n, HQ, D] fp32 and lse [n, HQ]."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """q: [n, HQ, D], k and v: [s, HK, D], sink: [HQ]: out [n, HQ, D] fp32 and lse [n, HQ]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
     scores = torch.einsum("nhd,shd->hns", q.float(), k) * scale
     scores = scores.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        column = sink.float()[:, None, None].expand(-1, len(q), 1)
+        shares = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+        return torch.einsum("hns,shd->nhd", shares, v), torch.zeros(len(q), q.shape[1])
     out = torch.einsum("hns,shd->nhd", torch.softmax(scores, -1).nan_to_num(0), v)
     return out, torch.logsumexp(scores, -1).t()
 
@@ -98,6 +106,34 @@ def paged_scales(scales: Tensor, mode: int, table: Tensor, length: int, cache: T
 
 @by_schema("npu_fused_infer_attention_score")
 def fused_infer_attention_score(call: Call) -> tuple[Tensor, Tensor]:
+    return paged_scores(call)
+
+
+class Renamed:
+    """A call of the second version by the names of the first."""
+
+    NAMES = {  # noqa: RUF012
+        "num_heads": "num_query_heads",
+        "actual_seq_lengths": "actual_seq_qlen",
+        "actual_seq_lengths_kv": "actual_seq_kvlen",
+        "scale": "softmax_scale",
+        "softmax_lse_flag": "return_softmax_lse",
+        "key_antiquant_scale": "dequant_scale_key",
+    }
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, self.NAMES.get(name, name))
+
+
+@by_schema("npu_fused_infer_attention_score_v2")
+def fused_infer_attention_score_v2(call: Call) -> tuple[Tensor, Tensor]:
+    return paged_scores(Renamed(call), call.learnable_sink)
+
+
+def paged_scores(call: Any, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     query, key, value, block_table, block_size = call.query, call.key, call.value, call.block_table, call.block_size
     queries, kv_lengths, sparse_mode = call.actual_seq_lengths, call.actual_seq_lengths_kv, call.sparse_mode
     limits, scale = (call.pre_tokens, call.next_tokens), call.scale
@@ -154,7 +190,7 @@ def fused_infer_attention_score(call: Call) -> tuple[Tensor, Tensor]:
                 assert mask.shape[1] >= block_table.shape[1] * block_size, mask.shape
         hidden = hidden_keys(length, k.shape[0], sparse_mode, mask, *limits, is_single)
         out[row, start : start + length], lse[row, start : start + length] = attend(
-            q[row, start : start + length], k, v, hidden, scale
+            q[row, start : start + length], k, v, hidden, scale, sink
         )
     wide = {
         "BSH": lambda: out.flatten(2),
@@ -185,6 +221,7 @@ def top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None
 KERNELS = {
     "npu_linear": linear,
     "npu_fused_infer_attention_score": fused_infer_attention_score,
+    "npu_fused_infer_attention_score_v2": fused_infer_attention_score_v2,
     "npu_top_k_top_p": top_k_top_p,
     "npu_transpose_batchmatmul": transpose_batchmatmul,
 }

@@ -36,6 +36,7 @@ from whorl.engine.speculate.mtp import MTP
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.weights import load_model
 from whorl.models.deepseek import DeepSeek
+from whorl.models.gpt_oss import GptOss
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 from whorl.models.qwen3_vl import Qwen3VL
@@ -49,6 +50,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "window": Qwen3.tiny(**SIZES, use_sliding_window=True, sliding_window=150, max_window_layers=1) | {"head_dim": 64},
     "experts": Qwen3.tiny(**SIZES, num_experts=8, moe_intermediate_size=64, norm_topk_prob=True) | {"head_dim": 64},
 }
+CONFIGS["gpt_oss"] = GptOss.tiny(
+    **SIZES | {"intermediate_size": 128}, num_attention_heads=4, num_key_value_heads=2, head_dim=64, sliding_window=150
+)
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
 VISION = Qwen3VL.tiny(
     {"hidden_size": 144, "intermediate_size": 160},  # heads of 72 channels, as the published ones
@@ -95,6 +99,8 @@ def give_margins(path: Path) -> None:
     for name, weight in weights.items():
         if name.endswith(("q_norm.weight", "q_proj.weight")):
             weight *= 2
+        if name.endswith(("_proj.bias", "_proj_bias")):  # equal numbers, of which every token has the same
+            weight *= 0.05
         if name.endswith("eh_proj.weight"):  # of token and state, the token says more
             weight[:, : len(weight)].add_(torch.eye(len(weight)))
             weight[:, len(weight) :] *= 0.1

@@ -131,6 +131,23 @@ def swiglu(input: Tensor, dim: int = -1) -> Tensor:
     return (silu(gate) * up).to(input.dtype)
 
 
+def clipped_swiglu(
+    x: Tensor,
+    *,
+    group_index: Tensor | None = None,
+    dim: int = -1,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    bias: float = 1.0,
+    interleaved: bool = True,
+) -> Tensor:
+    assert group_index is None
+    assert interleaved
+    assert dim == -1
+    gate, up = x.float()[..., ::2].clamp(max=limit), x.float()[..., 1::2].clamp(-limit, limit)
+    return ((up + bias) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
+
+
 def swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
     with torch.enable_grad():
         x = input.detach().float().requires_grad_()
@@ -228,6 +245,7 @@ KERNELS = {
     "npu_rms_norm_backward": rms_norm_backward,
     "npu_add_rms_norm": add_rms_norm,
     "npu_swiglu": swiglu,
+    "npu_clipped_swiglu": clipped_swiglu,
     "npu_swiglu_backward": swiglu_backward,
     "npu_geglu": geglu,
     "npu_gelu_backward": gelu_backward,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from npu.attention_kernels import Renamed
 from npu.bound import Call, dtype_of
 from torch import Tensor
 
@@ -127,7 +128,7 @@ def _batchmatmul_limit(call: Call) -> str | None:
     )
 
 
-def _attention_limit(call: Call) -> str | None:
+def _attention_limit(call: Any) -> str | None:
     lengths, mask = call.actual_seq_lengths, call.atten_mask
     starts = [0, *lengths[:-1]] if call.input_layout == "TND" else [0] * len(lengths)
     if call.key_antiquant_scale is not None:
@@ -311,6 +312,7 @@ LIMITS: dict[str, Callable[[Call], str | None]] = {
     "npu_scatter_nd_update_": _scatter_nd_limit,
     "npu_transpose_batchmatmul": _batchmatmul_limit,
     "npu_fused_infer_attention_score": _attention_limit,
+    "npu_fused_infer_attention_score_v2": lambda call: _attention_limit(Renamed(call)),
     "npu_sparse_lightning_indexer_grad_kl_loss": lambda call: _indexer_loss_limit(
         call, topk=call.sparse_indices.shape[-1]
     ),

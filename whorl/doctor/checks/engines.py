@@ -16,16 +16,11 @@ FLASHCOMM_QWEN3_5: Final = (0, 19, 1)  # the newest release in the threads
 DEEPSTACK: Final = ("qwen3_vl", "qwen3_omni")
 
 
-def _is_text_only(launch: Launch) -> bool:
-    names = (launch.inputs.model or {}).get("architectures") or []
-    return bool(names) and not any("ConditionalGeneration" in str(name) for name in names)
-
-
 @rule("mrope-positions-dropped")
 def gated_kernel_reads_one_row(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
     version = launch.version("sglang")
     oldest, newest = GATED_ROPE_BROKEN
-    if path.operator != "sglang_gated_rope" or not launch.is_mrope or _is_text_only(launch):
+    if path.operator != "sglang_gated_rope" or not launch.is_mrope or launch.is_text_only:
         return
     if version is not None and not oldest <= version[:3] <= newest:
         return
@@ -48,7 +43,7 @@ def gated_kernel_reads_one_row(launch: Launch, path: RotaryPath) -> Iterator[Fin
 
 @rule("mrope-positions-dropped", "warning")
 def npu_operator_without_sections(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
-    if launch.framework == "sglang" and path.operator == "npu_mrope" and launch.is_mrope and not _is_text_only(launch):
+    if launch.framework == "sglang" and path.operator == "npu_mrope" and launch.is_mrope and not launch.is_text_only:
         yield Finding(
             found=f"npu_mrope with mrope_section=[0, 0, 0] for a model of sections {list(launch.sections or ())}",
             expected="the native forward, or the Triton kernel of #35817 for Qwen3.5 and 3.6",

@@ -25,7 +25,7 @@ def heads_do_not_split(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
             expected=f"one of {valid_sizes}",
             why="Each rank needs whole heads: query heads must divide evenly, and key/value heads must be split evenly "
             "or each be replicated on the same number of ranks. Otherwise the framework refuses to start.",
-            fix=f"tensor parallel size {max(n for n in valid_sizes if n <= ranks)}",
+            fix=f"tensor parallel size {max((n for n in valid_sizes if n <= ranks), default=1)}",
         )
 
 

@@ -134,7 +134,7 @@ def unknown_cache(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
 @rule("quantised-cache", "note", at="kv_cache_dtype")
 def which_cache(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
     """Report the bytes per token of whorl's KV cache, and warn where its attention is slow."""
-    kind, is_slow = launch.get("kv_cache_dtype"), launch.device == "npu"
+    kind, is_slow = str(launch.get("kv_cache_dtype")), launch.device == "npu"
     if launch.framework == "whorl" and kind in CACHES:
         yield Finding(
             found=f"the KV cache is stored in {kind}{_cache_bytes(launch.text or {})}",

@@ -5,7 +5,7 @@ that recorded graphs and views of them stay valid.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,18 +97,25 @@ class Update:
     def __init__(self, places: Places, *, is_partial: bool = False) -> None:
         self.places, self.is_partial, self.num_copied = places, is_partial, 0
         self._received: set[str] = set()
-        self._rounded: set[str] = set()
+        self._checked: dict[str, Signature] = {}
+        self._has_warned = False
 
     def check(self, tensors: Mapping[str, Signature]) -> None:
         """Raise UpdateError unless every one of these tensors has a place, and was not sent before."""
         places = self.places
-        sources = {n: _source(s) for n, s in tensors.items() if not places.is_ignored(n)}
-        lines = misfits(sources, places.destinations)
-        if repeated := self._received & sources.keys():
+        known, checked = places.destinations, self._checked
+        sources = {
+            name: _source(signature)
+            for name, signature in tensors.items()
+            if checked.get(name) != signature and (name in known or not places.is_ignored(name))
+        }
+        lines = misfits(sources, known)
+        if repeated := self._received & tensors.keys():
             lines.append(f"{len(repeated)} sent twice: {some(sorted(repeated))}")
         lines += self._stored_lines(sources)
         if lines:
             raise UpdateError(f"update_weights: the tensors do not fit the model; {'; '.join(lines)}")
+        checked.update((name, tensors[name]) for name in sources)
 
     def _stored_lines(self, sources: Mapping[str, Source]) -> list[str]:
         """Refuse to round where weights are kept in fewer bits than the model's, to save memory."""
@@ -126,23 +133,26 @@ class Update:
     @torch.no_grad()
     def copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Check tensors and copy them, all in one operation of the device."""
-        named = {name: tensor for name, tensor in tensors if not self.places.is_ignored(name)}
-        if len(named) < sum(not self.places.is_ignored(name) for name, _ in tensors):
-            raise UpdateError("update_weights: a tensor is sent twice in one call")
-        self.check({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()})
+        known = self.places.destinations
+        named = {name: tensor for name, tensor in tensors if name in known or not self.places.is_ignored(name)}
+        self.check({name: (tensor.shape, tensor.dtype) for name, tensor in named.items()})
         self.num_copied += len(named)  # before the copy: it may fail half way
         into: list[Tensor] = []
         parts: list[Tensor] = []
         for name, tensor in named.items():
-            source = _source((tuple(tensor.shape), tensor.dtype), tensor)
-            if (twin := self.places.twins.get(name)) in self._received:
+            place = known[name]
+            if self.places.twins and (twin := self.places.twins.get(name)) in self._received:
                 _copy_all(into, parts)
-                self._check_twin(name, str(twin), read_part(source, self.places.destinations[name]))
+                self._check_twin(name, str(twin), _part_of(tensor, place))
+            elif place.into.shape == tensor.shape and not place.more:  # most are, and there may be thousands
+                parts.append(tensor)
+                into.append(place.into)
             else:
-                for place in _all(self.places.destinations[name]):
-                    parts.append(read_part(source, place))
-                    into.append(place.into)
-                    self._check_range(name, parts[-1], place.into)
+                for each in _all(place):
+                    parts.append(_part_of(tensor, each))
+                    into.append(each.into)
+            if tensor.dtype != place.into.dtype:
+                self._check_range(name, parts[-1], place.into)
             self._received.add(name)
         _copy_all(into, parts)
 
@@ -152,16 +162,15 @@ class Update:
             raise UpdateError(f"update_weights: {name} and {twin} are one matrix here, and came with other values")
 
     def _check_range(self, name: str, part: Tensor, into: Tensor) -> None:
-        if part.dtype == into.dtype or not part.is_floating_point():
-            return
-        if part.dtype.itemsize > into.dtype.itemsize and not self._rounded:
+        """Warn that values are rounded; raise UpdateError if they are too large."""
+        if part.dtype.itemsize > into.dtype.itemsize and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "update_weights: %s comes in %s and is rounded to %s, as when it is loaded",
                 name,
                 part.dtype,
                 into.dtype,
             )
-        self._rounded.add(name)
         if into.dtype == torch.float16 and not part.to(torch.float16).isfinite().all():
             raise UpdateError(f"update_weights: {name}: values of {part.dtype} do not fit float16")
 
@@ -201,8 +210,12 @@ def _all(destination: Destination) -> Iterable[Destination]:
         yield from _all(more)
 
 
-def _source(signature: Signature, tensor: Tensor | None = None) -> Source:
+def _source(signature: Signature, read: Callable[[Any], Tensor] | None = None) -> Source:
     shape, dtype = signature
-    read = (lambda index: tensor[index]) if tensor is not None else None
     name = str(dtype).removeprefix("torch.")
-    return Source(shape=shape, dtype=name, gives=dtype, nbytes=0, read=read)  # type: ignore[arg-type]
+    return Source(shape=tuple(shape), dtype=name, gives=dtype, nbytes=0, read=read)  # type: ignore[arg-type]
+
+
+def _part_of(tensor: Tensor, place: Destination) -> Tensor:
+    """Return what goes to the place: this rank's share of the tensor, which may come transposed."""
+    return read_part(_source((tensor.shape, tensor.dtype), tensor.__getitem__), place)

@@ -21,7 +21,7 @@ from whorl import ops
 from whorl.nn import ONE, CacheSpec, PagedKV, Ranks, StateSpec, Step, attend
 
 from . import interface, replacing, trial
-from .interface import Caller
+from .interface import QKV, Caller
 from .row_invariant import guard
 from .skeleton import RefusedError as RefusedError
 from .skeleton import fill_buffers, frozen_rotations, skeleton
@@ -132,12 +132,10 @@ class _Serving(Caller):
         self.model, self.parts, self.caches = model, step.parts(), caches
         self.sizes = [len(part.token_ids) for part in self.parts]
 
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
-    ) -> Tensor:  # fmt: skip
+    def attend(self, module: nn.Module, qkv: QKV, mask: Any, options: dict[str, Any]) -> Tensor:
         place = self.model.places[module]
         request, cache = self.model.attentions[place], self.caches[place]
-        rows = [x[0].transpose(0, 1).split(self.sizes) for x in (q, k, v)]
+        rows = [x[0].transpose(0, 1).split(self.sizes) for x in qkv]
         outputs = []
         for part, queries, keys, values in zip(self.parts, *rows, strict=True):
             ops.write_kv.unchecked(keys, values, cache.k, cache.v, part.slots, cache.k_scale, cache.v_scale)

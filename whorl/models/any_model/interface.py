@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from whorl import ops
 
 NAME = "whorl"
+QKV = tuple[Tensor, Tensor, Tensor]
 # Keyword arguments of the attention call that say nothing about its arithmetic, where there is no dropout.
 WITHOUT_MEANING = {"dropout", "is_causal", "position_ids", "position_embeddings", "cache_position", "past_key_values"}
 WITHOUT_MEANING |= {"use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"}
@@ -23,10 +24,8 @@ WITHOUT_MEANING |= {"logits_to_keep"}
 class Caller(Protocol):
     """Who runs a forward."""
 
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
-    ) -> Tensor:  # fmt: skip
-        """Return the output of attention, [1, T, HQ, D]; q: [1, HQ, T, D], k and v: [1, HK, T, D].
+    def attend(self, module: nn.Module, qkv: QKV, mask: Any, options: dict[str, Any]) -> Tensor:
+        """Return the output of attention, [1, T, HQ, D]. qkv: queries [1, HQ, T, D], keys and values [1, HK, T, D].
 
         mask: what `mask` returned. options: the other keyword arguments that are not None.
         """
@@ -79,7 +78,7 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
     options = {name: each for name, each in options.items() if each is not None and name not in WITHOUT_MEANING}
-    return _caller().attend(module, query, key, value, attention_mask, options), None
+    return _caller().attend(module, (query, key, value), attention_mask, options), None
 
 
 def _mask(*, mask_function: Any = None, **_: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whorl.models import BACKEND
+from whorl.models.fields import BACKEND
 
 from . import interface
 

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import interface
+from .interface import QKV
 from .row_invariant import ELEMENTWISE, MIXERS, PRODUCTS, SUMS
 from .skeleton import RefusedError
 
 TOKENS = 7  # of the trial's sequence
 _FEW = 32  # numbers that every library adds in one order
-_FAR = 20000  # a position past any window that is not the whole context
+_FAR = 1 << 24  # a position past any window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,10 +43,8 @@ class Trial:
     per_token: dict[nn.Module, int] = field(default_factory=dict)
     windows: tuple[int, ...] = ()
 
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
-    ) -> Tensor:  # fmt: skip
-        options, kind = dict(options), type(module).__name__
+    def attend(self, module: nn.Module, qkv: QKV, mask: Any, options: dict[str, Any]) -> Tensor:
+        (q, k, v), options, kind = qkv, dict(options), type(module).__name__
         scale, softcap = options.pop("scaling", None), options.pop("softcap", None)
         options.pop("sliding_window", None)  # as in transformers' own attention, the mask decides
         if options:

@@ -26,7 +26,7 @@ FORMATS: dict[str, str] = {
     "compressed-tensors": "whorl.nn.weights.compressed:formats",
     "awq": "whorl.nn.weights.awq:formats",
     "gptq": "whorl.nn.weights.gptq:formats",
-    "gguf": "whorl.nn.weights.gguf:formats",
+    "gguf": "whorl.nn.weights.gguf_formats:formats",
     "mxfp4": "whorl.nn.weights.fp4:stacked_mxfp4",
     "modelopt": "whorl.nn.weights.fp4:modelopt",
     "modelopt_fp4": "whorl.nn.weights.fp4:modelopt",

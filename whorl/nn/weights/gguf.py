@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from whorl.nn.ranks import Unit
-from whorl.nn.weight import Destination, Format, Formats, Matrix, Part
+from whorl.nn.weight import Destination, Matrix, Part
 
-from .quantised import Dim, Pick, Quantised, one_of, setting
+from .quantised import Dim, Pick, Quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +77,6 @@ def _count(part: Part) -> int:
 def _number(matrix: Matrix, part: Part) -> int:
     """Return the number n of the parameter blocks<n> that stores a projection."""
     return next(i for i, candidate in enumerate(matrix.entry_parts) if candidate.first == part.first)
-
-
-def formats(settings: Mapping[str, Any]) -> Formats:
-    """Make the formats of a GGUF file; settings: made of the file's header, no config.json has them."""
-    kinds = setting(settings, dict, {}, "kinds")
-    for name, kind in kinds.items():
-        if kind not in KINDS:
-            raise ValueError(f"{name} is of type {kind}, which cannot stay packed; expected one of {', '.join(KINDS)}")
-    if not kinds:
-        raise ValueError("quantization_config: gguf without the kinds of its tensors: name the .gguf file itself")
-    blocks: Format = GgufBlocks(kinds)
-    if one_of(settings, "activations", (None, "int8"), None) == "int8":
-        from .panels import GgufPanels  # which loads the CPU kernels
-
-        blocks = GgufPanels(kinds)
-    return Formats(of=lambda name: blocks, unit=blocks.unit)
 
 
 # ---- unpacking blocks to fp32 as llama.cpp does: products and sums in its order, each rounded

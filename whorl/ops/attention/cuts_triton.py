@@ -152,11 +152,11 @@ def total_of(weights, WIDEN: tl.constexpr):
 def start_fold(sinks_ptr, heads, mask):
     """Return the highest score and the sum of weights before the first cut: those of the heads' sinks, if they have
     any. The weighted values are zero."""
-    if sinks_ptr is None:  # with else, because what follows a return is compiled as well
-        top, total = tl.full(heads.shape, float("-inf"), tl.float32), tl.zeros(heads.shape, tl.float32)
+    zero = heads.to(tl.float32) * 0.0
+    if sinks_ptr is None:
+        top, total = zero - float("inf"), zero
     else:
-        top = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * LOG2
-        total = tl.full(heads.shape, 1.0, tl.float32)
+        top, total = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * LOG2, zero + 1.0
     return top, total
 
 

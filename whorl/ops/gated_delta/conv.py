@@ -12,6 +12,7 @@ from ..attention.packed import Starts, check_starts, read, sequences
 _X = Annotated[Tensor, "[T, N] float"]
 _LIKE_X = Annotated[Tensor, "[T, N] x"]
 _WEIGHT = Annotated[Tensor, "[N, W>0] x or fp32"]
+WITHOUT = {"torch_npu": "npu_fused_causal_conv1d promises no bits, and keeps no inputs to go back to"}
 
 
 def convolve(inputs: Tensor, weight: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(widen(x), (0, 0, width - 1, 0))
 
 
-@operator(check=lambda x, starts, **_: check_starts("causal_conv", x, starts))
+@operator(check=lambda x, starts, **_: check_starts("causal_conv", x, starts), without=WITHOUT)
 def causal_conv(x: _X, weight: _WEIGHT, starts: Starts) -> _LIKE_X:
     """y_t = silu(sum over j of weight[:, j] x_(t - W + 1 + j)), each channel by itself, within packed sequences.
 
@@ -54,7 +55,7 @@ def causal_conv(x: _X, weight: _WEIGHT, starts: Starts) -> _LIKE_X:
     return narrow(torch.cat([*parts, padding]), x.dtype).contiguous()
 
 
-@operator(check=lambda x, starts, **_: check_starts("causal_conv_backward", x, starts))
+@operator(check=lambda x, starts, **_: check_starts("causal_conv_backward", x, starts), without=WITHOUT)
 def causal_conv_backward(
     dy: _LIKE_X, x: _X, weight: _WEIGHT, starts: Starts
 ) -> tuple[_LIKE_X, Annotated[Tensor, "[N, W>0] weight"]]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._draw import Draw
 from .._op import Values, narrow, operator, widen
-from .conv import convolve, silu
+from .conv import WITHOUT, convolve, silu
 from .layout import CHUNK, MOST_ROWS
 from .sequences import Piece, check_pieces, draw_lanes, pieces
 
@@ -23,7 +23,7 @@ def _check(
         )
 
 
-@operator(check=_check, mutates=("y", "tail", "inputs"))
+@operator(check=_check, mutates=("y", "tail", "inputs"), without=WITHOUT)
 def causal_conv_lanes(
     x: Annotated[Tensor, "[T, N] float"],
     weight: Annotated[Tensor, "[N, W] x or fp32"],

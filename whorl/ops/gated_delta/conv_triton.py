@@ -283,6 +283,7 @@ def lanes(
         BLOCK_W=power_of_2(max(1, width - 1)),
         BLOCK_RING=power_of_2(ring),
         CHANNELS=block,
+        enable_fp_fusion=False,
         num_warps=4,
     )
 

@@ -13,6 +13,7 @@ _LIKE_A = Annotated[Tensor, "[..., H] a"]
 _GATE = Annotated[Tensor, "[..., H] fp32"]
 _PARAMETER = Annotated[Tensor, "[H] a or fp32"]
 LINEAR = 20.0  # softplus(x) is x above this, as in torch
+WITHOUT = {"torch_npu": "torch_npu has no such operator"}
 
 
 def _softplus(x: Tensor) -> Tensor:
@@ -20,7 +21,7 @@ def _softplus(x: Tensor) -> Tensor:
     return torch.where(x > LINEAR, x, torch.log1p(torch.exp(x.clamp(max=LINEAR))))
 
 
-@operator(sharding="rows")
+@operator(sharding="rows", without=WITHOUT)
 def delta_gates(a: _A, b: _LIKE_A, a_log: _PARAMETER, dt_bias: _PARAMETER) -> tuple[_GATE, _GATE]:
     """Return g = -exp(a_log) softplus(a + dt_bias), which is 0 at most, and beta = sigmoid(b), both in fp32.
 
@@ -33,13 +34,13 @@ def delta_gates(a: _A, b: _LIKE_A, a_log: _PARAMETER, dt_bias: _PARAMETER) -> tu
     return g.contiguous(), (1 / (1 + torch.exp(-widen(b)))).contiguous()
 
 
-@operator(sharding="rows")
+@operator(sharding="rows", without=WITHOUT)
 def delta_gates_backward(
     dg: _GATE, dbeta: _GATE, a: _A, b: _LIKE_A, a_log: _PARAMETER, dt_bias: _PARAMETER
 ) -> tuple[_LIKE_A, _LIKE_A, Annotated[Tensor, "[H] a_log"], Annotated[Tensor, "[H] dt_bias"]]:
     """Gradients of `delta_gates` with respect to a, b, a_log and dt_bias, in fp32 and rounded once."""
     x, rate = widen(a) + widen(dt_bias), -widen(a_log).exp()
-    dx = dg * rate * torch.sigmoid(x)
+    dx = dg * rate * torch.where(x > LINEAR, 1, torch.sigmoid(x))
     beta = torch.sigmoid(widen(b))
     da_log = (dg * rate * _softplus(x)).flatten(0, -2).sum(0)
     ddt_bias = dx.flatten(0, -2).sum(0)

@@ -10,9 +10,10 @@ from .._op import Values, narrow, operator, widen
 _X = Annotated[Tensor, "[..., D] float"]
 _LIKE_X = Annotated[Tensor, "[..., D] x"]
 _EPS = Annotated[float, "> 0"]
+WITHOUT = {"torch_npu": "torch_npu has no norm of this kind"}
 
 
-@operator(sharding="rows")
+@operator(sharding="rows", without=WITHOUT)
 def l2_norm(x: _X, eps: _EPS = 1e-6) -> _LIKE_X:
     """y = x / sqrt(sum(x^2) + eps), over the last dim, contiguous. fp32 inside, one rounding. Differentiable.
 
@@ -22,7 +23,7 @@ def l2_norm(x: _X, eps: _EPS = 1e-6) -> _LIKE_X:
     return narrow(wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps), x.dtype).contiguous()
 
 
-@operator(sharding="rows")
+@operator(sharding="rows", without=WITHOUT)
 def l2_norm_backward(dy: _LIKE_X, x: _X, eps: _EPS = 1e-6) -> _LIKE_X:
     """Gradient of `l2_norm` with respect to x, in fp32, rounded once."""
     wide, grad = widen(x), widen(dy)

@@ -12,7 +12,7 @@ from .._tracing import is_readable
 from ..attention.packed import head_reason
 from .arithmetic import OpenChunk, Rows
 from .layout import BLOCK, CHUNK, delta_tensors
-from .rule import draw_rule
+from .rule import WITHOUT, draw_rule
 from .sequences import check_pieces, draw_lanes, pieces
 
 _LENGTHS = ("lanes", "query_starts", "context_lens")
@@ -31,7 +31,10 @@ def _check(q: Tensor, lanes: Tensor, query_starts: Tensor, context_lens: Tensor,
                 )
 
 
-@operator(check=_check, mutates=("out", "state", "rounded", "keys", "deltas", "decays", "errors", "inverses"))
+_NAMES = ("state", "rounded", "keys", "deltas", "decays", "errors", "inverses")
+
+
+@operator(check=_check, mutates=("out", *_NAMES), without=WITHOUT)
 def gated_delta_lanes(
     q: Annotated[Tensor, "[T, HK>0, D] float"],
     k: Annotated[Tensor, "[T, HK>0, D] q"],
@@ -130,7 +133,7 @@ def _places(first: int, end: int, of_lane: Tensor) -> list[int]:
 
 
 def _triton_reason(q: Tensor, **arguments: Any) -> str | None:
-    for name in ("state", "rounded", "keys", "deltas", "decays", "errors", "inverses"):
+    for name in _NAMES:
         x = arguments[name]
         if len(x) and not x[0].is_contiguous():
             return f"a lane's {name} must be contiguous, got strides {list(x.stride())}"

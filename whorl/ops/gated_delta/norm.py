@@ -12,6 +12,7 @@ _LIKE_X = Annotated[Tensor, "[..., D] x"]
 _WEIGHT = Annotated[Tensor, "[D] x or fp32"]
 _EPS = Annotated[float, "> 0"]
 GateActivation = Literal["silu", "sigmoid"]
+WITHOUT = {"torch_npu": "npu_rms_norm takes no gate"}
 
 
 def _share(gate: Tensor) -> Tensor:
@@ -19,7 +20,7 @@ def _share(gate: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-gate))
 
 
-@operator(sharding="rows")
+@operator(sharding="rows", without=WITHOUT)
 def gated_rms_norm(
     x: _X, gate: _LIKE_X, weight: _WEIGHT, eps: _EPS = 1e-6, *, activation: GateActivation = "silu"
 ) -> _LIKE_X:
@@ -36,7 +37,7 @@ def gated_rms_norm(
     return narrow(unit * widen(weight) * active, x.dtype).contiguous()
 
 
-@operator(sharding="rows")
+@operator(sharding="rows", without=WITHOUT)
 def gated_rms_norm_backward(
     dy: _LIKE_X, x: _X, gate: _LIKE_X, weight: _WEIGHT, eps: _EPS = 1e-6, *, activation: GateActivation = "silu"
 ) -> tuple[_LIKE_X, _LIKE_X, Annotated[Tensor, "[D] weight"]]:

@@ -93,7 +93,8 @@ def _delta_rows_kernel(
             tl.store(rounded_at, state, mask=is_state)
         else:
             state = tl.load(rounded_at, mask=is_state, other=0.0)
-        while first < stop:
+        num_blocks = (row + stop - first - 1) // BLOCK - row // BLOCK + 1
+        for _ in tl.range(0, num_blocks, disable_licm=True):  # what is moved out of the loop takes registers
             base = row // BLOCK * BLOCK
             count = tl.minimum(base + BLOCK - row, stop - first)
             at, token = base + own, first - row + base + own
@@ -206,7 +207,7 @@ def compute(
     starts, lengths = query_starts.contiguous(), context_lens.contiguous()
     states["lanes"] = lanes.contiguous()
     if is_prompt:
-        rule_triton._chunks(q, k, v, g, beta, out, starts, lengths, states, scale)
+        rule_triton.compute(q, k, v, g, beta, out, starts, lengths, states, scale)
     q, k, v, g, beta = (unit_stride(x) for x in (q, k, v, g, beta))
     heads, (value_heads, value_dim) = k.shape[1], v.shape[1:]
     part = _part(count * value_heads, value_dim, multiprocessors(q.device))

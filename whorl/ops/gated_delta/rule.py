@@ -17,9 +17,12 @@ QUERIES = Annotated[Tensor, "[T, HK>0, D] float"]
 VALUES = Annotated[Tensor, "[T, G*HK, DV] q"]
 GATES = Annotated[Tensor, "[T, G*HK] fp32"]
 SCALE = Annotated[float, "> 0"]
+WITHOUT = {
+    "torch_npu": "npu_chunk_gated_delta_rule keeps the state in bf16 and promises no bits that decoding continues"
+}
 
 
-@operator(check=lambda q, starts, **_: check_starts("gated_delta", q, starts))
+@operator(check=lambda q, starts, **_: check_starts("gated_delta", q, starts), without=WITHOUT)
 def gated_delta(q: QUERIES, k: KEYS, v: VALUES, g: GATES, beta: GATES, starts: Starts, *, scale: SCALE) -> VALUES:
     """The gated delta rule over packed sequences: returns out, contiguous.
 

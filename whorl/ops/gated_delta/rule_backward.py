@@ -20,15 +20,15 @@ from torch import Tensor
 
 from .._draw import Draw
 from .._op import Values, narrow, operator, widen
-from ..attention.packed import Starts, check_starts, read, sequences
+from ..attention.packed import Starts, check_starts, head_reason, read, sequences
 from .arithmetic import Rows, rounded
-from .layout import CHUNK
-from .rule import BENCH, CASES, GATES, KEYS, QUERIES, SCALE, VALUES, gated_delta, special_inputs
+from .layout import BLOCK, CHUNK
+from .rule import BENCH, CASES, GATES, KEYS, QUERIES, SCALE, VALUES, WITHOUT, gated_delta, special_inputs
 
 _LIKE_KEYS = Annotated[Tensor, "[T, HK>0, D] q"]
 
 
-@operator(check=lambda q, starts, **_: check_starts("gated_delta_backward", q, starts))
+@operator(check=lambda q, starts, **_: check_starts("gated_delta_backward", q, starts), without=WITHOUT)
 def gated_delta_backward(
     dout: VALUES, q: QUERIES, k: KEYS, v: VALUES, g: GATES, beta: GATES, starts: Starts, *, scale: SCALE
 ) -> tuple[_LIKE_KEYS, _LIKE_KEYS, VALUES, GATES, GATES]:
@@ -84,7 +84,7 @@ def _of_sequence(rows: Rows, dout: Tensor, dtype: torch.dtype, scale: float) -> 
     below = decay.tril(-1)
     products = k @ k.transpose(2, 3)
     lower, weights = beta * below * products, decay * (q @ k.transpose(2, 3))
-    system = lower + torch.eye(CHUNK, dtype=lower.dtype, device=lower.device)
+    system = _System(lower, dtype)
 
     count = len(q)
     states, deltas, read = [], [], []
@@ -92,8 +92,7 @@ def _of_sequence(rows: Rows, dout: Tensor, dtype: torch.dtype, scale: float) -> 
     for c in range(count):
         states.append(near(state))
         read.append(k[c] @ states[c])
-        errors = near(beta[c] * (v[c] - growth[c] * read[c]))
-        deltas.append(near(torch.linalg.solve_triangular(system[c], errors, upper=False, unitriangular=True)))
+        deltas.append(system.solve(c, beta[c] * (v[c] - growth[c] * read[c])))
         state = last[c].exp() * state + k[c].transpose(1, 2) @ near(rest[c] * deltas[c])
 
     dstate = torch.zeros_like(state)
@@ -101,9 +100,8 @@ def _of_sequence(rows: Rows, dout: Tensor, dtype: torch.dtype, scale: float) -> 
     for c in reversed(range(count)):
         dstates[c] = near(dstate)
         ddeltas = scale * near(weights[c]).transpose(1, 2) @ dout[c] + near(rest[c] * k[c]) @ dstates[c]
-        transposed = system[c].transpose(1, 2)
-        derrors[c] = near(torch.linalg.solve_triangular(transposed, near(ddeltas), upper=True, unitriangular=True))
-        dlast[c] = last[c].exp() * (states[c] * dstate).sum((1, 2), keepdim=True)
+        derrors[c] = system.solve_transposed(c, ddeltas)
+        dlast[c] = last[c].exp() * (states[c] * dstates[c]).sum((1, 2), keepdim=True)
         of_out = near(scale * growth[c] * q[c]).transpose(1, 2) @ dout[c]
         of_errors = near(beta[c] * growth[c] * k[c]).transpose(1, 2) @ derrors[c]
         dstate = last[c].exp() * dstate + of_out - of_errors
@@ -130,6 +128,40 @@ def _of_sequence(rows: Rows, dout: Tensor, dtype: torch.dtype, scale: float) -> 
         yield _joined(grad, num_tokens)[:, :, 0]
 
 
+class _System:
+    """I + L of every chunk, solved by blocks as `arithmetic.py` does. lower: L [chunks, HV, CHUNK, CHUNK]."""
+
+    def __init__(self, lower: Tensor, dtype: torch.dtype) -> None:
+        self._dtype, self._lower = dtype, rounded(lower, dtype)
+        unit = torch.eye(BLOCK, dtype=lower.dtype, device=lower.device)
+        inside = (lower[:, :, b : b + BLOCK, b : b + BLOCK] + unit for b in range(0, CHUNK, BLOCK))
+        solve = torch.linalg.solve_triangular
+        self._inverses = [rounded(solve(x, unit, upper=False, unitriangular=True), dtype) for x in inside]
+
+    def solve(self, c: int, x: Tensor) -> Tensor:
+        """Return (I + L)^-1 x, rounded, for chunk c; x: [HV, CHUNK, DV]."""
+        solved: list[Tensor] = []
+        for b, inverse in enumerate(self._inverses):
+            rows = slice(b * BLOCK, (b + 1) * BLOCK)
+            part = x[:, rows]
+            if solved:
+                part = part - self._lower[c, :, rows, : rows.start] @ torch.cat(solved, 1)
+            solved.append(rounded(inverse[c] @ rounded(part, self._dtype), self._dtype))
+        return torch.cat(solved, 1)
+
+    def solve_transposed(self, c: int, x: Tensor) -> Tensor:
+        """Return (I + L)^-T x, rounded, for chunk c."""
+        solved: list[Tensor] = []
+        for b in reversed(range(len(self._inverses))):
+            rows = slice(b * BLOCK, (b + 1) * BLOCK)
+            part = x[:, rows]
+            if solved:
+                part = part - self._lower[c, :, rows.stop :, rows].transpose(1, 2) @ torch.cat(solved, 1)
+            inverse = self._inverses[b][c].transpose(1, 2)
+            solved.insert(0, rounded(inverse @ rounded(part, self._dtype), self._dtype))
+        return torch.cat(solved, 1)
+
+
 def _joined(x: Tensor, num_tokens: int) -> Tensor:
     """Return x [chunks, H, CHUNK, C] as [n, H, C]."""
     return x.transpose(1, 2).flatten(0, 1)[:num_tokens]
@@ -141,6 +173,9 @@ def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> di
     tensors = (args[name] for name in (*names, "starts"))
     gradients = gated_delta_backward(grads[0], *tensors, scale=args["scale"], backend=args["backend"])
     return dict(zip(names, gradients, strict=True))
+
+
+gated_delta_backward.impl("triton", "rule_backward_triton:backward", accepts=head_reason)
 
 
 @gated_delta_backward.inputs(cases=CASES, bench=BENCH)

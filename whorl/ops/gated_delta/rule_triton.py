@@ -212,6 +212,22 @@ def _keep_rows(lane_ptr, x, b: tl.constexpr, first, count, ROWS: tl.constexpr, v
     tl.store(at, x, mask=((rows >= first) & (rows < count))[None, :] & (values < DV)[:, None])
 
 
+@triton.jit
+def _keep_all(
+    states_ptr, deltas_ptr, state, d0, d1, d2, d3, first, count, stride, channels, values, D: tl.constexpr, DV
+):  # fmt: skip
+    """Store the state at the start of a chunk, [DV, D], and the chunk's deltas, at its tokens."""
+    is_value = values < DV
+    at = states_ptr + values[:, None] * D + channels[None, :]
+    tl.store(at, state, mask=is_value[:, None] & (channels < D)[None, :])
+    rows = tl.arange(0, BLOCK)
+    at = deltas_ptr + (first + rows).to(tl.int64)[None, :] * stride + values[:, None]
+    tl.store(at, d0, mask=(rows < count)[None, :] & is_value[:, None])
+    tl.store(at + BLOCK * stride, d1, mask=(rows + BLOCK < count)[None, :] & is_value[:, None])
+    tl.store(at + 2 * BLOCK * stride, d2, mask=(rows + 2 * BLOCK < count)[None, :] & is_value[:, None])
+    tl.store(at + 3 * BLOCK * stride, d3, mask=(rows + 3 * BLOCK < count)[None, :] & is_value[:, None])
+
+
 @launched
 @triton.jit
 def _delta_state_kernel(
@@ -230,6 +246,8 @@ def _delta_state_kernel(
     rounded_ptr,
     deltas_ptr,
     errors_ptr,
+    states_ptr,
+    all_deltas_ptr,
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -256,7 +274,10 @@ def _delta_state_kernel(
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Compute out of one sequence and value head, for BV of its value channels; with lanes, keep what they hold."""
+    """Compute out of one sequence and value head, for BV of its value channels; with lanes, keep what they hold.
+
+    states_ptr, all_deltas_ptr: for a backward, where the state at the start of every chunk and all deltas are stored.
+    """
     part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, stop = tl.load(starts_ptr + b), tl.load(starts_ptr + b + 1)
     is_aligned = stop > start
@@ -277,12 +298,17 @@ def _delta_state_kernel(
             in_lane = (head * D + channels)[None, :] * DV + values[:, None]
             state = tl.load(state_ptr + lane * state_stride + in_lane, mask=is_value, other=0.0)
         end = start + (stop - start) // CHUNK * CHUNK
-        for first in tl.range(start, end, CHUNK, num_stages=STAGES):
-            state, _, _, _, _, _, _, _, _, _ = _chunk(
+        for first in tl.range(start, end, CHUNK, num_stages=STAGES, disable_licm=STAGES == 1):
+            state, operand, _, _, _, _, d0, d1, d2, d3 = _chunk(
                 state, q_ptr, k_ptr, v_ptr, beta_ptr, out_ptr, lower_ptr + place * CHUNK * CHUNK,
                 weights_ptr + place * CHUNK * CHUNK, sums_ptr + place * CHUNK, first, CHUNK, q_stride_t, k_stride_t,
                 v_stride_t, beta_stride, out_stride_t, scale, channels, values, D, DV, EVEN, WIDEN,
             )  # fmt: skip
+            if states_ptr is not None:
+                _keep_all(
+                    states_ptr + place * DV * D, all_deltas_ptr + head * DV, operand, d0, d1, d2, d3, first, CHUNK,
+                    tl.num_programs(1) * DV, channels, values, D, DV,
+                )  # fmt: skip
             place += tl.num_programs(1)
         if lanes_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
             if end > start:
@@ -294,6 +320,11 @@ def _delta_state_kernel(
                 weights_ptr + place * CHUNK * CHUNK, sums_ptr + place * CHUNK, end, count, q_stride_t, k_stride_t,
                 v_stride_t, beta_stride, out_stride_t, scale, channels, values, D, DV, False, WIDEN,
             )  # fmt: skip
+            if states_ptr is not None:
+                _keep_all(
+                    states_ptr + place * DV * D, all_deltas_ptr + head * DV, operand, d0, d1, d2, d3, end, count,
+                    tl.num_programs(1) * DV, channels, values, D, DV,
+                )  # fmt: skip
             if lanes_ptr is not None:
                 tl.store(rounded_ptr + lane * rounded_stride + in_lane, operand, mask=is_value)
                 to = deltas_ptr + lane * deltas_stride + head * CHUNK * DV
@@ -311,11 +342,12 @@ def _delta_state_kernel(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor, scale: float) -> Tensor:
     out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    _chunks(q, k, v, g, beta, out, starts.contiguous(), None, {}, scale)
+    if v.numel() and len(starts) > 1:
+        compute(q, k, v, g, beta, out, starts.contiguous(), None, {}, scale)
     return out
 
 
-def _chunks(
+def compute(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -326,12 +358,16 @@ def _chunks(
     lengths: Tensor | None,
     states: dict[str, Tensor],
     scale: float,
-) -> None:
-    """Compute the sequences that begin at a multiple of CHUNK. states: by name, `LANES` and lanes; empty: none."""
+    kept: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the sequences that begin at a multiple of CHUNK, of which there is one at least, with tokens.
+
+    states: by name, `LANES` and lanes; empty: none. kept: for a backward, where the states at the starts of chunks
+    [chunks, HV, DV, D] and all deltas [T, HV, DV] are stored. Returns L and t, P and G of all chunks, as the first
+    kernel stores them.
+    """
     q, k, v, g, beta = (unit_stride(x) for x in (q, k, v, g, beta))
     (tokens, heads, value_dim), (key_heads, dim), count = v.shape, q.shape[1:], len(starts) - 1
-    if not tokens or not count:
-        return
     num_chunks = ceil_div(tokens, ROWS_OF_CHUNK) + count
     kind: dict[str, Any] = {"dtype": q.dtype, "device": q.device}
     lower, weights = (torch.empty(num_chunks, heads, ROWS_OF_CHUNK, ROWS_OF_CHUNK, **kind) for _ in range(2))
@@ -361,7 +397,7 @@ def _chunks(
     _delta_chunk_kernel[(heads, num_chunks)](
         **common, g_ptr=g, g_stride=g.stride(0), **named("keys", "decays", "inverses"), num_warps=4
     )
-    plan = _plan(value_dim, q.dtype)
+    plan = _plan(value_dim, q.dtype, keeps=kept is not None)
     part = plan["BV"]
     _delta_state_kernel[(ceil_div(value_dim, part), heads, count)](
         **common,
@@ -375,11 +411,17 @@ def _chunks(
         DV=value_dim,
         EVEN=value_dim % part == 0 and dim == constants["BLOCK_D"],
         **plan,
+        states_ptr=None if kept is None else kept[0],
+        all_deltas_ptr=None if kept is None else kept[1],
         **named("state", "rounded", "deltas", "errors"),
     )
+    return lower, weights, sums
 
 
-def _plan(value_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the constants of the state's kernel: the value channels of a program, its stages and warps."""
+def _plan(value_dim: int, dtype: torch.dtype, *, keeps: bool) -> dict[str, int]:
+    """Return the constants of the state's kernel: the value channels of a program, its stages and warps.
+
+    keeps: it stores what a backward needs, and has no registers left for loads in advance.
+    """
     part = min(64 if dtype.itemsize == 2 else 32, max(16, power_of_2(value_dim)))
-    return {"BV": part, "STAGES": 2, "num_warps": 4}
+    return {"BV": part, "STAGES": 1 if keeps else 2, "num_warps": 4}

@@ -74,5 +74,9 @@ def chunks(tensors: list[Announced], buffer_bytes: int) -> Iterator[list[Announc
 
 def unpacked(chunk: list[Announced], buffer: Tensor) -> Batch:
     """Return the tensors that lie one behind the other in a buffer of bytes."""
+    dtype = chunk[0].dtype if chunk else torch.uint8
+    if all(tensor.dtype == dtype for tensor in chunk) and buffer.data_ptr() % dtype.itemsize == 0:
+        values = buffer.view(dtype).split([math.prod(tensor.shape) for tensor in chunk])
+        return [(tensor.name, part.view(tensor.shape)) for tensor, part in zip(chunk, values, strict=True)]
     parts = buffer.split([tensor.nbytes for tensor in chunk])
     return [(tensor.name, tensor.view_of(part)) for tensor, part in zip(chunk, parts, strict=True)]

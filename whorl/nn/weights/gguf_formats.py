@@ -1,0 +1,26 @@
+"""The format of a GGUF file's weights: its blocks as they are stored, or interleaved for the CPU kernels."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from whorl.nn.weight import Format, Formats
+
+from .gguf import KINDS, GgufBlocks
+from .quantised import one_of, setting
+
+
+def formats(settings: Mapping[str, Any]) -> Formats:
+    """Make the formats of a GGUF file; settings: made of the file's header, no config.json has them."""
+    kinds = setting(settings, dict, {}, "kinds")
+    for name, kind in kinds.items():
+        if kind not in KINDS:
+            raise ValueError(f"{name} is of type {kind}, which cannot stay packed; expected one of {', '.join(KINDS)}")
+    if not kinds:
+        raise ValueError("quantization_config: gguf without the kinds of its tensors: name the .gguf file itself")
+    if one_of(settings, "activations", (None, "int8"), None) == "int8":
+        from .panels import GgufPanels  # which loads the CPU kernels
+
+        blocks: Format = GgufPanels(kinds)
+    else:
+        blocks = GgufBlocks(kinds)
+    return Formats(of=lambda name: blocks, unit=blocks.unit)
