@@ -40,7 +40,7 @@ class LoadOptions:
     )
     quantize: Literal["w4a16", "w8a8", "fp8", "cpu4"] | None = of_model(
         None,
-        "Quantize the weights while they are loaded, as whorl quantize does; cpu4: 4 bits for Arm CPUs.",
+        "Quantize the weights while they are loaded, as whorl quantize does; cpu4: 4 bits for CPUs.",
     )
     unpack: bool | None = of_model(
         None,
