@@ -6,11 +6,11 @@ next token's distribution from that of fp32, the perplexities, and how often the
     python -m bench.cpu_quality --out bench/results/cpu_quality.md
 """
 
-import argparse
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
 from whorl.bench.provenance import commit
@@ -47,25 +47,28 @@ def log_probabilities(model: Any, ids: list[int]) -> Tensor:
     return model.logits(model.forward(step, caches)).double().log_softmax(-1)  # type: ignore[no-any-return]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="a .gguf file; default: the default model")
-    parser.add_argument("--windows", type=int, default=16, help=f"of {WINDOW} tokens")
-    parser.add_argument("--out", default="", help="a file for the table")
-    options = parser.parse_args()
-    path = options.model or str(resolve(None))
-    windows = texts(Tokenizer.from_path(Path(path)), options.windows)
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help=__doc__)
+def main(
+    model: Annotated[str, typer.Option(help="A .gguf file. Default: the default model.")] = "",
+    windows: Annotated[int, typer.Option(min=1, help=f"How many windows of {WINDOW} tokens.")] = 16,
+    out: Annotated[Path | None, typer.Option(help="A file for the table.")] = None,
+) -> None:
+    path = model or str(resolve(None))
+    parts = texts(Tokenizer.from_path(Path(path)), windows)
     models = [load_model(path, device="cpu", unpack=unpack, progress=False) for unpack in (True, None)]
     divergence, losses, same, count = 0.0, [0.0, 0.0], 0, 0
-    for ids in windows:
-        exact, ours = (log_probabilities(model, ids) for model in models)
+    for ids in parts:
+        exact, ours = (log_probabilities(each, ids) for each in models)
         divergence += float((exact.exp() * (exact - ours)).sum())
         following = torch.tensor(ids[1:])[:, None]
-        for i, each in enumerate((exact, ours)):
-            losses[i] -= float(each[:-1].gather(1, following).sum())
+        for i, scores in enumerate((exact, ours)):
+            losses[i] -= float(scores[:-1].gather(1, following).sum())
         same += int((exact.argmax(-1) == ours.argmax(-1)).sum())
         count += len(ids)
-    perplexities = [torch.tensor(loss / (count - len(windows))).exp().item() for loss in losses]
+    perplexities = [torch.tensor(loss / (count - len(parts))).exp().item() for loss in losses]
     text = "\n".join(
         [
             f"{Path(path).name}, {count} tokens of docs/, kernels {library.variant()}, commit {commit()}.",
@@ -78,9 +81,9 @@ def main() -> None:
         ]
     )
     print(text)
-    if options.out:
-        Path(options.out).write_text(f"# Quality of the default on a CPU\n\n{text}\n")
+    if out is not None:
+        out.write_text(f"# Quality of the default on a CPU\n\n{text}\n")
 
 
 if __name__ == "__main__":
-    main()
+    app()
