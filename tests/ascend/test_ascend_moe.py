@@ -9,6 +9,7 @@ import torch
 from npu import attention_kernels, kernels, moe_kernels
 from test_ascend import BEYOND as FIRST_BEYOND
 from test_ascend import DTYPES, judge_limit, randn
+from test_ascend_gated_delta import BEYOND as DELTA_BEYOND
 from torch import Tensor
 
 from whorl import ascend, ops
@@ -331,7 +332,7 @@ def test_a_formula_refuses_what_it_does_not_look_at() -> None:
 
 def test_every_name_has_a_limit() -> None:
     elsewhere = {contract.name for contract in SPARSE}  # test_ascend_sparse.py
-    assert {*FIRST_BEYOND, *BEYOND, *elsewhere, "limits"} == set(ascend.__all__)
+    assert {*FIRST_BEYOND, *BEYOND, *DELTA_BEYOND, *elsewhere, "limits"} == set(ascend.__all__)
 
 
 @pytest.mark.parametrize("name", BEYOND)

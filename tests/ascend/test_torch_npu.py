@@ -450,7 +450,11 @@ def judge_drift(version: str, schemas: dict[str, str]) -> None:
             continue
         parameters, _ = contracts.parse_schema(schemas[contract.name])
         then = [p for p in contract.parameters if contracts.release(p.since) <= contracts.release(version)]
-        assert [p.name for p in parameters] == [p.name for p in then], f"{contract.name} in {version}"
+        names = [p.name for p in then]
+        for name, (release, before) in contract.renamed.items():
+            if contracts.release(version) < contracts.release(release):
+                names = [before if n == name else n for n in names]
+        assert [p.name for p in parameters] == names, f"{contract.name} in {version}"
         later = " ".join(
             what for since, what in contract.changes if contracts.release(since) > contracts.release(version)
         )

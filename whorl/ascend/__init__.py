@@ -8,6 +8,9 @@ documented device limit raises ValueError, unless `limits("ignore")` is set. See
 
 from .attention import npu_fused_infer_attention_score as npu_fused_infer_attention_score
 from .calling import limits as limits
+from .gated_delta import npu_chunk_gated_delta_rule as npu_chunk_gated_delta_rule
+from .gated_delta import npu_fused_causal_conv1d as npu_fused_causal_conv1d
+from .gated_delta import npu_recurrent_gated_delta_rule as npu_recurrent_gated_delta_rule
 from .gating import npu_moe_gating_top_k as npu_moe_gating_top_k
 from .gating import npu_moe_gating_top_k_softmax as npu_moe_gating_top_k_softmax
 from .indexer import npu_dense_lightning_indexer_grad_kl_loss as npu_dense_lightning_indexer_grad_kl_loss

@@ -21,6 +21,9 @@ from .contract import REQUIRED as REQUIRED
 from .contract import Contract as Contract
 from .contract import Parameter as Parameter
 from .contract import parse_schema as parse_schema
+from .gated_delta import chunk_gated_delta_rule_limit as chunk_gated_delta_rule_limit
+from .gated_delta import fused_causal_conv1d_limit as fused_causal_conv1d_limit
+from .gated_delta import recurrent_gated_delta_rule_limit as recurrent_gated_delta_rule_limit
 from .matmul import all_gather_mm_limit as all_gather_mm_limit
 from .matmul import grouped_matmul_limit as grouped_matmul_limit
 from .matmul import linear_limit as linear_limit

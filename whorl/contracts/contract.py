@@ -29,7 +29,8 @@ class Contract:
     `added`: by later release, the parameters it added, separated by spaces; `gradient`: "yes", "raises", "silently
     lost" (the result has no grad_fn), or "partial"; `in_place`: parameters it overwrites; `namespace`: its torch.ops
     namespace, None where it is not a torch operator; `library`: the Python package that has it; `since`: the first
-    supported release that has it; `changes`: the defaults that later releases changed; `note`: what else a caller must
+    supported release that has it; `changes`: the defaults that later releases changed; `renamed`: by parameter, the
+    release that renamed it, and its name before; `note`: what else a caller must
     know.
     """
 
@@ -42,6 +43,7 @@ class Contract:
     library: str = "torch_npu"
     since: str = "2.9"
     changes: tuple[tuple[str, str], ...] = ()
+    renamed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     note: str = ""
 
     @property

@@ -307,6 +307,39 @@ _TABLE = (
         "(Tensor, Tensor, Tensor, Tensor, Tensor)",
         note="Returns the gradients of query, key, value, pse and sink.",
     ),
+    Contract(
+        "npu_chunk_gated_delta_rule(Tensor query, Tensor key, Tensor value, *, Tensor? beta=None, Tensor? "
+        "initial_state=None, Tensor? actual_seq_lengths=None, float? scale=None, Tensor? g=None) -> (Tensor, Tensor)",
+        since="2.11",
+        note="query and key [T, NK, DK] are normalised before; value [T, NV, DV]; returns out and the states after the "
+        "sequences, [B, NV, DV, DK] in the dtype of initial_state: bf16, on Ascend 950 fp32 as well. Nothing is "
+        "promised of its bits, nor that decoding continues it with equal ones.",
+    ),
+    Contract(
+        "npu_recurrent_gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor(a!) state, *, Tensor? "
+        "beta=None, float? scale=None, Tensor? actual_seq_lengths=None, Tensor? ssm_state_indices=None, Tensor? "
+        "num_accepted_tokens=None, Tensor? g=None, Tensor? gk=None) -> Tensor",
+        in_place=("state",),
+        note="The state after token t is stored at state[ssm_state_indices[t]], rounded to bf16. A sequence begins "
+        "with that of its token num_accepted_tokens - 1. At most 8 tokens of a sequence.",
+    ),
+    Contract(
+        "npu_fused_causal_conv1d(Tensor x, Tensor weight, Tensor(a!) conv_states, *, Tensor? query_start_loc=None, "
+        "Tensor? cache_indices=None, Tensor? initial_state_mode=None, Tensor? bias=None, Tensor? "
+        "num_accepted_tokens=None, str? activation='None', int? pad_slot_id=-1, int? run_mode=0, int? "
+        "residual_connection=0, int? max_query_len=-1, Tensor? num_computed_tokens=None, Tensor? "
+        "block_idx_first_scheduled_token=None, Tensor? block_idx_last_scheduled_token=None, Tensor? "
+        "initial_state_idx=None, int? block_size=128, str? conv_mode='default') -> Tensor",
+        since="2.10",
+        added={
+            "2.11": "max_query_len num_computed_tokens block_idx_first_scheduled_token block_idx_last_scheduled_token "
+            "initial_state_idx block_size conv_mode"
+        },
+        renamed={"activation": ("2.11", "activation_mode")},
+        in_place=("conv_states",),
+        note="Three taps, on Atlas 350 alone; bias and activation have no effect. The four taps and SiLU of Qwen3.5 it "
+        "cannot compute.",
+    ),
     Contract("npu_swiglu_backward(Tensor grad_output, Tensor input, int dim=-1) -> Tensor"),
 )
 # AscendC's batch-invariant operators, a package of their own, which publishes no schemas: these are the calls that

@@ -40,6 +40,33 @@ SAMPLES: dict[str, tuple[Callable[[], list[Any]], Values, tuple[int, ...]]] = {
     "npu_rms_norm": (lambda: [tensor(8, 128), tensor(128)], {"epsilon": 1e-5}, (0, 1)),
     "npu_add_rms_norm": (lambda: [tensor(8, 128), tensor(8, 128), tensor(128)], {}, (0, 1, 2)),
     "npu_swiglu": (lambda: [tensor(8, 128)], {"dim": 0}, (0,)),
+    "npu_chunk_gated_delta_rule": (
+        lambda: [tensor(7, 2, 64), tensor(7, 2, 64), tensor(7, 4, 32)],
+        {
+            "beta": lambda: tensor(7, 4),
+            "initial_state": lambda: tensor(2, 4, 32, 64),
+            "actual_seq_lengths": lambda: tensor(2, dtype=torch.int32),
+            "scale": 0.125,
+            "g": lambda: tensor(7, 4, dtype=torch.float32),
+        },
+        (0, 1, 2),
+    ),
+    "npu_recurrent_gated_delta_rule": (
+        lambda: [tensor(3, 2, 64), tensor(3, 2, 64), tensor(3, 4, 32), tensor(5, 4, 32, 64)],
+        {
+            "beta": lambda: tensor(3, 4),
+            "scale": 0.125,
+            "actual_seq_lengths": lambda: tensor(2, dtype=torch.int32),
+            "ssm_state_indices": lambda: tensor(3, dtype=torch.int32),
+            "g": lambda: tensor(3, 4, dtype=torch.float32),
+        },
+        (0, 1, 2),
+    ),
+    "npu_fused_causal_conv1d": (
+        lambda: [tensor(7, 64), tensor(3, 64), tensor(5, 2, 64)],
+        {"query_start_loc": lambda: tensor(3, dtype=torch.int32), "max_query_len": 9},
+        (0, 1),
+    ),
     "npu_fused_infer_attention_score": (
         lambda: [tensor(2, 3, 4, 64), tensor(9, 128, 128), tensor(9, 128, 128)],
         {

@@ -76,6 +76,18 @@ BEYOND: dict[str, Callable[[], Call]] = {
     "npu_grouped_matmul": lambda: ([[tensor(16, 32)], [tensor(4, 32, 24)]], {"group_type": 1, "act_type": 5}),
     "npu_moe_token_permute": lambda: ([tensor(8, 32), positions(7, 600)], {"padded_mode": True}),
     "npu_moe_token_unpermute": lambda: ([tensor(16, 32), positions(15)], {"restore_shape": [3, 3]}),
+    "npu_chunk_gated_delta_rule": lambda: (
+        [tensor(7, 2, 256), tensor(7, 2, 256), tensor(7, 128, 32, dtype=torch.float16)],
+        {"initial_state": tensor(1, 128, 32, 256, dtype=torch.float32)},
+    ),
+    "npu_recurrent_gated_delta_rule": lambda: (
+        [tensor(30, 2, 64), tensor(30, 2, 64), tensor(30, 4, 32), tensor(5, 4, 32, 64, dtype=torch.float32)],
+        {"gk": tensor(30, 4, 64, dtype=torch.float32)},
+    ),
+    "npu_fused_causal_conv1d": lambda: (
+        [tensor(7, 40), tensor(4, 40), tensor(5, 3, 40)],
+        {"activation": "silu", "conv_mode": "pangu", "bias": tensor(40)},
+    ),
     "npu_dynamic_quant": lambda: ([tensor(32)], {"dst_type": 290, "quant_mode": "pertensor"}),
 }
 
