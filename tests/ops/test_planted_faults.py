@@ -23,6 +23,9 @@ K_AT = "k_to = k_cache_ptr + block * k_stride_block + offset * k_stride_offset"
 DECODE, PROMPT = "whorl.ops.attention.decode_triton", "whorl.ops.attention.prompt_triton"
 CUTS, FOLD = "whorl.ops.attention.cuts_triton", "whorl.ops.attention.fold_triton"
 LOG_SOFTMAX = "whorl.ops.log_softmax_triton"
+DELTA = "whorl.ops.gated_delta"
+CHUNKS, ROWS, BACK = f"{DELTA}.rule_triton", f"{DELTA}.rows_triton", f"{DELTA}.rule_backward_triton"
+CONV, GATES, HEADS = f"{DELTA}.conv_triton", f"{DELTA}.gates_triton", f"{DELTA}.heads_triton"
 TABLE = "tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)"
 
 
@@ -58,6 +61,57 @@ FAULTS = [
     Fault("wrong derivative", GLU, "glu_backward", "rise = gate * (1 - share)", "rise = -gate * (1 - share)"),
     Fault("gradients exchanged", GLU, "glu_backward", "tl.join(dgate, dup)", "tl.join(dup, dgate)"),
     Fault("derivative of the cube", GLU, "glu_backward", "1 + 3 * CUBE", "1 + CUBE"),
+    Fault("L without beta", CHUNKS, "gated_delta", "lower = beta[:, None] * (decay", "lower = (decay"),
+    Fault(
+        "no inverse",
+        CHUNKS,
+        "gated_delta",
+        "tl.where(is_inside, inverse[:, :, None, :]",
+        "tl.where(is_inside, by_block",
+    ),
+    Fault("last block left out of the state", CHUNKS, "gated_delta", "_added(total, d3, k3", "_added(total, d2, k3"),
+    Fault("state not decayed", CHUNKS, "gated_delta", "tl.exp(last) * state + total", "state + total"),
+    Fault("last key of a block", ROWS, "gated_delta_lanes", "is_seen = (rows < base)", "is_seen = (rows < base - 1)"),
+    Fault(
+        "decay from the chunk's start",
+        ROWS,
+        "gated_delta_lanes",
+        "tl.load(decays_ptr + row - 1, mask=row > 0",
+        "tl.load(decays_ptr, mask=row > 0",
+    ),
+    Fault(
+        "one row of t", ROWS, "gated_delta_lanes", "tl.store(inverse_at, inverse", "tl.store(inverse_at, 0 * inverse"
+    ),
+    Fault("later blocks forgotten", BACK, "gated_delta_backward", "        d -= later", "        d -= 0 * later"),
+    Fault(
+        "no gradient of the decay",
+        BACK,
+        "gated_delta_backward",
+        "tl.sum(moved, 1) - tl.sum(moved, 0)",
+        "tl.sum(moved, 1)",
+    ),
+    Fault("one tap early", CONV, "causal_conv", "tokens - (W - 1 - j), first, row", "tokens - (W - 2 - j), first, row"),
+    Fault(
+        "tail one token early",
+        CONV,
+        "causal_conv_lanes",
+        "first + point - start - (W - 1) + index",
+        "first + point - start - W + index",
+    ),
+    Fault(
+        "a sequence reads the one before",
+        CONV,
+        "causal_conv_backward",
+        "is_real & (token >= first)",
+        "is_real & (token >= 0)",
+    ),
+    Fault("no bias", GATES, "delta_gates", "_softplus(a + bias)", "_softplus(a)"),
+    Fault(
+        "derivative of the rate", GATES, "delta_gates_backward", "dg * rate * _softplus(x), 0", "dg * _softplus(x), 0"
+    ),
+    Fault("mean in place of sum", HEADS, "l2_norm", "    if IS_MEAN:\n        total", "    if C > 0:\n        total"),
+    Fault("gate before the norm", HEADS, "gated_rms_norm", "y *= gate * share if IS_SILU", "y *= share if IS_SILU"),
+    Fault("slope of the gate", HEADS, "output_gate_backward", "slope = share * (1.0 - share)", "slope = share"),
     Fault("columns not rescaled", LOG_SOFTMAX, "log_softmax", "totals * tl.exp(tops - top)", "totals"),
     Fault("old sum not rescaled", LOG_SOFTMAX, "token_logprobs", "totals * part + 1.0", "totals + 1.0"),
     Fault("absent token counted", LOG_SOFTMAX, "log_softmax_backward", ", 0.0, dy), y", ", dy, dy), y"),
