@@ -40,6 +40,7 @@ DESCRIBED = "tensordesc<{}{},{!r}>"  # how the JIT names the type of a block tha
 # Kernels with a constant that makes another kernel of them.
 TWO_KERNELS = {"_write_kv_kernel": ("LARGEST", "of codes"), "_paged_scores_kernel": ("DECODES", "that decodes")}
 TWO_KERNELS |= dict.fromkeys(("_decode_kernel", "_prompt_kernel"), ("CAPPED", "with a softcap"))
+WIDE_HEADS = ("_masked_forward_kernel", "_masked_dq_kernel", "_masked_dkv_kernel")  # their tiles depend on channels
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 
 
@@ -52,6 +53,8 @@ def record(launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]) 
 
 
 def name_of(kernel: JITFunction, kwargs: dict[str, Any]) -> str:
+    if kernel.__name__ in WIDE_HEADS and kwargs["DV"] > 192:
+        return f"{kernel.__name__} of wide heads"
     constant, which = TWO_KERNELS.get(kernel.__name__, ("", ""))
     return f"{kernel.__name__} {which}" if kwargs.get(constant) else kernel.__name__
 

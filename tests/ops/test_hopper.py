@@ -118,6 +118,7 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
 def test_sparse_attention_runs_on_the_tensor_cores(builds: list[dict[str, Any]]) -> None:
     gluon = {"_sparse_forward_gluon_kernel", "_sparse_dq_gluon_kernel", "_sparse_dkv_gluon_kernel"}
     plain = {"_masked_forward_kernel", "_masked_dq_kernel", "_masked_dkv_kernel"}
+    plain |= {f"{name} of wide heads" for name in plain}
     rows = [row for row in builds if row["kernel"] in gluon | plain]
     assert {row["kernel"] for row in rows} == gluon | plain
     assert all(row["tensor_core_products"] for row in rows), rows
@@ -173,6 +174,7 @@ def test_shared_memory_is_large_enough(builds: list[dict[str, Any]]) -> None:
 # heads each key is read twice as often.
 # Of prompts over a cache of codes, where the number of sequences is no constant: with one sequence as a constant none.
 SPILLS = {"_target_kernel": 40, "_prompt_gluon_kernel": 120, "_latent_kernel": 430, "_prompt_kernel": 6}
+SPILLS |= {"_masked_dkv_kernel of wide heads": 80}  # the fewest of five plans
 
 
 def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
