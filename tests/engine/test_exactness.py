@@ -154,7 +154,7 @@ def keep_rejected_keys(patch: pytest.MonkeyPatch) -> None:
     """No rollback: what a draft wrote is not written over."""
     written: set[int] = set()
 
-    def forward(self: Runner, step: Step, is_decode: bool) -> torch.Tensor:
+    def forward(self: Runner, step: Step, is_decode: bool, is_adapted: bool) -> torch.Tensor:
         if is_decode:
             old = [-1 if slot in written else slot for slot in step.slots.tolist()]
             written.update(step.slots.tolist())
@@ -165,7 +165,7 @@ def keep_rejected_keys(patch: pytest.MonkeyPatch) -> None:
 
 
 def spoil(patch: pytest.MonkeyPatch, field: str, by: Callable[[Step], torch.Tensor]) -> None:
-    def forward(self: Runner, step: Step, is_decode: bool) -> torch.Tensor:
+    def forward(self: Runner, step: Step, is_decode: bool, is_adapted: bool) -> torch.Tensor:
         return self.model.forward(replace(step, **{field: by(step)}), self.caches)
 
     patch.setattr(Runner, "_forward", forward)
