@@ -146,16 +146,16 @@ def calls() -> dict[str, Any]:
 
 def test_operators_have_the_same_bits_with_any_threads_and_instructions(restored: None) -> None:
     cases = calls()
-    expected = {name: call() for name, call in cases.items()}
+    at_first = {name: call() for name, call in cases.items()}
     for variant in VARIANTS:
         if not library.library().whorl_cpu_choose(variant.encode()):
             continue
         for threads in (1, 3):
             torch.set_num_threads(threads)
             for name, call in cases.items():
-                outputs = [out if isinstance(out, tuple) else (out,) for out in (call(), expected[name])]
-                for actual, wanted in zip(*outputs, strict=True):
-                    equal = actual is wanted or torch.equal(actual, wanted)
+                outputs = [out if isinstance(out, tuple) else (out,) for out in (call(), at_first[name])]
+                for actual, expected in zip(*outputs, strict=True):
+                    equal = actual is expected or torch.equal(actual, expected)
                     assert equal, f"{name} differs with {variant} and {threads} threads"
 
 
