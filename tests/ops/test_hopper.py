@@ -230,6 +230,7 @@ SMALL_WRITES = {
     "_gates_backward_kernel",  # a head a thread
 }
 # No shared memory is left to turn what the tensor cores hold; shares are added in place, 16 bytes at a time.
+SMALL_WRITES |= {"_gate_up_kernel", "_down_kernel"}  # of one token, and low-rank updates: 16 columns a program
 SMALL_WRITES |= {
     "_prompt_gluon_kernel",
     "_bidirectional_gluon_kernel",

@@ -44,7 +44,7 @@ class LoadOptions:
     )
     unpack: bool | None = of_model(
         None,
-        "Unpack quantized weights to plain ones. Default: on a CPU if they fit, but GGUF; elsewhere GGUF alone.",
+        "Unpack quantized weights to plain ones. Default: on a CPU if they fit, except GGUF; elsewhere GGUF alone.",
         "--unpack/--no-unpack",
     )
     backend: Literal["auto", "native", "transformers"] = of_model(

@@ -72,7 +72,7 @@ class PanelRounding(Rounder):
         others = f"; as they were: {', '.join(left[:MOST_NAMES])}{more}" if left else ""
         return (
             f"cpu4: {len(matrices) - len(left)} matrices are rounded to 4 bits in groups of {GROUP} (head and "
-            "embedding to 8), and what they multiply to 8 bits, so outputs differ from those without it; "
+            "embedding to 8), and what they multiply to 16 bits, so outputs differ from those without it; "
             f"{library.variant()}{others}"
         )
 
