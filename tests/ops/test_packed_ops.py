@@ -318,7 +318,7 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("name", LAID_OUT)
 def test_the_engine_reads_packed_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does on a GPU, here by the reference and by the CPU kernels: values, logits and looked up rows are those of the plain layout."""
+    """As it does on a GPU, here by reference and CPU kernels: values, logits, looked up rows are the plain layout's."""
     path, _ = write(tmp_path, CASES[name], "moe")
     plain = load(path)
     for module in (laid_out, packed):
