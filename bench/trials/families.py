@@ -2,7 +2,7 @@
 
     python bench/trials/families.py          # everything, in about six minutes
     python bench/trials/families.py towers   # 16 pictures of 1008 x 1008 (1024 x 1024 for patches of 16) a tower
-    python bench/trials/families.py bits     # gpt-oss with few layers: alone = batch = prompt, packed = unpacked
+    python bench/trials/families.py bits     # gpt-oss, part by part: which of them has other bits
     python bench/trials/families.py decode   # gpt-oss-20b and -120b: one sequence and 64, with 4096 keys each
 
 Prints one JSON document a line. A tower is right if its error against fp64 is at most twice transformers' own.
@@ -13,6 +13,7 @@ import gc
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,40 +115,123 @@ def time_towers() -> None:
 # ---- gpt-oss
 
 
-def check_bits() -> None:
-    """Few layers of gpt-oss-20b, whose experts are real in size: the bits of tokens in every way."""
-    config = read_config("gpt-oss-20b") | {"num_hidden_layers": 4, "vocab_size": 8192, "max_position_embeddings": 8192}
-    model: Any = random_model(config, device=DEVICE, dtype=torch.bfloat16)
+def attend(sequences: Tensor, queries: int, keys: int, window: int, *, has_sinks: bool) -> Tensor:
+    """Attention of gpt-oss: the last `queries` of `keys` tokens, of two sequences; [2, queries, heads, 64].
+
+    sequences: q, k and v of the tokens. With at most 16 queries they are decoded, with more they are a prompt.
+    """
+    block, tokens = 16, sequences[:, -keys:]
+    q, k, v = tokens[..., :64, :], tokens[..., 64:72, :], tokens[..., 72:80, :]
+    pages = -(-keys // block)
+    caches = torch.zeros(2, 2, pages * block, 8, 64, device=DEVICE, dtype=torch.bfloat16)
+    caches[0, :, :keys], caches[1, :, :keys] = k, v
+    caches = caches.view(2, 2 * pages, block, 8, 64)
+    tables = torch.arange(2 * pages, device=DEVICE, dtype=torch.int32).view(2, pages)
+    starts = torch.arange(3, device=DEVICE, dtype=torch.int32) * queries
+    lengths = torch.full((2,), keys, device=DEVICE, dtype=torch.int32)
+    sinks = torch.linspace(-2, 4, 64, device=DEVICE) if has_sinks else None
+    last = q[:, -queries:].flatten(0, 1).contiguous()
+    y = ops.paged_attention(last, *caches, tables, starts, lengths, sinks=sinks, scale=64**-0.5, window=window)
+    return y.unflatten(0, (2, queries))
+
+
+def attention_bits() -> dict[str, bool]:
+    """Decoded queries against those of a prompt, and one sequence against two."""
+    equal = {}
+    for keys in (100, 128, 129, 1000, 5000, 40000):
+        tokens = torch.randn(2, keys, 80, 64, device=DEVICE, dtype=torch.bfloat16)
+        for window, has_sinks in ((0, True), (128, True), (0, False)):
+            prompt = attend(tokens, min(keys, 300), keys, window, has_sinks=has_sinks)
+            name = f"attention, {keys} keys, window {window}{', sinks' if has_sinks else ''}"
+            for queries in (1, 5):
+                decoded = attend(tokens, queries, keys, window, has_sinks=has_sinks)
+                equal[f"{name}, {queries} decoded"] = torch.equal(decoded, prompt[:, -queries:])
+    return equal
+
+
+def expert_bits(model: Any) -> dict[str, bool]:
+    """Packed experts against their plain values, and each number of tokens against the most."""
+    experts = model.decoder.layers[0].mlp.experts
+    (up, up_values), (down, down_values) = (
+        (stack, stack.format.values(stack)) for stack in (experts.gate_up_proj, experts.down_proj)
+    )
+    biases = experts.gate_up_bias, experts.down_bias
+    most = 4096
+    x = torch.randn(most, 2880, device=DEVICE, dtype=torch.bfloat16)
+    weights, ids = ops.route(torch.randn(most, 32, device=DEVICE), 4)
+
+    def run(kind: str, tokens: int) -> Tensor:
+        stacks: tuple[Tensor | None, ...] = (up_values, None, biases[0], down_values, None, biases[1])
+        if kind == "packed":
+            stacks = (up.codes, up.scales, biases[0], down.codes, down.scales, biases[1])
+        return ops.clipped_experts(x[:tokens], *stacks, weights[:tokens], ids[:tokens], backend="triton")
+
+    equal, whole = {}, {kind: run(kind, most) for kind in ("packed", "plain")}
+    for tokens in (1, 5, 16, 17, 64, 65, 128, 129, 512, 513, most):
+        some = {kind: run(kind, tokens) for kind in whole}
+        equal[f"experts, {tokens} tokens, packed = plain"] = torch.equal(some["packed"], some["plain"])
+        for kind, y in whole.items():
+            equal[f"experts, {tokens} tokens, {kind}, few = many"] = torch.equal(some[kind], y[:tokens])
+    return equal
+
+
+def layer_bits(model: Any) -> dict[str, bool]:
+    """The products with a bias, and the choice of experts: each number of tokens against the most."""
+    layer = model.decoder.layers[0]
+    router, equal = layer.mlp.router, {}
+    x = torch.randn(2048, 2880, device=DEVICE, dtype=torch.bfloat16)
+    wide = torch.randn(5120, 2880, device=DEVICE, dtype=torch.bfloat16) * 2880**-0.5
+    bias = torch.randn(5120, device=DEVICE, dtype=torch.bfloat16)
+    whole, routed, product = router(x), ops.route(router(x), 4), ops.linear(x, wide, bias)
+    for tokens in (1, 5, 16, 17, 64, 65, 200):
+        logits = router(x[:tokens])
+        equal[f"router, {tokens} tokens"] = torch.equal(logits, whole[:tokens])
+        chosen = zip(ops.route(logits, 4), routed, strict=True)
+        equal[f"choices, {tokens} tokens"] = all(torch.equal(some, all_[:tokens]) for some, all_ in chosen)
+        equal[f"linear with a bias, {tokens} tokens"] = torch.equal(
+            ops.linear(x[:tokens], wide, bias), product[:tokens]
+        )
+    return equal
+
+
+def model_bits(model: Any) -> dict[str, bool]:
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 8192, (n,), generator=draw).tolist() for n in (3, 40, 700, 2100)]
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=1, logprobs=0, ignore_eos=True)
     llm = LLM(model=model, device=DEVICE, num_blocks=2000, max_num_seqs=8)
     batch = llm.generate(prompts, params, progress=False)
     alone = [llm.generate([prompt], params, progress=False)[0] for prompt in prompts]
-    scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    equal = {"batch": True, "prompt": True}
+    scored, equal = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0), {}
     for one, among in zip(alone, batch, strict=True):
+        name = f"model, prompt of {len(one.prompt_ids)}"
         decoded = [each.logprob for each in one.logprobs]
-        equal["batch"] &= decoded == [each.logprob for each in among.logprobs]
+        equal[f"{name}, batch"] = decoded == [each.logprob for each in among.logprobs]
         (again,) = llm.generate([one.prompt_ids + one.token_ids], scored, progress=False)
-        equal["prompt"] &= decoded == [each.logprob for each in again.prompt_logprobs[len(one.prompt_ids) - 1 :]]
-    experts = model.decoder.layers[0].mlp.experts
-    stacks = [(stack, stack.format.values(stack)) for stack in (experts.gate_up_proj, experts.down_proj)]
-    for tokens in (1, 5, 64, 4096):
-        x = torch.randn(tokens, 2880, device=DEVICE, dtype=torch.bfloat16)
-        weights, ids = ops.route(torch.randn(tokens, 32, device=DEVICE), 4)
-        biases = experts.gate_up_bias, experts.down_bias
-        (up, up_values), (down, down_values) = stacks
-        packed = ops.clipped_experts(
-            x, up.codes, up.scales, biases[0], down.codes, down.scales, biases[1], weights, ids, backend="triton"
-        )
-        plain = ops.clipped_experts(x, up_values, None, biases[0], down_values, None, biases[1], weights, ids)
-        equal[f"packed, {tokens} tokens"] = torch.equal(packed, plain)
-        first = ops.clipped_experts(
-            x[:1], up.codes, up.scales, biases[0], down.codes, down.scales, biases[1], weights[:1], ids[:1]
-        )
-        equal[f"first of {tokens} tokens"] = torch.equal(packed[:1], first)
-    print(json.dumps({"gpt-oss bits": equal, "is_right": all(equal.values())}), flush=True)
+        sent_back = [each.logprob for each in again.prompt_logprobs[len(one.prompt_ids) - 1 :]]
+        equal[f"{name}, answer sent back"] = decoded == sent_back
+    return equal
+
+
+def check_bits() -> None:
+    """Few layers of gpt-oss-20b, whose experts are real in size: each part by itself, then the engine. Says what
+    differs."""
+    torch.manual_seed(0)
+    config = read_config("gpt-oss-20b") | {"num_hidden_layers": 4, "vocab_size": 8192, "max_position_embeddings": 8192}
+    model: Any = random_model(config, device=DEVICE, dtype=torch.bfloat16)
+    parts: dict[str, Callable[[], dict[str, bool]]] = {
+        "attention": attention_bits,
+        "experts": lambda: expert_bits(model),
+        "products": lambda: layer_bits(model),
+        "model": lambda: model_bits(model),
+    }
+    for name, part in parts.items():
+        equal = part()
+        row = {
+            "is_right": all(equal.values()),
+            "compared": len(equal),
+            "differ": [k for k, v in equal.items() if not v],
+        }
+        print(json.dumps({"gpt-oss bits": name, **row}), flush=True)
 
 
 def time_decode() -> None:

@@ -195,6 +195,8 @@ def test_an_npu_s_allocator_has_its_own_variable(tmp_path: Path) -> None:
     [
         ({"quant_method": "fp8"}, 1.0),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, 0.515625),
+        ({"quant_method": "mxfp4"}, 0.53125),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5625),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1}, 0.5),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, 1.0),
     ],

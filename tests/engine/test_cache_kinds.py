@@ -163,5 +163,5 @@ def test_hidden_states_have_the_models_dtype_and_not_the_caches(monkeypatch: pyt
     came: list[torch.dtype] = []
     monkeypatch.setattr(tensor_parallel.distributed, "broadcast", lambda tensor, rank: came.append(tensor.dtype))
     runner = FollowRunner(model, EngineSettings(), num_blocks=2, block_size=6, max_len=12, device="cpu")
-    runner._head(2, WIDTH)
+    runner._head(2, WIDTH, [])
     assert came == [torch.float32]

@@ -236,6 +236,7 @@ def test_an_adapter_of_another_model_is_refused(fault: str, tmp_path: Path) -> N
         tmp_path / "a",
         random_model(Qwen3.tiny(**SIZES | changes), device="cpu", dtype=torch.float32),
         ("q_proj", "k_proj"),
+        target_modules=["q_proj", "k_proj"],  # as PEFT writes them: of any layer
     )
     llm = engine(built("dense"))
     with pytest.raises(ValueError, match=message):

@@ -1,6 +1,7 @@
 """One arithmetic: a token's numbers are the same decoded, in a prompt, alone, in a batch and found in the cache."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,20 +22,20 @@ from whorl.models.mistral import Mistral
 from whorl.models.qwen2 import Qwen2
 from whorl.models.qwen3 import Qwen3
 
-MODELS = {
-    "gemma3": lambda: tiny(Gemma3),
-    "gemma3_bfloat16": lambda: tiny(Gemma3, torch.bfloat16),
-    "glm4_moe": lambda: tiny(Glm4Moe),
-    "glm4_moe_bfloat16": lambda: tiny(Glm4Moe, torch.bfloat16),
-    "gpt_oss": lambda: tiny(GptOss),
-    "gpt_oss_bfloat16": lambda: tiny(GptOss, torch.bfloat16),
-    "llama": lambda: tiny(Llama),
-    "mistral": lambda: tiny(Mistral),
-    "qwen2": lambda: tiny(Qwen2),
-    "qwen3": lambda: tiny(Qwen3),
-    "qwen3_bfloat16": lambda: tiny(Qwen3, torch.bfloat16),
-    "qwen3_moe": lambda: tiny(Qwen3, num_experts=8),
-    "qwen3_moe_bfloat16": lambda: tiny(Qwen3, torch.bfloat16, num_experts=8),
+MODELS: dict[str, partial[Any]] = {
+    "gemma3": partial(tiny, Gemma3),
+    "gemma3_bfloat16": partial(tiny, Gemma3, torch.bfloat16),
+    "glm4_moe": partial(tiny, Glm4Moe),
+    "glm4_moe_bfloat16": partial(tiny, Glm4Moe, torch.bfloat16),
+    "gpt_oss": partial(tiny, GptOss),
+    "gpt_oss_bfloat16": partial(tiny, GptOss, torch.bfloat16),
+    "llama": partial(tiny, Llama),
+    "mistral": partial(tiny, Mistral),
+    "qwen2": partial(tiny, Qwen2),
+    "qwen3": partial(tiny, Qwen3),
+    "qwen3_bfloat16": partial(tiny, Qwen3, torch.bfloat16),
+    "qwen3_moe": partial(tiny, Qwen3, num_experts=8),
+    "qwen3_moe_bfloat16": partial(tiny, Qwen3, torch.bfloat16, num_experts=8),
 }
 SAMPLED = SamplingParams(max_tokens=50, temperature=1.0, seed=1, logprobs=0, ignore_eos=True)
 

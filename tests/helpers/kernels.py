@@ -16,11 +16,11 @@ def _forget_choices() -> None:
 @contextlib.contextmanager
 def without_cpu_kernels() -> Iterator[None]:
     """Let operators and loaders find no library inside the block."""
-    found = library._found
-    library._found = lambda: (None, "switched off by a test")  # type: ignore[assignment]
+    outcome = library._loaded
+    library._loaded = lambda: (None, "switched off by a test")  # type: ignore[assignment]
     _forget_choices()
     try:
         yield
     finally:
-        library._found = found
+        library._loaded = outcome
         _forget_choices()

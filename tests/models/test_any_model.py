@@ -17,6 +17,7 @@ from whorl import nn
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.weights import build, load_model
+from whorl.judge import judge
 from whorl.models import BACKEND, find
 from whorl.models.any_model import AnyModel, row_invariant
 from whorl.models.qwen3 import Qwen3
@@ -177,6 +178,7 @@ def test_products_have_row_invariant_forms() -> None:
     """A product as a router has it, of each row alone and of all; torch's own differ."""
     torch.manual_seed(0)
     x, weight, bias = torch.randn(9, 576), torch.randn(1536, 576), torch.randn(1536)
+    gold = x.double() @ weight.double().t()
     forms = {
         "linear": lambda x: torch.nn.functional.linear(x, weight, bias),
         "matmul": lambda x: x @ weight.t(),
@@ -186,7 +188,8 @@ def test_products_have_row_invariant_forms() -> None:
         with row_invariant.RowInvariant():
             together, alone = form(x), torch.cat([form(row) for row in x.split(1)])
         assert torch.equal(together, alone), name
-        torch.testing.assert_close(together, form(x))
+        # Torch's library sums in another order on every kind of CPU: what both owe is the rule against fp64.
+        assert (problem := judge([together], [form(x)], [gold + (name != "matmul") * bias]).problem) is None, problem
         assert not torch.equal(form(x), torch.cat([form(row) for row in x.split(1)])), name
 
 

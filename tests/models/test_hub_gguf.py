@@ -139,13 +139,13 @@ def test_a_repository_with_both(hub: Hub, model: Path) -> None:
 def test_repositories_that_are_refused(hub: Hub) -> None:
     hub.repositories["org/parts"] = {"a-00001-of-00002.gguf": b"", "a-00002-of-00002.gguf": b""}
     hub.repositories["org/other"] = {
-        "config.json": b'{"architectures": ["GptOssForCausalLM"]}',
+        "config.json": b'{"architectures": ["Gemma3nForConditionalGeneration"]}',
         "model.safetensors": b"",
     }
     for name, message in (
         ("org/parts", "which GGUF file.*found none, and 2 that are a part or no model"),
         ("org/gone:Q4_K_M", "not in the Hugging Face cache, and the hub did not give it"),
-        ("org/other", "GptOssForCausalLM needs attention sinks"),
+        ("org/other", "Gemma3nForConditionalGeneration needs per-layer embeddings"),
         ("org/other:Q4_0", r"Q4_0 is not one GGUF file\. Give org/other:FILE"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -228,7 +228,10 @@ def test_past_max_length_is_refused() -> None:
             {"architectures": ["DeepseekV4ForCausalLM"]},
             r"known are .*DeepseekV4ForCausalLM needs several residual streams .*; nearest is DeepseekV32For",
         ),
-        ({"architectures": ["Unheard"]}, r"known are [\w, ]*\. What you can do: take a model of a known architecture"),
+        (
+            {"architectures": ["Unheard"]},
+            r"known are [\w, ]*\. Through transformers' code: [^.]*\. What you can do: take a model of a known arch",
+        ),
         (
             {"dual_chunk_attention_config": {"chunk_size": 64, "local_size": 8}},
             "dual chunk attention is not supported",

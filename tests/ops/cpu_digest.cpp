@@ -68,7 +68,7 @@ void pack(int kind, int64_t rows, int64_t columns, Weights& out) {
   out.panels.assign((rows + 15) / 16 * whorl_cpu_panel_bytes(p.bits, p.scales, p.has_minima, columns), 0);
   whorl_cpu_pack(kind, blocks.data(), rows, columns, out.panels.data());
   out.segment = {out.panels.data(), rows, 0, p};
-  out.matrix = {&out.segment, 1, columns};
+  out.matrix = {&out.segment, 1, columns, 2};
 }
 
 void products(const std::string& name) {
@@ -79,6 +79,9 @@ void products(const std::string& name) {
     whorl_cpu_linear_packed(&w.matrix, x.data(), 11, 512, y.data(), 75, bias.data());
     whorl_cpu_unpack(&w.matrix, nullptr, 75, values.data());
     print(name + " packed " + std::to_string(kind), y);
+    w.matrix.planes = 1;
+    whorl_cpu_linear_packed(&w.matrix, x.data(), 11, 512, y.data(), 75, bias.data());
+    print(name + " packed in 8 bits " + std::to_string(kind), y);
     print(name + " values " + std::to_string(kind), values);
   }
   for (int64_t columns : {1, 70, 576}) {

@@ -40,6 +40,7 @@ DESCRIBED = "tensordesc<{}{},{!r}>"  # how the JIT names the type of a block tha
 # Kernels with a constant that makes another kernel of them.
 TWO_KERNELS = {"_write_kv_kernel": ("LARGEST", "of codes"), "_paged_scores_kernel": ("DECODES", "that decodes")}
 TWO_KERNELS |= dict.fromkeys(("_decode_kernel", "_prompt_kernel"), ("CAPPED", "with a softcap"))
+WIDE_HEADS = ("_masked_forward_kernel", "_masked_dq_kernel", "_masked_dkv_kernel")  # their tiles depend on channels
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 
 
@@ -52,6 +53,8 @@ def record(launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]) 
 
 
 def name_of(kernel: JITFunction, kwargs: dict[str, Any]) -> str:
+    if kernel.__name__ in WIDE_HEADS and kwargs["DV"] > 192:
+        return f"{kernel.__name__} of wide heads"
     constant, which = TWO_KERNELS.get(kernel.__name__, ("", ""))
     return f"{kernel.__name__} {which}" if kwargs.get(constant) else kernel.__name__
 
@@ -87,6 +90,17 @@ WIDE = r"(?:\.\w+)*\.(?:v2\.\w64|v4\.\w32|v8\.\w16)\b"  # 16 bytes in PTX
 WIDE_LOADS = rf"\bld\.global{WIDE}|\bcp\.async\.c[ag]\.shared\.global .*0x10\b|\bcp\.async\.bulk\.tensor\b"
 
 
+def permuted_products(ttgir: str) -> int:
+    """Return how many products of a warp's instructions (mma.sync) take the columns of K in an order of their own.
+
+    An instruction takes 32 bits of each operand next to each other: kWidth is 2 for 16-bit numbers. The compiler makes
+    it larger where an operand comes from narrower codes, and then one instruction adds columns that are not next to
+    each other.
+    """
+    operands = re.findall(r"x(bf16|f16), #ttg\.dot_op<\{opIdx = \d+, parent = #\w+, kWidth = (\d+)\}>", ttgir)
+    return sum(width != "2" for _, width in operands) if "tt.dot " in ttgir else 0
+
+
 def inspect(compiled: Any, *, is_quick: bool = False) -> dict[str, Any]:
     """What a kernel uses. Its machine code takes a second to read: where PTX says it all, quick tests do not ask."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -101,6 +115,8 @@ def inspect(compiled: Any, *, is_quick: bool = False) -> dict[str, Any]:
             "wide_loads": len(re.findall(WIDE_LOADS, ptx)),
             "wide_stores": len(re.findall(rf"\bst\.global{WIDE}", ptx)),
             "tensor_core_products": ptx.count("wgmma.mma_async"),
+            "permuted": permuted_products(compiled.asm["ttgir"]),
+            "shared": compiled.metadata.shared,
         }
         if is_quick and not row["stack"] and row["wide_loads"] and row["wide_stores"]:
             return row

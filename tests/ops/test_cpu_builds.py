@@ -18,11 +18,11 @@ def digests(program: Path) -> dict[str, dict[str, str]]:
     """What the program prints: digests by what was computed, for each variant and number of threads."""
     done = subprocess.run([str(program), *VARIANTS], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, str]] = {}
+    by_variant: dict[str, dict[str, str]] = {}
     for line in done.stdout.splitlines():
         variant, threads, *name, digest = line.split()
-        found.setdefault(f"{variant}, {threads} threads", {})[" ".join(name)] = digest
-    return found
+        by_variant.setdefault(f"{variant}, {threads} threads", {})[" ".join(name)] = digest
+    return by_variant
 
 
 def test_sanitizers_find_nothing_and_variants_agree(tmp_path: Path) -> None:

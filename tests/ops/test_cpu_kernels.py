@@ -35,17 +35,19 @@ def blocks_of(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[Tensor
     return torch.from_numpy(flat), torch.from_numpy(dequantize(flat, number))
 
 
-def matrix_of(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[PackedMatrix, Tensor]:
-    stored, values = blocks_of(kind, rows, columns, seed)
-    return PackedMatrix([interleave(kind, stored, columns)], columns), values
+def matrix_of(kind: str, rows: int, columns: int, bits: Any = 16) -> tuple[PackedMatrix, Tensor]:
+    stored, values = blocks_of(kind, rows, columns)
+    return PackedMatrix([interleave(kind, stored, columns)], columns, bits), values
 
 
-def rounded(x: Tensor) -> Tensor:
+def rounded(x: Tensor, bits: int) -> Tensor:
     """Tokens as the kernels round them, in fp64."""
     blocks = x.unflatten(-1, (-1, 32))
     top = blocks.abs().amax(-1, keepdim=True)
-    codes = (blocks * (127 / top)).round()
-    return (codes.double() * (top / 127).double()).flatten(1)
+    codes = (blocks * (127 / top)).round().double()
+    left = blocks.double() * (127 / top).double() - codes
+    codes = codes + (left * 254).round() / 254 if bits == 16 else codes
+    return (codes * (top / 127).double()).flatten(1)
 
 
 @pytest.fixture
@@ -67,20 +69,24 @@ def test_values_are_those_of_the_gguf_package(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1.0, 0.01])
-def test_products_are_those_of_rounded_tokens(kind: str, scale: float) -> None:
-    matrix, values = matrix_of(kind, 37, 512)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_products_are_those_of_rounded_tokens(kind: str, scale: float, bits: int) -> None:
+    matrix, values = matrix_of(kind, 37, 512, bits)
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(1)) * scale
-    gold = rounded(x) @ values.double().T
+    gold = rounded(x, bits) @ values.double().T
     bias = torch.randn(37)
-    size = rounded(x).abs() @ values.double().abs().T  # what errors are relative to
+    size = rounded(x, bits).abs() @ values.double().abs().T  # what errors are relative to
+    exact = x.double() @ values.double().T
+    assert float((gold - exact).norm() / exact.norm()) < {8: 0.02, 16: 1e-4}[bits]
     assert ((matrix.linear(x) - gold).abs() <= 1e-6 * size).all()
     assert torch.equal(matrix.linear(x, bias), matrix.linear(x) + bias)
     assert matrix.linear(x[:0]).shape == (0, 37)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_its_bits_with_any_rows_threads_and_instructions(kind: str, restored: None) -> None:
-    matrix, _ = matrix_of(kind, 300, 512)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_row_has_its_bits_with_any_rows_threads_and_instructions(kind: str, bits: int, restored: None) -> None:
+    matrix, _ = matrix_of(kind, 300, 512, bits)
     x = torch.randn(23, 512, generator=torch.Generator().manual_seed(2))
     expected = matrix.linear(x)
     for name in VARIANTS:
@@ -146,16 +152,16 @@ def calls() -> dict[str, Any]:
 
 def test_operators_have_the_same_bits_with_any_threads_and_instructions(restored: None) -> None:
     cases = calls()
-    expected = {name: call() for name, call in cases.items()}
+    at_first = {name: call() for name, call in cases.items()}
     for variant in VARIANTS:
         if not library.library().whorl_cpu_choose(variant.encode()):
             continue
         for threads in (1, 3):
             torch.set_num_threads(threads)
             for name, call in cases.items():
-                outputs = [out if isinstance(out, tuple) else (out,) for out in (call(), expected[name])]
-                for actual, wanted in zip(*outputs, strict=True):
-                    equal = actual is wanted or torch.equal(actual, wanted)
+                outputs = [out if isinstance(out, tuple) else (out,) for out in (call(), at_first[name])]
+                for actual, other in zip(*outputs, strict=True):
+                    equal = actual is other or torch.equal(actual, other)
                     assert equal, f"{name} differs with {variant} and {threads} threads"
 
 

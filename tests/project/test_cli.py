@@ -209,7 +209,7 @@ def test_ops_names_every_operator_with_a_reason_for_each_absent_backend(monkeypa
         for backend, status in op["backends"].items():
             assert status["available"] == (status["reason"] is None), backend
     text = run("ops").output
-    rows = [line.split("  ", 1) for line in text.splitlines()[2:]]
+    rows = [line.split("  ", 1) for line in text.partition("\n\n")[2].splitlines()]  # past what the machine has
     assert [row[0] for row in rows] == ["operator", *OPS], "a name runs into its neighbour"
     assert all(row[1].lstrip().startswith("yes") for row in rows[1:])
     assert "torch_npu" in text

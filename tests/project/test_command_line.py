@@ -11,7 +11,15 @@ from whorl.extras import how_to_install
 
 # Of EngineSettings; bench decode sizes its engines itself.
 ANY_ENGINE = {"--device", "--dtype", "--block-size", "--graphs", "--no-graphs", "--run-ahead", "--no-run-ahead"}
-ANY_ENGINE |= {"--warmup", "--kv-cache-dtype", "--prompt-graphs"}
+ANY_ENGINE |= {
+    "--warmup",
+    "--kv-cache-dtype",
+    "--prompt-graphs",
+    "--backend",
+    "--logprobs-mode",
+    "--lora",
+    "--max-loras",
+}
 ENGINE = ANY_ENGINE | {
     *("MODEL", "--model-dir", "--model", "--max-seq", "--tp", "--tp-size", "--report", "--compilation-config"),
     *("--sp", "--sp-quantize", "--sp-min-tokens", "--sp-fuse", "--prefix-cache", "--no-prefix-cache"),
@@ -57,13 +65,15 @@ SURFACE = {
         {"--allowed-hosts", "--api-key", "--drain", "--host", "--max-body", "--max-queue", "--name", "--allow-origin"}
         | {"--api-key-file", "--strict-model-name", "--max-request-pixels"}
         | {"--port", "--timeout", "--seed", "--pld", "--chat-template", "--tool-parser", "--reasoning-parser"}
-        | {"--media-folder", "--media-hosts"}
+        | {"--media-folder", "--media-hosts", "--max-logprobs", "--runtime-lora", "--rl", "--weight-transfer-config"}
         | REPLICAS
         | THREADS
         | ENGINE
         | DRAFTING
     ),
-    "whorl doctor": ["--device", "--framework", "--json", "--log", "--set", "--trace", "--train", "PATH"],
+    "whorl doctor": sorted(
+        {"--device", "--framework", "--json", "--log", "--rollout", "--set", "--trace", "--train", "--trainer", "PATH"}
+    ),
     "whorl quantize": ["--format", "--ignore", "--json", "MODEL", "OUT"],
     "whorl ops": ["--json"],
     "whorl selftest": ["--device", "--jobs", "--json", "--ranks"],

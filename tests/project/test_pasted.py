@@ -155,7 +155,7 @@ def test_the_engines_options(answered: Made, command: str, spell: Any) -> None:
 def test_the_servers_options(served: Made, tmp_path: Path) -> None:
     (tmp_path / "x.jinja").write_text("a template")
     more = "--served-model-name one two --host 0.0.0.0 --port 0 --api-key k --seed 3 --enable-chunked-prefill"
-    more += f" --tool-call-parser hermes --reasoning-parser qwen3 --chat-template {tmp_path}/x.jinja"
+    more += f" --tool-call-parser hermes --reasoning-parser qwen3 --chat-template {tmp_path}/x.jinja --enable-lora"
     done = run(f"whorl serve a/model {ENGINE} {more} --trust-remote-code")
     assert done.exit_code == 0, done.stderr
     assert (served.path, served.settings) == ("a/model", ASKED.changed(seed=3))
@@ -165,6 +165,7 @@ def test_the_servers_options(served: Made, tmp_path: Path) -> None:
     assert speech == ("hermes", "qwen3", "a template")
     assert done.stderr.splitlines() == [
         "whorl: serve: --enable-chunked-prefill is ignored: prefill is always chunked",
+        "whorl: serve: --enable-lora is ignored: adapters are always taken, see --lora",
         "whorl: serve: --trust-remote-code is ignored: code in a checkpoint is never run",
     ]
     run("whorl serve --served-model-name one a/model -tp 4 --model_dir b")

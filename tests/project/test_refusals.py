@@ -44,7 +44,7 @@ REFUSED = {
     # Options of vLLM and of others that there are not.
     "serve m --quantization fp8": "serve: there is no --quantization: the checkpoint says how its weights are",
     "serve m --quantization=fp8": "serve: there is no --quantization",
-    "chat m --enable-lora": "chat: there is no --enable-lora: merge the adapter into the weights",
+    "chat m --revision main": "chat: there is no --revision: download the revision and give its folder",
     "generate m -p x --pipeline_parallel_size 2": "generate: there is no --pipeline-parallel-size: tensor",
     "bench decode --tensor-parallel-size 2": "decode: there is no --tensor-parallel-size: decoding is timed on one",
     "bench decode --tp 2": "decode: there is no --tp: decoding is timed on one rank",

@@ -251,18 +251,18 @@ def raw() -> list[bytes]:
 
 def hostile() -> list[tuple[str, bytes]]:
     """At least 200 pickles: calls and objects at every protocol and in every container, damaged streams, and noise."""
-    found: list[tuple[str, bytes]] = [(f"raw {i}", data) for i, data in enumerate(raw())]
+    pickles: list[tuple[str, bytes]] = [(f"raw {i}", data) for i, data in enumerate(raw())]
     for i, value in enumerate(FUNCTIONS):
         for protocol in (0, 2, 4):
             try:
-                found.append((f"call {i} at {protocol}", pickle.dumps(value, protocol)))
+                pickles.append((f"call {i} at {protocol}", pickle.dumps(value, protocol)))
             except (TypeError, pickle.PicklingError):
                 continue
         with contextlib.suppress(TypeError, pickle.PicklingError):
-            found.append((f"call {i} inside", pickle.dumps([{"a": (value,)}])))
+            pickles.append((f"call {i} inside", pickle.dumps([{"a": (value,)}])))
     good, rng = pickle.dumps(DATA), random.Random(0)
-    found += [(f"cut {end}", good[:end]) for end in rng.sample(range(1, len(good) - 1), 20)]
-    return found
+    pickles += [(f"cut {end}", good[:end]) for end in rng.sample(range(1, len(good) - 1), 20)]
+    return pickles
 
 
 HOSTILE = hostile()

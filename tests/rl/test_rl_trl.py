@@ -1,6 +1,6 @@
 """The real GRPOTrainer of TRL against a server with --rl: 20 steps, and not one log-probability with other bits.
 
-It runs where the package is: pip install trl==1.16.0 into an environment that has whorl[serve].
+It runs where the package is: pip install trl==1.16.0 into an environment that has this checkout with its extra `serve`.
 """
 
 import json

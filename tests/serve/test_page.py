@@ -135,7 +135,7 @@ def test_no_text_becomes_markup_and_nothing_comes_from_elsewhere(got: httpx.Resp
 def test_fields_and_buttons_of_the_file_have_names(got: httpx.Response) -> None:
     """Those that the script makes are looked at in a browser."""
     labelled = set(re.findall(r'<label for="([^"]+)"', got.text))
-    inside_labels = "".join(re.findall(r"<label>.*?</label>", got.text, re.DOTALL))
+    inside_labels = "".join(re.findall(r"<label\b[^>]*>.*?</label>", got.text, re.DOTALL))
     for tag, attributes in _Elements(got.text).elements:
         if tag in ("input", "textarea", "select") and "hidden" not in attributes:
             name = attributes.get("id") or attributes["data-setting"]

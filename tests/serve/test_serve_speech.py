@@ -58,7 +58,12 @@ def llama(*cities: str) -> str:
     return "; ".join(inner % city for city in cities)
 
 
-WRITERS = {"deepseek_v32": dsml, "qwen3_coder": coder, "hermes": hermes, "llama3": llama}
+def glm(*cities: str) -> str:
+    inner = "weather\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>"
+    return "\n".join(f"<tool_call>{inner % city}\n</tool_call>" for city in cities)
+
+
+WRITERS = {"deepseek_v32": dsml, "qwen3_coder": coder, "glm4": glm, "hermes": hermes, "llama3": llama}
 
 
 def speaker() -> Tokenizer:
@@ -74,7 +79,7 @@ def test_every_form_is_served_here() -> None:
 
 
 # Hermes's is served in test_serve.py, too.
-SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in ("hermes", "qwen3_coder")]
+SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in ("glm4", "hermes", "qwen3_coder")]
 
 
 @pytest.fixture(scope="module", params=["deepseek_v32", "llama3", *SLOW])

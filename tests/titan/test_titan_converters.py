@@ -10,6 +10,7 @@ from titan_models import LENGTH, MODELS, VOCAB, build, convert, initialise, job,
 from torch import Tensor, nn
 
 from whorl import ops
+from whorl.ops.cpu import library
 from whorl.titan import cpu, local
 
 pytest.importorskip("torchtitan", reason="pip install -e '.[train]'")
@@ -147,7 +148,8 @@ def test_what_is_passed_over_has_a_reason(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level("INFO"):
         convert(nn.Sequential(nn.RMSNorm(8), nn.RMSNorm(8, elementwise_affine=False)), "whorl_rms_norm")
     assert "1 modules are not converted: 1 (it has no weight)" in caplog.text
-    assert "whorl_rms_norm: 1 modules, rms_norm by torch" in caplog.text
+    backend = "cpp" if library.missing() is None else "torch"
+    assert f"whorl_rms_norm: 1 modules, rms_norm by {backend}" in caplog.text
 
 
 def test_other_ways_to_rotate_and_dispatch_are_refused() -> None:

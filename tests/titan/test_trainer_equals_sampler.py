@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import without_cpu_kernels
 from one_sequence import PROMPT
 from ranks import shared
+from schedules import tiny
 from test_models import MOE, save
 from test_one_arithmetic import MODELS, SAMPLED, decoded, engine
 from torch import Tensor
@@ -17,11 +19,18 @@ from whorl.engine.llm import WeightVersions
 from whorl.engine.output import Output
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.weights import load_model
+from whorl.models.deepseek import DeepSeek
 from whorl.models.gemma3 import Gemma3
+from whorl.models.glm4_moe_lite import Glm4MoeLite
+from whorl.models.gpt_oss import GptOss
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
 
 SEQUENCES = [PROMPT, PROMPT[:1], PROMPT[3:9], PROMPT[::-1]]
+
+
+# Those whose class has a gradient; `no_gradient` says why another has none.
+TRAINED = [name for name, make in MODELS.items() if not make.args[0].no_gradient]
 
 
 def sample(model: Any) -> list[Output]:
@@ -37,7 +46,7 @@ def trained(model: Any, outputs: list[Output]) -> list[Tensor]:
     return [part[len(output.prompt_ids) - 1 :] for part, output in zip(parts, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_logprobs_are_the_samplers(name: str) -> None:
     model = MODELS[name]()
     outputs = sample(model)
@@ -45,13 +54,35 @@ def test_logprobs_are_the_samplers(name: str) -> None:
         assert logprobs.tolist() == decoded(output)
 
 
+def test_every_family_but_gpt_oss_is_trained() -> None:
+    assert MODELS.keys() - TRAINED == {"gpt_oss", "gpt_oss_bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "message"),
+    [
+        (GptOss, "logprobs: gpt-oss has no gradient here; take another model to train"),
+        (DeepSeek, "logprobs: DeepSeek has no gradient here; train it with `whorl train` and serve the checkpoint"),
+        (Glm4MoeLite, "logprobs: GLM-4.7-Flash has no gradient here; take another model to train"),
+    ],
+)
+def test_models_without_a_gradient_say_so(model_class: Any, message: str) -> None:
+    model, packed = tiny(model_class), nn.pack(SEQUENCES, "cpu")
+    for scores in (model.logprobs, model.scored_logits):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            scores(packed)
+
+
 def test_another_order_of_k_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without whorl's CPU kernels: with them neither the trainer nor the sampler runs the reference."""
     model = MODELS["qwen3"]()
-    outputs = sample(model)
     reference = ops.linear.reference
     turned = lambda x, weight, bias=None: reference(x.flip(1), weight.flip(1), bias)  # noqa: E731
-    monkeypatch.setattr(ops.linear, "reference", turned)
-    assert any(logprobs.tolist() != decoded(o) for o, logprobs in zip(outputs, trained(model, outputs), strict=True))
+    with without_cpu_kernels():
+        outputs = sample(model)
+        monkeypatch.setattr(ops.linear, "reference", turned)
+        logprobs = trained(model, outputs)
+    assert any(mine.tolist() != decoded(output) for output, mine in zip(outputs, logprobs, strict=True))
 
 
 def test_after_a_step_too() -> None:

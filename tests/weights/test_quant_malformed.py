@@ -15,7 +15,7 @@ from torch import Tensor
 from whorl import nn
 from whorl.engine.weights import build
 from whorl.models.llama import Llama
-from whorl.nn.weights import FORMATS, find
+from whorl.nn.weights import FORMATS, compressed, find, fp4
 from whorl.nn.weights.dense import DENSE
 
 OUT = "model.layers.0.self_attn.o_proj"
@@ -135,8 +135,14 @@ def test_sizes_that_have_no_place(settings: dict[str, Any], sizes: dict[str, Any
 def test_shares_that_would_cut_a_group() -> None:
     config = Llama.tiny(head_dim=8, hidden_size=32, intermediate_size=64)
     for settings, message in (
-        (GROUPS | {"group_size": 32}, r"o_proj: this rank's share is columns 0 to 16 of 32, .* units of 32 columns"),
-        (BLOCKS | {"weight_block_size": [32, 32]}, r"q_proj: this rank's share is rows 0 to 16 of 32, .* units of 32"),
+        (
+            GROUPS | {"group_size": 32},
+            r"o_proj: this rank's share, .*, is columns 0 to 16 of 32, .* units of 32 columns",
+        ),
+        (
+            BLOCKS | {"weight_block_size": [32, 32]},
+            r"q_proj: this rank's share, .*, is rows 0 to 16 of 32, .* units of 32",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             build(config | {"quantization_config": settings}, device="meta", dtype=torch.float32, tp=nn.Ranks(size=2))
@@ -146,9 +152,12 @@ def test_shares_that_would_cut_a_group() -> None:
 
 
 def test_the_doctor_knows_the_same_methods() -> None:
-    from whorl.doctor.checks.quantised import KNOWN
+    from whorl.doctor.checks import quantised
 
-    assert set(KNOWN) == set(FORMATS)
+    assert set(quantised.KNOWN) == set(FORMATS)
+    assert set(quantised.COMPRESSED) == set(compressed.KNOWN)
+    assert set(quantised.FP4) == set(fp4.COMPRESSED)
+    assert quantised.MODELOPT == fp4.MODELOPT
 
 
 def test_compressed_tensors_takes_the_nearest_target() -> None:
@@ -195,14 +204,21 @@ def test_lists_of_what_is_not_quantised() -> None:
     ("settings", "message"),
     [
         (
-            {"quant_method": "mxfp4"},
-            r"quantised \(mxfp4: MXFP4: e2m1 values in blocks of 32.*; expected fp8, compressed",
+            {"quant_method": "nvfp4"},
+            r"quantised \(nvfp4: NVFP4 of a tool that is not known; .*; expected fp8, compressed",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"\(modelopt: NVFP4 or FP8 of NVIDIA's ModelOpt\)"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            "quant_algo is 'FP8', expected one of 'NVFP4', 'W4A16_NVFP4'",
+        ),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', expected one of"),
         ({"quant_method": "ascend"}, r"\(ascend: modelslim's, for Ascend\)"),
         ({"quant_method": "auto-round"}, r"\(auto-round: AutoRound's own layout\)"),
         ({"quant_method": "bitsandbytes"}, r"\(bitsandbytes: of bitsandbytes\)"),
-        ({"quant_method": "new"}, r"\(new\); expected fp8, compressed-tensors, awq, gptq, gguf, bfloat16"),
+        (
+            {"quant_method": "new"},
+            r"\(new\); expected fp8, compressed-tensors, awq, gptq, gguf, mxfp4, modelopt, modelopt_fp4, bfloat16",
+        ),
         ({"bits": 4}, r"\(unknown\)"),
         (BLOCKS | {"fmt": "e5m2"}, "fmt is 'e5m2', expected one of 'e4m3'"),
         (BLOCKS | {"weight_block_size": [128]}, r"blocks of \[128\], expected rows and columns such as"),
@@ -215,10 +231,8 @@ def test_lists_of_what_is_not_quantised() -> None:
         (GROUPS | {"group_size": 0}, "group_size is 0, expected the columns of a group"),
         (GROUPS | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', expected one of 'gptq', 'gptq_v2'"),
         (GROUPS | {"dynamic": {"(": {}}}, r"dynamic has '\(', which is not a regular expression"),
-        (
-            ct("nvfp4-pack-quantized", num_bits=4, type="float"),
-            "format is 'nvfp4-pack-quantized', expected one of",
-        ),
+        (ct("mxfp8-quantized", num_bits=8, type="float"), "format is 'mxfp8-quantized', expected one of"),
+        (ct("nvfp4-pack-quantized", num_bits=4, type="float", group_size=32), "group_size is 32, expected one of 16"),
         (ct("marlin-24", **INT4), "format is 'marlin-24'"),
         (ct("pack-quantized", **INT4 | {"num_bits": 3}), "num_bits is 3, expected one of 4, 8"),
         (ct("pack-quantized", TOKENS, **INT4), "packed weights with quantised activations are not supported"),
@@ -235,12 +249,19 @@ def test_what_is_not_known_is_refused_by_name(settings: dict[str, Any], message:
 
 
 @pytest.mark.parametrize(
-    ("file", "message"),
-    [("quant_model_description.json", "modelslim's, for Ascend"), ("hf_quant_config.json", "ModelOpt")],
+    ("file", "values", "message"),
+    [
+        ("quant_model_description.json", {"model_quant_type": "W8A8"}, "modelslim's, for Ascend"),
+        (
+            "hf_quant_config.json",
+            {"quantization": {"quant_algo": "FP8"}},
+            "quant_algo is 'FP8', expected one of 'NVFP4'",
+        ),
+    ],
 )
-def test_files_that_say_it_beside_config_json(file: str, message: str, tmp_path: Path) -> None:
+def test_files_that_say_it_beside_config_json(file: str, values: Any, message: str, tmp_path: Path) -> None:
     path = write(tmp_path, CASES["gptq"], "llama")[1]
-    (path / file).write_text(json.dumps({"model_quant_type": "W8A8"}))
+    (path / file).write_text(json.dumps(values))
     with pytest.raises(ValueError, match=message):
         load(path)
 

@@ -236,8 +236,8 @@ def test_shares_that_would_cut_a_unit() -> None:
     for change, message in (
         (
             {"head_dim": 32},
-            r"self_attn\.o_proj: this rank's share is columns 0 to 64 of 128, and the weights are in units of 128 "
-            r"columns, which cannot be cut: take fewer ranks",
+            r"self_attn\.o_proj: this rank's share, or a part of that share, is columns 0 to 64 of 128, and the "
+            r"weights are in units of 128 columns, which cannot be cut: take fewer tensor-parallel ranks \(--tp\)",
         ),
         ({"moe_intermediate_size": 128}, "expert size: 1 units of 128 cannot be shared by 2 ranks: take 1 or fewer"),
     ):

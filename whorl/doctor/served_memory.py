@@ -89,11 +89,17 @@ def _shape(text: Mapping[str, Any]) -> ModelShape | None:
         return None  # a model that the plan does not count: only the numbers of the log are used
 
 
+# By quant_method, 4 bits and the 8 bits of a scale for 32 or 16 columns: these files do not give the bits.
+FP4_BYTES = {"mxfp4": (4 + 8 / 32) / 8, "modelopt": (4 + 8 / 16) / 8, "modelopt_fp4": (4 + 8 / 16) / 8}
+
+
 def _stored_bytes(model: Mapping[str, Any]) -> float | None:
     """Return the bytes of a quantised weight with its scales, or None for a checkpoint that is not quantised."""
     config = model.get("quantization_config") or model.get("compression_config")
     if not isinstance(config, Mapping):
         return None
+    if (stored := FP4_BYTES.get(str(config.get("quant_method")))) is not None:
+        return stored
     groups = config.get("config_groups")
     schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
     scheme = {**config, **(schemes[0] if schemes and isinstance(schemes[0], Mapping) else {})}

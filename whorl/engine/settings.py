@@ -40,11 +40,11 @@ class LoadOptions:
     )
     quantize: Literal["w4a16", "w8a8", "fp8", "cpu4"] | None = of_model(
         None,
-        "Quantize the weights while they are loaded, as whorl quantize does; cpu4: 4 bits for Arm CPUs.",
+        "Quantize the weights while they are loaded, as whorl quantize does; cpu4: 4 bits for CPUs.",
     )
     unpack: bool | None = of_model(
         None,
-        "Unpack quantized weights to plain ones. Default: on a CPU if they fit, except GGUF files; elsewhere GGUF alone.",
+        "Unpack quantized weights to plain ones. Default: on a CPU if they fit, except GGUF; elsewhere GGUF alone.",
         "--unpack/--no-unpack",
     )
     backend: Literal["auto", "native", "transformers"] = of_model(

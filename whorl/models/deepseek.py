@@ -6,7 +6,7 @@ config, the tensor names and the names in training are in `deepseek_v32.py`, wit
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from whorl.nn import (
     Mix,
     Mixer,
     Normed,
-    Packed,
     Ranks,
     RMSNorm,
     Router,
@@ -230,7 +229,8 @@ class MoE(Normed):
         self.shared_experts = MLP(width, config.n_shared_experts * inner, ranks) if config.n_shared_experts else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, ids = ops.route(self.gate(x), self.k, self.gate.bias, **self.routing)
+        # The bias chooses and is in no weight, so it has no gradient: trainers balance experts by it.
+        weights, ids = ops.route(self.gate(x), self.k, self.gate.bias.detach(), **self.routing)
         y: Tensor = self.experts(x, weights, ids)
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
@@ -253,6 +253,7 @@ class DeepSeek(llama.Llama):
     config_class = DeepSeekConfig  # type: ignore[assignment]
     layer_class = Layer
     trained_names = NAMES  # names of tensors in checkpoints of `whorl train`
+    no_gradient = "DeepSeek has no gradient here; train it with `whorl train` and serve the checkpoint"
 
     def __init__(self, config: DeepSeekConfig, *, ranks: Ranks = ONE, **options: Any) -> None:
         super().__init__(config, ranks=ranks, **options)  # type: ignore[arg-type]
@@ -272,11 +273,6 @@ class DeepSeek(llama.Llama):
     def flat_name(name: str, values: Mapping[str, Any]) -> str:
         """Return the name in `trained_names` of a training tensor; values: of a config.json."""
         return flat(name, values["num_hidden_layers"])
-
-    def logprobs(self, packed: Packed) -> NoReturn:
-        raise ValueError(
-            "logprobs: DeepSeek has no gradient here; train it with `whorl train` and serve the checkpoint"
-        )
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:

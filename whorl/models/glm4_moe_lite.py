@@ -40,6 +40,7 @@ class Glm4MoeLite(deepseek.DeepSeek):
     """GLM-4.7-Flash for the engine."""
 
     config_class = Glm4MoeLiteConfig
+    no_gradient = "GLM-4.7-Flash has no gradient here; take another model to train"
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from whorl.nn import (
     Formats,
     KVCache,
     Normed,
-    Packed,
     PlainLinear,
     Ranks,
     Step,
@@ -100,9 +99,6 @@ class Attention(llama.Attention):
         sinks = self.sinks.weight
         return attend(q, step, cache, scale=self.scale, window=self.window, sinks=sinks).flatten(1)
 
-    def mix_packed(self, qkv: Tensor, rotary: Tensor, packed: Packed) -> NoReturn:
-        raise ValueError("gpt-oss: attention with sinks has no training forward")
-
 
 class MoE(Normed):
     """Routes each token to the experts with the highest logits and adds their outputs, weighted by their softmax."""
@@ -141,9 +137,8 @@ class GptOss(llama.Llama):
 
     config_class: type[GptOssConfig] = GptOssConfig
     layer_class = Layer
-
-    def logprobs(self, packed: Packed) -> NoReturn:
-        raise ValueError("logprobs: gpt-oss has no gradient here; take another model to train")
+    # Attention with sinks and the clipped experts have no backward.
+    no_gradient = "gpt-oss has no gradient here; take another model to train"
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:

@@ -202,6 +202,8 @@ class Llama(Module):
     ignored = ("rotary_emb.inv_freq",)
     # Beginnings of names that some checkpoints have, each with the one that the model has in its place.
     renamed: tuple[tuple[str, str], ...] = ()
+    # Why `logprobs` has no gradient, and what to do instead; "": it has one.
+    no_gradient: str = ""
 
     def __init__(
         self,
@@ -271,7 +273,9 @@ class Llama(Module):
 
     def scored_logits(self, packed: Packed, *, temperature: float = 1.0) -> Tensor:
         """Return the logits [T - B, V] that `logprobs` is computed from, divided by the temperature as the engine does
-        for `processed_logprobs`."""
+        for `processed_logprobs`. Raises ValueError for a model that has `no_gradient`."""
+        if self.no_gradient:
+            raise ValueError(f"logprobs: {self.no_gradient}")
         check_training(packed.token_ids.device.type)
         rotary = self.rope.rows(packed)
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from whorl import ops
-from whorl.device import HOST, REFERENCE
 
 from .low_rank import Target, Update, targets
 from .weight import Matrix, Routing
@@ -112,8 +111,6 @@ class _Added:
 
 def _product(x: Tensor, update: Update, routing: Routing | None) -> Tensor:
     a, b = update.a.to(x.dtype), update.b.to(x.dtype).contiguous()
-    # On a CPU `low_rank` has its reference alone, whose products are those of the reference of `linear`.
-    backend = REFERENCE if x.device.type == HOST else ""
     if routing is None:
-        return ops.linear(ops.linear(x, a, backend=backend), b, backend=backend)  # type: ignore[no-any-return]
+        return ops.linear(ops.linear(x, a), b)  # type: ignore[no-any-return]
     return ops.grouped_matmul(ops.grouped_matmul(x, a, routing.counts), b, routing.counts)  # type: ignore[no-any-return]

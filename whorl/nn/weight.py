@@ -323,9 +323,10 @@ class Matrix(Weighted):
             for dim, cut, size, unit in zip(("rows", "columns"), cuts, part.shape, self.format.unit, strict=True):
                 if cut.start % unit or (cut.stop % unit and cut.stop != size):
                     raise ValueError(
-                        f"{part.source(name)}: a part of it is {dim} {cut.start} to {cut.stop} of {size}, and the "
-                        f"weights are in units of {unit} {dim}, which cannot be cut: take fewer tensor-parallel ranks, "
-                        f"so that each has complete units, or a checkpoint that leaves this layer unquantised"
+                        f"{part.source(name)}: this rank's share, or a part of that share, is {dim} {cut.start} to "
+                        f"{cut.stop} of {size}, and the weights are in units of {unit} {dim}, which cannot be cut: "
+                        f"take fewer tensor-parallel ranks (--tp), so that each has complete units, or a checkpoint "
+                        f"that leaves this layer unquantised"
                     )
 
     def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:

@@ -90,3 +90,17 @@ def duplicate_halves(bits):
     """Copy 16 bits to both halves of a 32-bit word."""
     bits = bits.to(tl.int32) & 0xFFFF
     return bits | (bits << 16)
+
+
+@triton.jit
+def opaque(x, WIDEN: tl.constexpr):
+    """Return 16-bit x unchanged, behind an instruction that the compiler cannot look through.
+
+    Otherwise the compiler converts codes in the tensor cores' layout, distributes the columns of a product over
+    threads by the width of a code, and loads codes byte by byte. For a warp's instructions (mma.sync) that permutes the
+    columns: one instruction adds every other pair of 32 columns, not 16 columns next to each other, and the bits are
+    not those of plain weights, nor of a warpgroup's instructions.
+    """
+    if WIDEN or x.dtype == tl.float32:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)

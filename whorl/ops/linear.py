@@ -28,6 +28,10 @@ RESERVE = 1 << 31  # bytes of memory that packed copies of weights leave free
 LARGER = (512, 128, 32)  # rows of larger products, used where a trial shows that their bits are equal
 
 
+# x [T, K] @ weight [N, K].T in the dtype of accumulation, with the bits that a backend's `linear` has.
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T, in which every row has the bits that it has in a product of TILE rows.
 

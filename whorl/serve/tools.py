@@ -100,7 +100,9 @@ def _definitions(schema: dict[str, Any]) -> dict[str, Any]:
 def _tagged_grammar(form: type[TaggedCalls], tools: Sequence[Tool], has_more: bool, quoted: _Quotes) -> str:
     """Return the grammar of one call, or with `has_more` of one or more, with parameters in tags."""
     calls = " | ".join(f"call{number}" for number in range(len(tools)))
-    begin, end = quoted(f"{form.open}\n"), quoted(f"\n{form.close}")
+    # GLM's section is the call: its name follows the opening tag at once, and no tag closes the section.
+    begin = quoted(f"{form.open}\n" if form.begin else form.open)
+    end = quoted(f"\n{form.close}" if form.close else "")
     calls_rule = 'call ("\\n" call)*' if has_more else "call"
     if form.is_alone:
         repetition = ' ("\\n" block)*' if has_more else ""

@@ -5,19 +5,32 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from whorl.device import BACKENDS
-from whorl.ops import _op
+from whorl.ops import OPS, _op
 
 Fallback = tuple[str, tuple[tuple[str, str], ...]]  # an operator, and why each backend was passed over
 
 
 @contextmanager
 def npu_is_at_home_on(device: str) -> Iterator[None]:
-    npu = BACKENDS["torch_npu"]
-    BACKENDS["torch_npu"] = replace(npu, home=device)
+    """Backends that are written for that device have no other meanwhile."""
+    before = dict(BACKENDS)
+    for name, backend in before.items():
+        if backend.home == device:
+            BACKENDS[name] = replace(backend, home="nowhere")
+    BACKENDS["torch_npu"] = replace(before["torch_npu"], home=device)
+    forget_choices()
     try:
         yield
     finally:
-        BACKENDS["torch_npu"] = npu
+        BACKENDS.update(before)
+        forget_choices()
+
+
+def forget_choices() -> None:
+    """Else calls of a kind that was seen before would run what ran then."""
+    for op in OPS.values():
+        op._on_host = None
+        op._plans.clear()
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Torch's own operators run as they are, but for products of matrices, which are computed in fp32 and rounded; behind the
 npu:: schemas are the kernels of this folder. Loss and gradients of a step are compared with those of the same converted
-model where operators run their references.
+model on a CPU that is one.
 """
 
 import collections

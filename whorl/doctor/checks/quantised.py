@@ -9,15 +9,25 @@ from whorl.doctor.launch import EXPERTS, Launch
 from whorl.doctor.report import Finding, RotaryPath
 from whorl.doctor.rules import model_file, rule
 
+NVFP4 = "4-bit floats in blocks of 16 columns (NVFP4), unpacked to the model's dtype; activations stay in that dtype"
 # By quant_method: how whorl computes with such weights; compressed-tensors has several formats, which
-# `_describe_matmul` tells apart. A test checks that these are the methods that `whorl.nn.weights` can read.
+# `_describe_matmul` tells apart. Tests check that these are the methods, formats and algorithms that
+# `whorl.nn.weights` can read.
 KNOWN = {
     "fp8": "FP8 values, unpacked to the model's dtype; activations stay in that dtype",
     "compressed-tensors": "",
     "awq": "4-bit groups, unpacked to the model's dtype",
     "gptq": "4- or 8-bit groups, unpacked to the model's dtype",
     "gguf": "blocks of a GGUF file, unpacked to the model's dtype",
+    "mxfp4": "4-bit floats in blocks of 32 columns (MXFP4) in the experts, with the values of the model's dtype; "
+    "activations stay in that dtype",
+    "modelopt": NVFP4,
+    "modelopt_fp4": NVFP4,
 }
+FP4 = ("mxfp4-pack-quantized", "nvfp4-pack-quantized")  # of compressed-tensors
+COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", *FP4)
+MODELOPT = ("NVFP4", "W4A16_NVFP4")  # quant_algo
+FP4_METHODS = ("mxfp4", "modelopt", "modelopt_fp4")
 INT8 = "int8 activations times int8 weights, summed exactly as integers"
 # Projections that whorl and vLLM store as one matrix.
 MERGED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -35,14 +45,26 @@ def _config_groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
 
 
+def _compressed_formats(config: Mapping[str, Any]) -> set[str]:
+    """Return the formats of compressed-tensors' groups."""
+    return {str(group.get("format") or config.get("format")) for group in _config_groups(config)}
+
+
+def _modelopt_algorithm(config: Mapping[str, Any]) -> object:
+    """Return ModelOpt's quant_algo, which some of its versions nest."""
+    inner = config.get("quantization")
+    return (inner if isinstance(inner, Mapping) else config).get("quant_algo")
+
+
 def _describe_matmul(config: dict[str, Any]) -> str | None:
     """Describe how whorl multiplies by such weights; None where whorl refuses them."""
-    method = config.get("quant_method")
+    method = str(config.get("quant_method"))
+    if method.startswith("modelopt") and _modelopt_algorithm(config) not in (*MODELOPT, None):
+        return None
     if method != "compressed-tensors":
-        return KNOWN.get(str(method))
-    groups = _config_groups(config)
-    formats = {str(group.get("format") or config.get("format")) for group in groups}
-    if not formats or not formats <= {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense"}:
+        return KNOWN.get(method)
+    groups, formats = _config_groups(config), _compressed_formats(config)
+    if not formats or not formats <= {*COMPRESSED}:
         return None
     weights = [group.get("weights") for group in groups]
     types = {scheme.get("type", "int") for scheme in weights if isinstance(scheme, dict)}
@@ -72,7 +94,8 @@ def which_matmul(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
 def unknown_format(launch: Launch, path: RotaryPath) -> Iterator[Finding]:
     config = _quantisation_config(launch)
     if config and _describe_matmul(config) is None:
-        stored_as = f", {config['format']}" if config.get("format") else ""
+        kind = config.get("format") or _modelopt_algorithm(config)
+        stored_as = f", {kind}" if kind else ""
         yield Finding(
             found=f"quant_method {config.get('quant_method')}{stored_as}",
             expected=f"one of {', '.join(KNOWN)}, in a format of docs/quantization.md",
@@ -181,6 +204,8 @@ def _describe_on_npu(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     """Say what whorl runs on an NPU; config: quantization_config, text: the language model's config."""
     if config.get("quant_method") == "gguf":
         return "On an NPU a GGUF file is unpacked when it is loaded."
+    if str(config.get("quant_method")) in FP4_METHODS or _compressed_formats(config) & {*FP4}:
+        return "On an NPU 4-bit floats are unpacked when they are loaded: no operator of torch_npu reads them."
     has_experts = any(isinstance(text.get(key), int) for key in EXPERTS)
     sentences = [_describe(scheme, text, has_experts) for scheme in _schemes(config)]
     never_run = "torch_npu does not document where it rounds, and none of this has run on a device."

@@ -57,7 +57,7 @@ def load_model(
     unpack: hold quantised weights, and on a CPU those of 16 bits, as plain values in `dtype`; default: on a CPU if they
     fit into memory, and elsewhere for GGUF files. It changes memory and speed, but no result, with one exception: on a
     CPU with whorl's kernels (docs/cpu.md) a GGUF file's weights stay in its bits by default, and their products take
-    tokens in 8 bits. True and False give those of fp32.
+    tokens in 16 bits. True and False give those of fp32.
     max_model_len: the longest sequence; default: the model's context length, see `whorl.nn.Rope`.
     tp: read only this rank's shard of the weights.
     reserve: bytes of memory that are needed for other things than weights.
@@ -236,7 +236,7 @@ def _unpacks(model: Any, checkpoint: Checkpoint, device: torch.device, reserve: 
 
 
 def _has_kernels(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the weights of a GGUF file stay in its bits, to be multiplied by tokens in 8 bits. Log why."""
+    """Return whether the weights of a GGUF file stay in its bits, to be multiplied by tokens in 16. Log why."""
     if checkpoint.path.suffix != ".gguf" or accelerator(device.type) is not None or dtype != torch.float32:
         return False
     if checkpoint.packed is None:  # they are rounded otherwise
@@ -245,15 +245,15 @@ def _has_kernels(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         log.warning("%s", cpu_library.describe())
         return False
     log.warning(
-        "%s: weights in the file's own bits, tokens in 8 bits (%s); --unpack computes with both in fp32",
+        "%s: weights in the file's own bits, tokens in 16 (%s); --unpack computes with both in fp32",
         *(checkpoint.path.name, cpu_library.variant()),
     )
     return True
 
 
 def _for_kernels(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint of packed weights, whose products take tokens in 8 bits."""
-    settings = {**checkpoint.config["quantization_config"], "activations": "int8"}
+    """Return a checkpoint of packed weights, whose products take tokens in 16 bits."""
+    settings = {**checkpoint.config["quantization_config"], "token_bits": 16}
     return replace(checkpoint, config={**checkpoint.config, "quantization_config": settings})
 
 

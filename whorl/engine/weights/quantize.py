@@ -133,7 +133,8 @@ def _matrices(model: Any, scheme: str) -> dict[str, tuple[int, int]]:
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, Matrix)}
     shapes = {part.source(name): part.shape for name, matrix in matrices.items() for part in matrix.parts}
     is_tied = not any(name.endswith(_HEAD) for name in shapes)
-    has_embedding = formats.rounder(scheme).rounds_head and is_tied
+    rounder = formats.rounder(scheme)
+    has_embedding = rounder.rounds_embedding or (rounder.rounds_head and is_tied)
     return {name: shape for name, shape in shapes.items() if has_embedding or not name.endswith(_EMBEDDING)}
 
 

@@ -33,7 +33,11 @@ FORMATS: dict[str, str] = {
 }
 # Likewise, of formats that the loader chooses and no config.json names: of weights that are rounded while they are read
 # (`LOADED`), and of those that stay in 16 bits.
-LOADED_FORMATS = {"cpu4": "whorl.nn.weights.cpu4:formats", "stored": "whorl.nn.weights.stored:formats"}
+LOADED_FORMATS = {
+    "cpu4": "whorl.nn.weights.cpu4:formats",
+    "panels": "whorl.nn.weights.panel_rounding:formats",
+    "stored": "whorl.nn.weights.stored:formats",
+}
 # Methods that are not supported, with the description that the error gives.
 REFUSED = {
     "nvfp4": "NVFP4 of a tool that is not known; expected are compressed-tensors' and ModelOpt's",
@@ -89,6 +93,11 @@ def check_scheme(scheme: str | None, device: str) -> None:
 
 def rounder(scheme: str) -> "type[Rounder]":
     """Return the class that rounds weights to `scheme`."""
+    if scheme == "cpu4":
+        from whorl.ops.cpu import library
+
+        if library.missing() is None:
+            return _imported(f"{__name__}.panel_rounding:PanelRounding")  # type: ignore[no-any-return]
     return _imported(f"{__name__}.{LOADED[scheme]}")  # type: ignore[no-any-return]
 
 

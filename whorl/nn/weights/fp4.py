@@ -169,12 +169,14 @@ COMPRESSED = {
 
 # ---- NVIDIA's ModelOpt
 
+MODELOPT = "NVFP4", "W4A16_NVFP4"
+
 
 def modelopt(settings: Mapping[str, Any]) -> Formats:
     """Make the formats of a ModelOpt checkpoint of its `quantization_config` or hf_quant_config.json."""
     inner = settings.get("quantization")
     settings = inner if isinstance(inner, Mapping) else settings
-    one_of(settings, "quant_algo", ("NVFP4", "W4A16_NVFP4"), None)
+    one_of(settings, "quant_algo", MODELOPT, None)
     one_of(settings, "group_size", (16,), 16)
     ignored = names(settings, "exclude_modules", "ignore")
     quantised = Fp4(

@@ -17,10 +17,10 @@ def formats(settings: Mapping[str, Any]) -> Formats:
             raise ValueError(f"{name} is of type {kind}, which cannot stay packed; expected one of {', '.join(KINDS)}")
     if not kinds:
         raise ValueError("quantization_config: gguf without the kinds of its tensors: name the .gguf file itself")
-    if one_of(settings, "activations", (None, "int8"), None) == "int8":
+    if (token_bits := one_of(settings, "token_bits", (None, 8, 16), None)) is not None:
         from .panels import GgufPanels  # which loads the CPU kernels
 
-        blocks: Format = GgufPanels(kinds)
+        blocks: Format = GgufPanels(kinds, token_bits)
     else:
         blocks = GgufBlocks(kinds)
     return Formats(of=lambda name: blocks, unit=blocks.unit)

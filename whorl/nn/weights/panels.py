@@ -1,11 +1,11 @@
-"""GGUF weights on a CPU with whorl's own kernels: multiplied in the file's bits, by tokens rounded to 8 bits.
+"""GGUF weights on a CPU with whorl's own kernels: multiplied in the file's bits, by tokens rounded to 16 bits.
 
 `whorl/ops/cpu/packed.py` has the arithmetic. Products are not those of the unpacked values, because tokens are rounded,
 too. A matrix with a type or a size that has no kernel stays in its blocks.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ class GgufPanels(GgufBlocks):
     """Weights in GGUF's types, with rows interleaved for the kernels.
 
     The parameters of a matrix are panels<e>_<n>, uint8 [bytes], of part n of matrix e of a stack, or of matrix 0; the
-    attribute `products` has a `PackedMatrix` for each matrix.
+    attribute `products` has a `PackedMatrix` for each matrix. token_bits: what tokens are rounded to.
     """
+
+    token_bits: Literal[8, 16] = 16
 
     is_weight_only = False  # tokens are rounded, too
 
@@ -46,7 +48,7 @@ class GgufPanels(GgufBlocks):
         matrix.replace(
             **{f"panels{e}_{n}": part.panels for e, entry in enumerate(entries) for n, part in enumerate(entry)}
         )
-        matrix.products = [PackedMatrix(entry, columns) for entry in entries]
+        matrix.products = [PackedMatrix(entry, columns, self.token_bits) for entry in entries]
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
         products = getattr(matrix, "products", None)

@@ -28,6 +28,7 @@ class Rounder(ABC):
 
     takes_patterns: ClassVar[bool] = False  # modules that stay unquantised may be given as patterns, not only by name
     rounds_head: ClassVar[bool] = False
+    rounds_embedding: ClassVar[bool] = False  # also where it is not the head; lookups then read what it is rounded to
 
     @abstractmethod
     def settings(self, left: list[str]) -> dict[str, Any]:

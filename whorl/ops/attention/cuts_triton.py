@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._codes_triton import opaque
 from ..linear_triton import dot
 from .tiles import SMALL, TANH
 
@@ -62,18 +63,6 @@ def _number(code):
     if code.dtype.is_int8():
         return (code.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
     return code.to(tl.float32)
-
-
-@triton.jit
-def opaque(x, WIDEN: tl.constexpr):
-    """Return 16-bit x unchanged, behind an instruction that the compiler cannot look through.
-
-    Otherwise the compiler converts codes in the tensor cores' layout, distributes the channels of a product over
-    threads by the width of a code, and loads the codes of values byte by byte.
-    """
-    if WIDEN or x.dtype == tl.float32:
-        return x
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ def fold_stored(
     """
     out = tl.zeros(channels.shape, tl.float32)
     total = tl.zeros(channels.shape, tl.float32) + weight
+    highest = tl.zeros((), tl.float32) + highest  # a tensor, as after a cut, also where it is the default
     before, tops, totals, outs = _load(out_ptr, top_ptr, total_ptr, at, first, first, stop, channels, D, AHEAD)
     for i in range(first, stop, AHEAD):
         new, keep, add = rescale_factors(tl.maximum(tl.associative_scan(before, 0, _higher), highest), tops)

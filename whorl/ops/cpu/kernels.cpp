@@ -43,37 +43,59 @@ struct Buffer {  // memory of a thread, which grows and is used again
   ~Buffer() { free(data); }
 };
 
-// ---- tokens in 8 bits
+// ---- tokens in 8 or 16 bits
 
 void round_tokens(Rows x, const int32_t* indices, int64_t width, const Rounded& out, int64_t first, int64_t last) {
+  const int64_t blocks = width / BLOCK;
   for (int64_t t = first; t < last; t++) {
     const float* row = x.data + (indices ? indices[t] : t) * x.stride;
-    int8_t* codes = out.codes + t * width;
-    for (int64_t b = 0; b < width / BLOCK; b++) {
-      const F low = load(row + b * BLOCK), high = load(row + b * BLOCK + LANES);
-      const float top = greatest(greater(abs(low), abs(high)));
-      const float broken = sum(mul(add(low, high), zero()));  // NaN where a number is not finite, else 0
-      const F inverse = set1(top > 1e-30f ? 127.0f / top : 0.0f);
-      const I a = round_int(mul(low, inverse)), c = round_int(mul(high, inverse));
-      store_i8(codes + b * BLOCK, a);
-      store_i8(codes + b * BLOCK + LANES, c);
-      out.scales[t * (width / BLOCK) + b] = top > 1e-30f ? top / 127.0f + broken : broken;
+    for (int64_t b = 0; b < blocks; b++) {
+      const F halves[] = {load(row + b * BLOCK), load(row + b * BLOCK + LANES)};
+      const float top = greatest(greater(abs(halves[0]), abs(halves[1])));
+      const float broken = sum(mul(add(halves[0], halves[1]), zero()));  // NaN where a number is not finite, else 0
+      const bool is_zero = !(top > 1e-30f);
+      const F inverse = set1(is_zero ? 0.0f : 127.0f / top);
+      const float scale = is_zero ? broken : top / 127.0f + broken;
+      out.scales[t * blocks + b] = out.rest ? scale / float(STEPS) : scale;
       for (int half = 0; half < 2; half++) {
-        int32_t total = 0;
-        for (int i = 0; i < LANES; i++) total += codes[b * BLOCK + half * LANES + i];
-        out.sums[(t * (width / BLOCK) + b) * 2 + half] = total;
+        const int64_t at = t * width + b * BLOCK + half * LANES;
+        const I code = round_int(mul(halves[half], inverse));
+        store_i8(out.codes + at, code);
+        int32_t total = 0, left = 0;
+        for (int i = 0; i < LANES; i++) total += out.codes[at + i];
+        if (out.rest) {
+          const F rest = fma(halves[half], inverse, sub(zero(), to_float(code)));
+          store_i8(out.rest + at, round_int(mul(rest, set1(float(STEPS)))));
+          for (int i = 0; i < LANES; i++) left += out.rest[at + i];
+          total = total * STEPS + left;
+        }
+        out.sums[(t * blocks + b) * 2 + half] = total;
       }
     }
   }
 }
 
+// The integers of a block for each token, with both planes of codes.
+template <int BITS, int FIRST, int LAST, int COUNT, int PLANES>
+INLINE void whole_product(const uint8_t* at, const int8_t* const* codes, const int8_t* const* rest, I* whole) {
+  block_product<BITS, FIRST, LAST, COUNT>(at, codes, whole);
+  if (PLANES == 2) {
+    I left[COUNT];
+    block_product<BITS, FIRST, LAST, COUNT>(at, rest, left);
+    UNROLL for (int t = 0; t < COUNT; t++) whole[t] = iadd(imul(whole[t], iset(STEPS)), left[t]);
+  }
+}
+
 // ---- packed weights
 
-template <int BITS, int SCALES, bool MINIMA, int COUNT>
+template <int BITS, int SCALES, bool MINIMA, int PLANES, int COUNT>
 INLINE void panel_product(const uint8_t* at, int64_t blocks, int zero_code, const Rounded& x, int64_t token, F* out) {
-  const int8_t* codes[COUNT];
+  const int8_t *codes[COUNT], *rest[COUNT];
   F y[COUNT];
-  UNROLL for (int t = 0; t < COUNT; t++) codes[t] = x.codes + (token + t) * x.columns, y[t] = zero();
+  UNROLL for (int t = 0; t < COUNT; t++) {
+    codes[t] = x.codes + (token + t) * x.columns, y[t] = zero();
+    rest[t] = PLANES == 2 ? x.rest + (token + t) * x.columns : codes[t];
+  }
   const float* scales = x.scales + token * blocks;
   const int32_t* sums = x.sums + token * blocks * 2;
   const int shift = zero_code + code_shift<BITS>();
@@ -86,15 +108,17 @@ INLINE void panel_product(const uint8_t* at, int64_t blocks, int zero_code, cons
       at += SCALES == SUB_SCALES ? 64 : 32;
     }
     I whole[COUNT];
+    F total[COUNT];
     if (SCALES == PAIR_SCALES) {
-      const I first = load_i8(at), second = load_i8(at + 16);
+      const F first = to_float(load_i8(at)), second = to_float(load_i8(at + 16));
       at += 32;
       I low[COUNT], high[COUNT];
-      block_product<BITS, 0, 4, COUNT>(at, codes, low);
-      block_product<BITS, 4, 8, COUNT>(at, codes, high);
+      whole_product<BITS, 0, 4, COUNT, PLANES>(at, codes, rest, low);
+      whole_product<BITS, 4, 8, COUNT, PLANES>(at, codes, rest, high);
       UNROLL for (int t = 0; t < COUNT; t++) {
         const int32_t* pair = sums + (t * blocks + b) * 2;
-        whole[t] = iadd(imul(first, isub(low[t], iset(shift * pair[0]))), imul(second, isub(high[t], iset(shift * pair[1]))));
+        const F a = to_float(isub(low[t], iset(shift * pair[0]))), c = to_float(isub(high[t], iset(shift * pair[1])));
+        total[t] = fma(first, a, mul(second, c));
       }
       scale = d;
     } else {
@@ -107,29 +131,29 @@ INLINE void panel_product(const uint8_t* at, int64_t blocks, int zero_code, cons
         if (MINIMA) minimum = load_half((const uint16_t*)(at + 32));
         at += MINIMA ? 64 : 32;
       }
-      block_product<BITS, 0, 8, COUNT>(at, codes, whole);
-      if (shift)
-        UNROLL for (int t = 0; t < COUNT; t++) {
-          const int32_t* pair = sums + (t * blocks + b) * 2;
-          whole[t] = isub(whole[t], iset(shift * (pair[0] + pair[1])));
-        }
+      whole_product<BITS, 0, 8, COUNT, PLANES>(at, codes, rest, whole);
+      UNROLL for (int t = 0; t < COUNT; t++) {
+        const int32_t* pair = sums + (t * blocks + b) * 2;
+        if (shift) whole[t] = isub(whole[t], iset(shift * (pair[0] + pair[1])));
+        total[t] = to_float(whole[t]);
+      }
     }
     at += BLOCK * BITS / 8 * PANEL;
     UNROLL for (int t = 0; t < COUNT; t++) {
       const float of_token = scales[t * blocks + b];
-      y[t] = fma(mul(scale, set1(of_token)), to_float(whole[t]), y[t]);
+      y[t] = fma(mul(scale, set1(of_token)), total[t], y[t]);
       if (MINIMA) {
         const int32_t* pair = sums + (t * blocks + b) * 2;
-        const float total = of_token * float(pair[0] + pair[1]);
-        y[t] = fma(minimum, set1(SCALES == SUB_SCALES ? -total : total), y[t]);
+        const float of_sum = of_token * float(pair[0] + pair[1]);
+        y[t] = fma(minimum, set1(SCALES == SUB_SCALES ? -of_sum : of_sum), y[t]);
       }
     }
-    UNROLL for (int t = 0; t < COUNT; t++) codes[t] += BLOCK;
+    UNROLL for (int t = 0; t < COUNT; t++) codes[t] += BLOCK, rest[t] += BLOCK;
   }
   UNROLL for (int t = 0; t < COUNT; t++) out[t] = y[t];
 }
 
-template <int BITS, int SCALES, bool MINIMA>
+template <int BITS, int SCALES, bool MINIMA, int PLANES>
 void multiply_segment(const Segment& segment, const Rounded& x, int64_t first_token, int64_t last_token,
                       int64_t first_panel, int64_t last_panel, Rows out) {
   const int64_t bytes = panel_bytes(segment.packing, x.columns), blocks = x.columns / BLOCK;
@@ -141,10 +165,10 @@ void multiply_segment(const Segment& segment, const Rounded& x, int64_t first_to
       F y[4];
       int count = int(least(last_token - t, 4));
       switch (count) {
-        case 1: panel_product<BITS, SCALES, MINIMA, 1>(panel, blocks, zero_code, x, t, y); break;
-        case 2: panel_product<BITS, SCALES, MINIMA, 2>(panel, blocks, zero_code, x, t, y); break;
-        case 3: panel_product<BITS, SCALES, MINIMA, 3>(panel, blocks, zero_code, x, t, y); break;
-        default: panel_product<BITS, SCALES, MINIMA, 4>(panel, blocks, zero_code, x, t, y);
+        case 1: panel_product<BITS, SCALES, MINIMA, PLANES, 1>(panel, blocks, zero_code, x, t, y); break;
+        case 2: panel_product<BITS, SCALES, MINIMA, PLANES, 2>(panel, blocks, zero_code, x, t, y); break;
+        case 3: panel_product<BITS, SCALES, MINIMA, PLANES, 3>(panel, blocks, zero_code, x, t, y); break;
+        default: panel_product<BITS, SCALES, MINIMA, PLANES, 4>(panel, blocks, zero_code, x, t, y);
       }
       for (int i = 0; i < count; i++)
         store_n(out.data + (t + i) * out.stride + segment.column + p * PANEL, y[i], left);
@@ -153,15 +177,22 @@ void multiply_segment(const Segment& segment, const Rounded& x, int64_t first_to
   }
 }
 
-void multiply_packed(const Segment& segment, const Rounded& x, int64_t first_token, int64_t last_token,
+template <int PLANES>
+void multiply_planes(const Segment& segment, const Rounded& x, int64_t first_token, int64_t last_token,
                      int64_t first_panel, int64_t last_panel, Rows out) {
   const Packing& p = segment.packing;
+  const bool is_small = p.bits == 4;
   const auto multiply =
-      p.scales == PAIR_SCALES  ? multiply_segment<8, PAIR_SCALES, false>
-      : p.scales == SUB_SCALES ? (p.bits == 4 ? multiply_segment<4, SUB_SCALES, true> : multiply_segment<8, SUB_SCALES, true>)
-      : p.bits == 4 ? (p.has_minima ? multiply_segment<4, HALF_SCALES, true> : multiply_segment<4, HALF_SCALES, false>)
-                    : (p.has_minima ? multiply_segment<8, HALF_SCALES, true> : multiply_segment<8, HALF_SCALES, false>);
+      p.scales == PAIR_SCALES  ? multiply_segment<8, PAIR_SCALES, false, PLANES>
+      : p.scales == SUB_SCALES ? (is_small ? multiply_segment<4, SUB_SCALES, true, PLANES> : multiply_segment<8, SUB_SCALES, true, PLANES>)
+      : p.has_minima ? (is_small ? multiply_segment<4, HALF_SCALES, true, PLANES> : multiply_segment<8, HALF_SCALES, true, PLANES>)
+                     : (is_small ? multiply_segment<4, HALF_SCALES, false, PLANES> : multiply_segment<8, HALF_SCALES, false, PLANES>);
   multiply(segment, x, first_token, last_token, first_panel, last_panel, out);
+}
+
+void multiply_packed(const Segment& segment, const Rounded& x, int64_t first_token, int64_t last_token,
+                     int64_t first_panel, int64_t last_panel, Rows out) {
+  (x.rest ? multiply_planes<2> : multiply_planes<1>)(segment, x, first_token, last_token, first_panel, last_panel, out);
 }
 
 // Writes the values of a row. They are those of the format, rounded as llama.cpp rounds them.

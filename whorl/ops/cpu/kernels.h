@@ -30,6 +30,7 @@ struct Segment {
 struct Matrix {
   const Segment* segments;
   int64_t count, columns;
+  int32_t planes;  // codes of 8 bits for each number of a token: see Rounded
 };
 
 struct Plain {  // [rows, columns] of fp32, bf16 or fp16
@@ -38,13 +39,16 @@ struct Plain {  // [rows, columns] of fp32, bf16 or fp16
   int32_t type;
 };
 
-// Tokens in 8 bits: codes [count, columns], and for each block of 32 the scale and the sum of the codes.
+// Tokens in 8 bits, or in 16: a second plane of codes holds what the first has left, in steps of 1 / STEPS. A number is
+// scale * code or, with two planes, scale * (STEPS * first + second). For each block of 32 there are a scale and, for
+// each half, the sum of these integers.
 struct Rounded {
-  int8_t* codes;
+  int8_t *codes, *rest;  // [count, columns]; rest is null with one plane
   float* scales;
   int32_t* sums;
   int64_t columns;
 };
+constexpr int STEPS = 254;
 
 struct Rows {  // fp32 [count, width], `stride` numbers from row to row
   float* data;

@@ -50,15 +50,17 @@ struct Scratch {  // memory of the calling thread, used again by the next call
   }
 };
 
-thread_local Scratch<int8_t> codes_of_tokens[2];
-thread_local Scratch<float> scales_of_tokens[2], floats[3];
-thread_local Scratch<int32_t> sums_of_tokens[2], integers[2];
+thread_local Scratch<int8_t> codes_of_tokens;
+thread_local Scratch<float> scales_of_tokens, partials_of_rows;
+thread_local Scratch<int32_t> sums_of_tokens;
 
-Rounded rounded(Rows x, const int32_t* indices, int64_t count, int64_t width, int which) {
-  const int64_t blocks = count * width / BLOCK;
-  Rounded out{codes_of_tokens[which].get(count * width), scales_of_tokens[which].get(blocks),
-              sums_of_tokens[which].get(2 * blocks), width};
-  ranges(count, width, [&](int64_t first, int64_t last) { kernels->round_tokens(x, indices, width, out, first, last); });
+Rounded rounded(Rows x, const Matrix& matrix) {
+  const int64_t width = matrix.columns, size = x.count * width, blocks = size / BLOCK;
+  int8_t* codes = codes_of_tokens.get(size * matrix.planes);
+  Rounded out{codes, matrix.planes == 2 ? codes + size : nullptr, scales_of_tokens.get(blocks),
+              sums_of_tokens.get(2 * blocks), width};
+  ranges(x.count, width,
+         [&](int64_t first, int64_t last) { kernels->round_tokens(x, nullptr, width, out, first, last); });
   return out;
 }
 
@@ -155,7 +157,7 @@ API int64_t whorl_cpu_panel_bytes(int32_t bits, int32_t scales, int32_t has_mini
 API void whorl_cpu_linear_packed(const Matrix* matrix, float* x, int64_t count, int64_t stride, float* out,
                                  int64_t out_stride, const float* bias) {
   const Rows rows{x, count, stride};
-  multiply(*matrix, rounded(rows, nullptr, count, matrix->columns, 0), {out, count, out_stride}, bias);
+  multiply(*matrix, rounded(rows, *matrix), {out, count, out_stride}, bias);
 }
 
 // y = norm(x + residual), total = x + residual, then the product of y, if there is a matrix.
@@ -163,7 +165,7 @@ API void whorl_cpu_norm(float* x, const float* residual, const float* weight, fl
                         int64_t count, int64_t width, float* y, float* total, const Matrix* matrix, float* out,
                         int64_t out_stride, const float* bias) {
   normalise({x, count, width}, residual, {weight, eps, plus_one}, width, y, total);
-  if (matrix) multiply(*matrix, rounded({y, count, width}, nullptr, count, width, 0), {out, count, out_stride}, bias);
+  if (matrix) multiply(*matrix, rounded({y, count, width}, *matrix), {out, count, out_stride}, bias);
 }
 
 API void whorl_cpu_linear_plain(const Plain* w, float* x, int64_t count, int64_t stride, float* out, int64_t out_stride,
@@ -231,7 +233,7 @@ void attend_all(const Attention& a) {
         }
       }
   }
-  float* partials = floats[0].get(states);
+  float* partials = partials_of_rows.get(states);
   auto attend = [&](int64_t i) {
     const Item& m = items[i];
     kernels->attend(a, m.sequence, m.head, m.first, m.last, m.first_span, m.last_span, partials + m.at);
@@ -297,7 +299,7 @@ void multiply(const Product& product, float* x, int64_t count, float* out) {
   if (product.plain)
     return multiply(*product.plain, {x, count, product.plain->columns}, nullptr, {out, count, rows}, product.bias);
   const int64_t columns = product.packed->columns;
-  multiply(*product.packed, rounded({x, count, columns}, nullptr, count, columns, 0), {out, count, rows}, product.bias);
+  multiply(*product.packed, rounded({x, count, columns}, *product.packed), {out, count, rows}, product.bias);
 }
 
 }  // namespace

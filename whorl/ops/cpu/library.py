@@ -29,7 +29,7 @@ class Segment(Structure):
 
 
 class Matrix(Structure):
-    _fields_ = (("segments", POINTER(Segment)), ("count", c_int64), ("columns", c_int64))
+    _fields_ = (("segments", POINTER(Segment)), ("count", c_int64), ("columns", c_int64), ("planes", c_int32))
 
 
 class Plain(Structure):
@@ -111,7 +111,7 @@ def _problem(library: ctypes.CDLL) -> str | None:
 
 
 @functools.cache
-def _found() -> tuple[ctypes.CDLL | None, str | None]:
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     """Return the library, or why there is none."""
     if os.environ.get(VARIANT) == "none":
         return None, f"switched off by {VARIANT}"
@@ -135,7 +135,7 @@ def _found() -> tuple[ctypes.CDLL | None, str | None]:
 
 def missing() -> str | None:
     """Return None, or why this machine has no library of CPU kernels."""
-    return _found()[1]
+    return _loaded()[1]
 
 
 def describe() -> str:
@@ -148,14 +148,14 @@ def describe() -> str:
 
 def variant() -> str | None:
     """Return the instruction set that is used; None without a library."""
-    library = _found()[0]
+    library = _loaded()[0]
     return None if library is None else library.whorl_cpu_variant().decode()
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the library. Raises RuntimeError where there is none."""
-    loaded = _found()[0]
+    loaded = _loaded()[0]
     if loaded is None:
         raise RuntimeError(describe())
     return loaded

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from .._codes_triton import opaque
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2, unit_stride
-from ..attention.cuts_triton import LOG2_E, add_rescaled, cut_of, exp_scores, opaque, rescale_factors, total_of
+from ..attention.cuts_triton import LOG2_E, add_rescaled, cut_of, exp_scores, rescale_factors, total_of
 from ..attention.decode_triton import block_of_sequences, divided, sequence_of
 from ..attention.fold_triton import fold_stored
 from ..linear_triton import dot

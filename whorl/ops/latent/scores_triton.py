@@ -13,10 +13,10 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from .._codes_triton import opaque
 from .._overlap_triton import begin, follow, overlap
 from .._rows import ceil_div, power_of_2
 from .._sums_triton import halves
-from ..attention.cuts_triton import opaque
 from ..attention.decode_triton import block_of_sequences
 from ..linear_triton import dot
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from whorl.device import is_interpreting
 
+from .._codes_triton import opaque
 from .._launch_triton import launched
 from .._overlap_triton import follow, overlap
 from .._rows import ceil_div, power_of_2, unit_stride
@@ -26,7 +27,7 @@ FEW_ROWS, SOME_ROWS = 16, 64  # average rows of an expert up to which tiles have
 @triton.jit
 def _load_weight(
     weight_ptr, scales_ptr, expert, rows, is_row, stride_e, stride, scales_stride_e, scales_stride, start, length,
-    BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr, DTYPE: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Return `BLOCK` columns of rows of an expert's weight, [rows, BLOCK] in DTYPE, zero past `length`."""
     at = weight_ptr + expert.to(tl.int64) * stride_e + rows[:, None] * stride
@@ -40,7 +41,7 @@ def _load_weight(
         mask = is_row[:, None] & (blocks < length // 32)[None, :]
         scales_at = scales_ptr + expert.to(tl.int64) * scales_stride_e + rows[:, None] * scales_stride
         scales = tl.load(scales_at + blocks[None, :], mask=mask, other=127)
-        weight = _values(codes.to(tl.int32), scales.to(tl.int32), DTYPE)
+        weight = opaque(_values(codes.to(tl.int32), scales.to(tl.int32), DTYPE), WIDEN)
     return weight
 
 
@@ -109,11 +110,11 @@ def _gate_up_kernel(
             x = tl.load(x_at + c[None, :], mask=is_row[:, None] & (c < C)[None, :], other=0.0)
             gate_weight = _load_weight(
                 gate_up_ptr, scales_ptr, expert, 2 * columns, is_column, stride_e, stride_f, scales_stride_e,
-                scales_stride_f, start, C, BLOCK, dtype,
+                scales_stride_f, start, C, BLOCK, dtype, WIDEN,
             )  # fmt: skip
             up_weight = _load_weight(
                 gate_up_ptr, scales_ptr, expert, 2 * columns + 1, is_column, stride_e, stride_f, scales_stride_e,
-                scales_stride_f, start, C, BLOCK, dtype,
+                scales_stride_f, start, C, BLOCK, dtype, WIDEN,
             )  # fmt: skip
             gate, up = dot(x, tl.trans(gate_weight), gate, WIDEN), dot(x, tl.trans(up_weight), up, WIDEN)
         bias_at = bias_ptr + expert.to(tl.int64) * 2 * F + 2 * columns
@@ -161,7 +162,7 @@ def _down_kernel(
             hidden = tl.load(hidden_at + f[None, :], mask=is_row[:, None] & (f < F)[None, :], other=0.0)
             down = _load_weight(
                 down_ptr, scales_ptr, expert, columns, is_column, stride_e, stride_c, scales_stride_e, scales_stride_c,
-                start, F, BLOCK, dtype,
+                start, F, BLOCK, dtype, WIDEN,
             )  # fmt: skip
             part = dot(hidden, tl.trans(down), part, WIDEN)
         part += tl.load(bias_ptr + expert.to(tl.int64) * C + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]

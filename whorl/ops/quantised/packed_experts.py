@@ -70,6 +70,7 @@ def packed_experts(
     return run_routed(x, weights, ids, run_expert)
 
 
+packed_experts.impl("cpp", "whorl.ops.cpu.quantised:packed_experts")
 packed_experts.impl("triton", "packed_experts_triton:forward", accepts=triton_reason)
 packed_experts.impl("torch_npu", "packed_torch_npu:experts", accepts=packed_torch_npu.experts_reason)
 

@@ -113,6 +113,7 @@ _HEADS: Values = {"heads": 128, "dim": 192, "value_dim": 128, "topk": 2048, "cau
 _MASKED_BENCH: list[Values] = [
     {"tokens": (4096,), "keys": 4096, **_HEADS},
     {"tokens": (8192,), "keys": 8192, **_HEADS},
+    {"tokens": (4096,), "keys": 4096, "topk": 4096, "heads": 16, "kv_heads": 2, "dim": 256, "dense": True},  # Qwen3.5
 ]
 
 

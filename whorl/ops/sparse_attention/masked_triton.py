@@ -288,6 +288,15 @@ def selection(indices: Tensor, num_keys: int) -> Tensor:
     return bits
 
 
+Tile = tuple[int, int, int, int]  # rows, keys, warps, stages
+Plan = tuple[Tile, Tile]  # for 16-bit inputs: of common heads, and of wide ones
+
+MOST_CHANNELS = 320  # of a key and a value, 192 and 128 of DeepSeek; with more the larger tiles need 257 KB on Hopper
+FORWARD: Plan = ((128, 64, 8, 3), (128, 64, 8, 2))
+DQ: Plan = ((128, 64, 8, 2), (128, 32, 8, 2))
+DKV: Plan = ((32, 128, 8, 2), (32, 64, 8, 2))
+
+
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     """Return the sizes of a kernel; D is split into a power of two and the remainder, 192 into 128 and 64."""
     dim = q.shape[2]
@@ -304,12 +313,10 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     }
 
 
-def _tiles(q: Tensor, tensor_core_tile: tuple[int, int, int, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the rows and keys of a tile, and launch options.
-
-    tensor_core_tile: (rows, keys, warps, stages) for 16-bit inputs; fp32 uses small tiles.
-    """
-    rows, keys, warps, stages = (32, 32, 4, 1) if q.dtype == torch.float32 else tensor_core_tile
+def _tiles(dtype: torch.dtype, sizes: dict[str, int], plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the rows and keys of a tile, and launch options. sizes: from `_sizes`; fp32 uses small tiles."""
+    channels = sizes["BLOCK_MAIN"] + sizes["BLOCK_DV"] + (sizes["BLOCK_REST"] if sizes["REST"] else 0)
+    rows, keys, warps, stages = (32, 32, 4, 1) if dtype == torch.float32 else plan[channels > MOST_CHANNELS]
     return {"ROWS": rows, "KEYS": keys}, {"num_warps": warps, "num_stages": stages}
 
 
@@ -323,22 +330,18 @@ def _extents(bits: Tensor, tile: dict[str, int], *, by_row: bool) -> Tensor:
     return extents
 
 
-FORWARD_TILES = (128, 64, 8, 3)
-DQ_TILES = (128, 64, 8, 2)
-DKV_TILES = (32, 128, 8, 2)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, bits: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     bits = causal_bits(q.shape[0], k.shape[0], q.device) if bits is None else bits
     q, k, v, bits = (x.contiguous() for x in (q, k, v, bits))
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if lse.numel():
-        tile, options = _tiles(q, FORWARD_TILES)
+        sizes = _sizes(q, k, v)
+        tile, options = _tiles(q.dtype, sizes, FORWARD)
         extents = _extents(bits, tile, by_row=True)
         _masked_forward_kernel[(q.shape[1], ceil_div(q.shape[0], tile["ROWS"]))](
             q, k, v, bits, extents, out, lse, q.shape[0], k.shape[0], bits.shape[1], scale * LOG2_E.value,
-            **_sizes(q, k, v), **tile, WIDEN=is_interpreting(), **options,
+            **sizes, **tile, WIDEN=is_interpreting(), **options,
         )  # fmt: skip
     return out, lse
 
@@ -353,13 +356,13 @@ def backward(
     sizes = _sizes(q, k, v)
     delta = delta_of(out, dout, dlse, rows=16, block=sizes["BLOCK_DV"])
     if delta.numel():
-        tile, options = _tiles(q, DQ_TILES)
+        tile, options = _tiles(q.dtype, sizes, DQ)
         _masked_dq_kernel[(q.shape[1], ceil_div(q.shape[0], tile["ROWS"]))](
             q, k, v, bits, _extents(bits, tile, by_row=True), lse, delta, dout, dq, q.shape[0], k.shape[0],
             bits.shape[1], scale, **sizes, **tile, WIDEN=is_interpreting(), **options,
         )  # fmt: skip
     if dk.numel():
-        tile, options = _tiles(q, DKV_TILES)
+        tile, options = _tiles(q.dtype, sizes, DKV)
         _masked_dkv_kernel[(k.shape[1], ceil_div(k.shape[0], tile["KEYS"]))](
             q, k, v, bits, _extents(bits, tile, by_row=False), lse, delta, dout, dk, dv, q.shape[0], k.shape[0],
             bits.shape[1], scale, **sizes, **tile, WIDEN=is_interpreting(), **options,
