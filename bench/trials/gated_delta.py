@@ -326,7 +326,7 @@ def rest(tokens: int) -> None:
     time(
         f"gated_rms_norm of {tokens} tokens",
         lambda: ops.gated_rms_norm(out, z, scale, backend="triton"),
-        3 * out.nbytes,
+        num_bytes=3 * out.nbytes,
     )
     time(f"output_gate of {tokens} tokens", lambda: ops.output_gate(out, z, backend="triton"), num_bytes=3 * out.nbytes)
 
