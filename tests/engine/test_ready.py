@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 def run(**options: Any) -> dict[str, Any]:
     """Run tests/engine/ready.py, which needs Triton without its interpreter and so a process of its own."""
     command = [sys.executable, str(Path(__file__).with_name("ready.py")), json.dumps(options)]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"WHORL_CPU_KERNELS": "none"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     document: dict[str, Any] = json.loads(done.stdout)

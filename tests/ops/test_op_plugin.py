@@ -295,7 +295,10 @@ def test_dense_loss_uses_the_statistics_it_is_given(own: bool) -> None:
 
 
 WITHOUT_A_PUBLISHED_TEST = {
+    "npu_chunk_gated_delta_rule",
+    "npu_fused_causal_conv1d",
     "npu_interleave_rope",
+    "npu_recurrent_gated_delta_rule",
     "npu_rotary_position_embedding",
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",

@@ -19,7 +19,8 @@ def named(node: ast.AST, package: str) -> Iterator[str]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "impl":
         for argument in node.args[1:2]:
             if isinstance(argument, ast.Constant) and ":" in str(argument.value):
-                yield f"{package}.{str(argument.value).partition(':')[0]}"
+                module = str(argument.value).partition(":")[0]
+                yield module if module.startswith("whorl.") else f"{package}.{module}"
 
 
 def graph(sources: dict[Path, str]) -> Graph:

@@ -71,6 +71,8 @@ def test_answers_are_what_is_said_of_them(served: Served, path: str) -> None:
 def test_every_address_says_what_it_answers(served: Served) -> None:
     paths = served.http.get("/openapi.json").json()["paths"]
     said = {path: work["post"]["responses"]["200"]["content"] for path, work in paths.items() if "post" in work}
+    texts = {path: said.pop(path) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")}
+    assert all("text/plain" in content for content in texts.values())
     assert said.keys() == CASES.keys() | {"/v1/embeddings"}
     assert all("$ref" in content["application/json"]["schema"] for content in said.values())
     streams = {path for path, content in said.items() if "text/event-stream" in content}
