@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from ._draw import Draw
-from ._op import Values, narrow, operator, widen
+from ._op import Values, operator
 from ._tracing import is_readable
-from .linear import Product, multiply
+from .linear import multiply
+from .low_rank_update import updated
 
 
 def _check_low_rank(y: Tensor, a: Tensor, ranks: Tensor, sizes: Sequence[int], **_: object) -> None:
@@ -53,37 +54,6 @@ def low_rank(
         y = ops.low_rank(y, x, a, b, groups, ranks, scales, [4096, 1024, 1024])
     """
     return updated(multiply, y, x, a, b, groups, ranks, scales, sizes, bias)
-
-
-def updated(
-    product: Product,
-    y: Tensor,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    groups: Tensor,
-    ranks: Tensor,
-    scales: Tensor,
-    sizes: Sequence[int],
-    bias: Tensor | None,
-) -> Tensor:
-    """Compute `low_rank` with the products that `linear` has."""
-    out = y.clone(memory_format=torch.contiguous_format)
-    for group in set(groups.tolist()) - {-1}:
-        rows = (groups == group).nonzero().flatten()
-        inputs, first = widen(x[rows]), 0
-        for part, size in enumerate(sizes):
-            columns, rank = slice(first, first + size), int(ranks[group, part])
-            first += size
-            if not rank:
-                continue
-            hidden = narrow(product(inputs, widen(a[group, part, :rank])), x.dtype)
-            update = product(widen(hidden), widen(b[group, columns, :rank].contiguous()))
-            if bias is not None:
-                update = update + widen(bias[group, columns])
-            update = narrow(update, x.dtype) * float(scales[group, part])
-            out[rows, columns] = y[rows, columns] + update
-    return out
 
 
 low_rank.impl("cpp", "whorl.ops.cpu.low_rank:low_rank")

@@ -25,7 +25,7 @@ from whorl.nn.weight import Destination, Formats, Matrix, Part
 from whorl.ops._trial_store import TrialStore
 from whorl.ops.linear import multiply as multiply_plain
 from whorl.ops.linear import pack
-from whorl.ops.moe.experts import activate, run_routed
+from whorl.ops.moe.routed import activate, run_routed
 
 from .dense import DENSE
 from .packed import packed as packed_words

@@ -13,7 +13,7 @@ from torch import Tensor
 from whorl.nn.weight import Norm, Part
 from whorl.ops.cpu import norm as cpu_norm
 from whorl.ops.cpu.packed import KINDS, PackedMatrix, columns_per_block, interleave
-from whorl.ops.moe.experts import activate, run_routed
+from whorl.ops.moe.routed import activate, run_routed
 
 from .gguf import GgufBlocks
 from .quantised import Pick

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..low_rank import updated
+from ..low_rank_update import updated
 from .linear import multiply
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..moe.experts import run_routed
+from ..moe.routed import run_routed
 from .glu import glu
 from .linear import linear
 

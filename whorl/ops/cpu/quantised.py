@@ -3,8 +3,8 @@ the plain one."""
 
 from torch import Tensor
 
-from ..moe.experts import run_routed
-from ..quantised.packed_linear import unpacked_linear
+from ..moe.routed import run_routed
+from ..quantised.unpacked import unpacked_linear
 from .glu import glu
 from .linear import multiply
 

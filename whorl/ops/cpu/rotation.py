@@ -5,7 +5,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from ..attention.write_kv import write_kv as write_kv_operator
+from .._op import OPS
 from ..rope.tables import token_rows
 from .library import TYPES, Cache, Norm, Rotation, address, library, plain, use_threads
 
@@ -142,7 +142,7 @@ def write_kv(
     v_scale: Tensor | None = None,
 ) -> None:
     if k_cache.dtype != torch.float32 or k.dtype != torch.float32 or not k.stride(-1) == v.stride(-1) == 1:
-        write_kv_operator.reference(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+        OPS["write_kv"].reference(k, v, k_cache, v_cache, slots, k_scale, v_scale)
         return
     slots = slots.long()
     cache = cache_of(k_cache, v_cache, None, None, k.dtype)

@@ -10,7 +10,8 @@ from .._op import Values, narrow, operator, widen
 from ..linear import multiply
 from ..quantised import mx
 from . import clipped_experts_torch_npu
-from .experts import WORDS, draw_routing, expert_bytes, run_routed
+from .experts import WORDS, draw_routing, expert_bytes
+from .routed import run_routed
 
 
 def _check(**values: Any) -> None:

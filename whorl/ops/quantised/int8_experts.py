@@ -6,7 +6,8 @@ from torch import Tensor
 
 from .._draw import Draw
 from .._op import Values, operator
-from ..moe.experts import FLOPS, WORDS, activate, draw_routing, expert_bytes, run_routed
+from ..moe.experts import FLOPS, WORDS, draw_routing, expert_bytes
+from ..moe.routed import activate, run_routed
 from . import int8_torch_npu
 from .int8_linear import int8_linear
 from .packed_linear import draw_weight

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from .._draw import Draw
 from .._op import Values, operator
-from ..moe.experts import WORDS, activate, draw_routing, expert_bytes, run_routed
+from ..moe.experts import WORDS, draw_routing, expert_bytes
+from ..moe.routed import activate, run_routed
 from . import packed_torch_npu
 from .layout import find
 from .packed_linear import ZERO_DTYPES, check_weight, draw_weight, layout_name, packed_linear, triton_reason

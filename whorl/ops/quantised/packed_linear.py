@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from .._draw import Draw
-from .._op import Values, narrow, operator, widen
-from ..linear import Product, multiply
+from .._op import Values, operator
+from ..linear import multiply
 from . import packed_torch_npu
-from .layout import CHUNK, find, packed_int4, paired_int4, tiled_bytes, values
+from .layout import find, packed_int4, paired_int4, tiled_bytes
+from .unpacked import unpacked_linear
 
 ZERO_DTYPES = "uint8 or int8 or int16 or int32 or int64"
 
@@ -51,20 +52,6 @@ def _flops(values: Values) -> int:
     return 2 * values["x"].numel() * find(values["layout"]).num_rows(values["codes"])
 
 
-def multiply_in_chunks(x: Tensor, weight: Tensor, product: Product = multiply) -> Tensor:
-    """Return x @ weight.T: each chunk of 1024 columns is summed from zero, and the sums of the chunks added in order.
-
-    x: [T, K] and weight: [N, K], both in the dtype of accumulation; product: that of a chunk.
-    """
-    parts = zip(x.split(CHUNK, 1), weight.split(CHUNK, 1), strict=True)
-    y = None
-    for a, b in parts:
-        part = product(a.contiguous(), b.contiguous())
-        y = part if y is None else y + part
-    assert y is not None
-    return y
-
-
 @operator(check=_check, fake=_fake, flops=_flops, forward_only=True)
 def packed_linear(
     x: Annotated[Tensor, "[T, K>0] float"],
@@ -92,28 +79,6 @@ def packed_linear(
         y = ops.packed_linear(x, codes, scales, columns=128)
     """
     return unpacked_linear(multiply, x, codes, scales, zeros, bias, rows=rows, columns=columns, layout=layout)
-
-
-def unpacked_linear(
-    product: Product,
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    rows: int,
-    columns: int,
-    layout: str,
-) -> Tensor:
-    """Compute `packed_linear` with the products that `linear` has."""
-    order = find(layout)
-    numbers = order.unpack(codes, x.shape[1])
-    weight = values(numbers, scales, zeros, x.dtype, block=(rows, columns), middle=order.middle)
-    y = multiply_in_chunks(widen(x), widen(weight), product)
-    if bias is not None:
-        y = y + bias.to(y.dtype)
-    return narrow(y, x.dtype)
 
 
 TRITON_LAYOUTS = ("bytes", "bytes_tiled", "int4_tiled")
