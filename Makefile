@@ -48,7 +48,7 @@ QUESTION := What is the capital of France?
 
 run: venv
 	@echo "> $(QUESTION)"
-	@$(BIN)/whorl generate --chat --prompt "$(QUESTION)"
+	@$(BIN)/whorl generate --chat --report --prompt "$(QUESTION)"
 	@echo
 	@echo "That was SmolLM2-135M-Instruct. Try next:"
 	@echo "  $(BIN)/whorl chat                                     talk with it; /help lists commands"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
@@ -34,8 +35,15 @@ class BuildKernels(build_ext):
             raise CompileError(str(error)) from error
 
 
+class OfPlatform(bdist_wheel):
+    """The library is loaded by ctypes: a wheel is for a platform, and for every version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 sources = [str(path.relative_to(Path(__file__).parent)) for path in sorted(KERNELS.glob("*.cpp"))]
 setup(
     ext_modules=[Extension("whorl.ops.cpu._library", sources, optional=True)],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": OfPlatform},
 )

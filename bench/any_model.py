@@ -1,12 +1,13 @@
 """`python -m bench.any_model`: a model by its own file, by transformers' code in the engine, and by transformers alone.
 
-First tiny random models of many families run on the device: what they decode among others must have the bits of the
-same tokens in a prompt, alone and in chunks. Then decoding and a prompt of one model are timed: native, with --backend
-transformers, and by transformers' own generate. Prints a table, and JSON with --json.
+Decoding and a prompt of one model are timed: native, with --backend transformers, and by transformers' own generate.
+Then tiny random models of many families run on the device: what they decode among others must have the bits of the same
+tokens in a prompt, alone and in chunks. Prints each result as it comes, a table at the end, and JSON with --json.
 """
 
 import gc
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,9 +16,10 @@ import torch
 import typer
 
 from whorl import device as devices
-from whorl.bench import decode
+from whorl.bench import decode, decode_peer
 from whorl.bench.decode_engine import DecodeSettings
 from whorl.bench.options import DecodeOptions
+from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document, provenance
 from whorl.bench.report import table
 from whorl.engine.llm import LLM
@@ -68,10 +70,11 @@ def is_one_arithmetic(model: Any, device: str) -> bool:
     return (output.token_ids, decoded(output)) == (outputs[3].token_ids, decoded(outputs[3]))
 
 
-def check_families(device: str, dtype: torch.dtype) -> dict[str, str]:
+def check_families(names: list[str], device: str, dtype: torch.dtype) -> dict[str, str]:
     """Return for each family what was seen: "equal bits", "other bits", or the error."""
     results = {}
-    for name, (architecture, changes) in FAMILIES.items():
+    for name in names:
+        architecture, changes = FAMILIES[name]
         config = {"architectures": [architecture], "model_type": name, **SIZES, **IDS, **changes}
         try:
             model = random_model(config, device=device, dtype=dtype)
@@ -83,23 +86,29 @@ def check_families(device: str, dtype: torch.dtype) -> dict[str, str]:
     return results
 
 
-def time_ways(settings: DecodeSettings) -> list[Document]:
-    """Return a row for each way and batch, in tokens per second."""
-    native = decode.run(settings)  # with transformers beside it
-    through = decode.run(replace(settings, peer=None, engine=settings.engine.changed(backend="transformers")))
-    rows = [_row("whorl, its own file", row) for row in _timed(native)]
-    rows += [_row("whorl, transformers' code", row) for row in _timed(through)]
-    rows += [_row(row["label"], row) for row in (*native["peers"], native["peer_prefill"])]
-    return rows
+def time_ways(settings: DecodeSettings, *, compiled: bool) -> Iterator[Document]:
+    """Yield a row for each way and batch, in tokens per second."""
+    native = decode.run(settings)
+    yield from _rows("whorl, its own file", native)
+    through = replace(settings, engine=settings.engine.changed(backend="transformers"))
+    yield from _rows("whorl, transformers' code", decode.run(through))
+    with Progress(len(settings.rows) * 2 + 1) as progress:
+        peer = decode_peer.run(settings, native, progress, compiled=compiled)
+    for row in (*peer["peers"], peer["peer_prefill"]):
+        yield _row(row["label"], row)
 
 
-def _timed(document: Document) -> list[Document]:
-    return [*document["decode"], document["prefill"]]
+def _rows(way: str, document: Document) -> list[Document]:
+    return [_row(way, row) for row in (*document["decode"], document["prefill"])]
 
 
 def _row(way: str, row: Document) -> Document:
     what = f"decode, batch {row['batch']}" if "batch" in row else "prompt"
     return {"way": way, "what": what, "tok_s": row.get("tok_s"), "note": row.get("note", "")}
+
+
+def _cells(row: Document) -> list[str]:
+    return [row["way"], row["what"], row["note"] or f"{row['tok_s']:.1f}"]
 
 
 @app.command()
@@ -108,21 +117,25 @@ def main(
     batch: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1,16,64",
     tokens: Annotated[int, typer.Option(help="Timed steps.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the timed prompt.")] = 2048,
+    repeats: Annotated[int, typer.Option(help="Timed repetitions, of which the median counts.")] = 5,
+    compiled: Annotated[bool, typer.Option(help="Time transformers' compiled steps, too.")] = True,
+    families: Annotated[str, typer.Option(help="Families to check, or none.")] = ",".join(FAMILIES),
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
 ) -> None:
-    """Check families for one arithmetic, then time one model in three ways."""
+    """Time one model in three ways, then check families for one arithmetic."""
     device: Any = devices.default_device()
     dtype: Any = "float32" if devices.accelerator(device) is None else "bfloat16"
-    options = DecodeOptions(
-        random_config=model, batch=batch, tokens=tokens, prompt_tokens=prompt_tokens, peer="transformers"
-    )
+    options = DecodeOptions(random_config=model, batch=batch, tokens=tokens, prompt_tokens=prompt_tokens)
     settings = DecodeSettings.resolve(None, options, EngineSettings(device=device, dtype=dtype))
-    families = check_families(device, getattr(torch, dtype))
-    rows = time_ways(settings)
-    cells = [[row["way"], row["what"], row["note"] or f"{row['tok_s']:.1f}"] for row in rows]
-    print("\n".join(table([["way", "what", "tokens/s"], *cells])))
+    rows = []
+    for row in time_ways(replace(settings, repeats=repeats), compiled=compiled):
+        rows.append(row)
+        print(*_cells(row), sep=" | ", flush=True)
+    names = [] if families == "none" else families.split(",")
+    results = check_families(names, device, getattr(torch, dtype))
+    print("\n".join(["", *table([["way", "what", "tokens/s"], *map(_cells, rows)])]))
     if json_path is not None:
-        document = {**provenance(device), "model": model, "dtype": dtype, "families": families, "rows": rows}
+        document = {**provenance(device), "model": model, "dtype": dtype, "families": results, "rows": rows}
         json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""One turn of `bench.llama_cpp`, in a process and an interpreter of its own: `llama_cpp_turn.py SIDE MODEL THREADS`.
+"""One turn of `bench.llama_cpp`, in its own process and interpreter: `llama_cpp_turn.py SIDE MODEL THREADS CASE...`.
 
 It needs no package but the one it measures, and prints its results as JSON.
 """
@@ -25,7 +25,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
     return [[100 + (i * SPACING + j * 131) % 20000 for j in range(length)] for i in range(count)]
 
 
-def run_ours(path: str | None, threads: int) -> dict[str, Any]:
+def run_ours(path: str | None, threads: int, cases: list[str]) -> dict[str, Any]:
     """Measure whorl in this process."""
     import torch
 
@@ -36,7 +36,8 @@ def run_ours(path: str | None, threads: int) -> dict[str, Any]:
     begin = time.perf_counter()
     llm = LLM(path or None, device="cpu", warmup="off", max_model_len=2048, use_prefix_cache=False)
     results: dict[str, Any] = {"start": time.perf_counter() - begin, "kernels": library.variant()}
-    for name, (count, length, answer) in CASES.items():
+    for name in cases:
+        count, length, answer = CASES[name]
         params = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
         llm.generate(prompts(1, 8), SamplingParams(max_tokens=2), progress=False)
         begin = time.perf_counter()
@@ -51,7 +52,7 @@ def run_ours(path: str | None, threads: int) -> dict[str, Any]:
     return results
 
 
-def run_peer(path: str, threads: int) -> dict[str, Any]:
+def run_peer(path: str, threads: int, cases: list[str]) -> dict[str, Any]:
     """Measure llama.cpp in this process, through its server's own queue, without HTTP."""
     import threading
 
@@ -64,7 +65,8 @@ def run_peer(path: str, threads: int) -> dict[str, Any]:
     begin = time.perf_counter()
     server = xlc.Server(params)
     results: dict[str, Any] = {"start": time.perf_counter() - begin, "kernels": "llama.cpp"}
-    for name, (count, length, answer) in CASES.items():
+    for name in cases:
+        count, length, answer = CASES[name]
         times: list[float] = []
 
         def ask(ids: list[int], answer: int = answer, times: list[float] = times) -> None:
@@ -94,7 +96,7 @@ def rates(begin: float, times: list[float], count: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    side, path, threads = sys.argv[1:]
-    result = (run_ours if side == "ours" else run_peer)(path, int(threads))
+    side, path, threads, *cases = sys.argv[1:]
+    result = (run_ours if side == "ours" else run_peer)(path, int(threads), cases or list(CASES))
     result["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps(result))

@@ -4,7 +4,8 @@ Checks the operator first: errors against fp64, the bits of a row alone, in a ba
 for Qwen3-30B-A3B with updates of q, k, v and o and for Qwen3-8B with all seven, 64 sequences of 4,096 keys decode with
 random weights: without adapters, with 64 loaded and none in use, with one for all, and with another for each. Before
 that, it checks that a sequence's logits have the same bits beside other adapters, and that the base's are unchanged.
-Prints one JSON document. --quick: small sizes, for a machine without a GPU.
+Prints a table of each model as soon as it is measured, then one JSON document. --quick: small sizes, for a machine
+without a GPU.
 """
 
 import functools
@@ -36,6 +37,9 @@ from whorl.timing import measure
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHAPES = {"Qwen3-30B-A3B": ATTENTION, "Qwen3-8B": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
 STEPS = 32
+# Of the reference's error, by dtype. In fp32 the kernel adds its chunks in order, for equal bits of a row in any batch;
+# the library adds them in a tree. Observed on an H200: 3.76 times, 9e-6 of values up to 5.
+MOST_ERROR = {torch.bfloat16: 2, torch.float32: 4}
 app = typer.Typer(add_completion=False)
 
 
@@ -72,7 +76,8 @@ def check_operator(device: str, dtype: torch.dtype) -> dict[str, Any]:
         float((result.double() - exact).abs().max())
         for result in (together, ops.low_rank(**values, sizes=sizes, backend="torch"))
     ]
-    assert errors[0] <= 2 * errors[1], f"{dtype}: error {errors[0]}, expected at most twice the reference's {errors[1]}"
+    most = MOST_ERROR[dtype]
+    assert errors[0] <= most * errors[1], f"{dtype}: error {errors[0]}, expected at most {most} times {errors[1]}"
     return {"dtype": str(dtype), "error": errors[0], "reference_error": errors[1], "us": _times(values, sizes)}
 
 
@@ -205,8 +210,19 @@ def main(
     document: dict[str, Any] = {**provenance(device)}
     if device != "cpu":
         document["operator"] = [check_operator(device, dtype) for dtype in (torch.bfloat16, torch.float32)]
-    document["models"] = [measure_model(name, kinds, device, quick=quick) for name, kinds in SHAPES.items()]
-    print(json.dumps(document, indent=2))
+    document["models"] = []
+    for name, kinds in SHAPES.items():
+        document["models"].append(measured := measure_model(name, kinds, device, quick=quick))
+        print(_table(measured), flush=True)
+    print(json.dumps(document))
+    print(*map(_table, document["models"]), sep="\n")
+
+
+def _table(measured: dict[str, Any]) -> str:
+    """Return the rows of a model, for people."""
+    shares = measured["percent_slower"]
+    rows = [f"{name:24}{ms:10.3f} ms{shares[name]:9.2f}%" for name, ms in measured["ms_per_step"].items()]
+    return "\n".join([f"{measured['model']}, {', '.join(measured['updates'])}", *rows])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,40 @@ import torch
 from torch import Tensor
 
 from whorl import LLM, SamplingParams, nn
+from whorl.device import synchronize
 from whorl.engine.output import Output
 from whorl.engine.weights import random_model
 from whorl.models.qwen3 import Qwen3
 from whorl.nn.training import trainable
 
-NUMBERS, START, ANSWER = 16, 16, 6  # numbers are tokens below 16; an answer has 6 tokens
-PROMPTS, COPIES, STEPS = 4, 8, 70
-CLIP, LEARNING_RATE = 0.2, 2e-3
+NUMBERS, START = 16, 16  # numbers are tokens below 16
+CLIP, STEPS, BLOCK = 0.2, 70, 16
 CONFIG = Qwen3.tiny(
     vocab_size=NUMBERS + 1, hidden_size=64, intermediate_size=128, num_hidden_layers=1, max_position_embeddings=32
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The model and the sizes of a run: these learn on a CPU in minutes. prompt, answer: their tokens."""
+
+    config: dict[str, Any] = field(default_factory=lambda: CONFIG)
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    prompt: int = 2
+    answer: int = 6
+    prompts: int = 4
+    copies: int = 8
+    learning_rate: float = 2e-3
+
+    def random_policy(self) -> Any:
+        return random_model(self.config, device=self.device, dtype=self.dtype)
+
+    def engine(self) -> LLM:
+        num_seqs = self.prompts * self.copies
+        num_blocks = num_seqs * (2 + (self.prompt + self.answer) // BLOCK)
+        policy = self.random_policy()
+        return LLM(model=policy, device=self.device, num_blocks=num_blocks, block_size=BLOCK, max_num_seqs=num_seqs)
 
 
 @dataclass
@@ -58,9 +81,9 @@ class Curve:
         return sum(self.rewards[-20:]) / len(self.rewards[-20:])
 
 
-def prompt(rng: random.Random) -> list[int]:
-    """The sign of a start, and a number."""
-    return [START, rng.randrange(NUMBERS)]
+def prompt(rng: random.Random, length: int) -> list[int]:
+    """Signs of a start, and a number."""
+    return [START] * (length - 1) + [rng.randrange(NUMBERS)]
 
 
 def reward(prompt_ids: Sequence[int], answer: Sequence[int]) -> float:
@@ -76,22 +99,17 @@ def advantages(rewards: Sequence[float]) -> list[float]:
     return [(r - mean) / (spread + 1e-4) for r in rewards]
 
 
-def random_policy() -> Any:
-    return random_model(CONFIG, device="cpu", dtype=torch.float32)
-
-
 class Policy:
     """The model that is trained, and the engine that samples from it."""
 
-    def __init__(self, seed: int, *, is_rounded: bool) -> None:
+    def __init__(self, seed: int, setup: Setup, *, is_rounded: bool) -> None:
         torch.manual_seed(seed)
-        self.model = trainable(random_policy())
+        self.setup, self.model = setup, trainable(setup.random_policy())
         with torch.no_grad():  # small, so that the first policy is close to uniform
             for parameter in self.model.parameters():
                 parameter.copy_(parameter if parameter.dim() < 2 else 0.5 * torch.randn_like(parameter) / 8)
-        served = random_policy()
-        self.llm = LLM(model=served, device="cpu", num_blocks=512, block_size=8, max_num_seqs=PROMPTS * COPIES)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        self.llm = setup.engine()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=setup.learning_rate, weight_decay=0.0)
         if is_rounded:
             for mixer in self.model.mixers:
                 mixer.o_proj.register_forward_pre_hook(lambda module, inputs: (inputs[0].bfloat16().float(),))
@@ -100,18 +118,17 @@ class Policy:
         """Give the engine the present weights."""
         named = ((name, place.into.detach()) for name, place in nn.destinations(self.model).items())
         self.llm.update_weights(named, version=version)
+        synchronize(self.setup.device)
 
     def sample(self, prompts: Sequence[list[int]], seed: int) -> list[Output]:
-        """Return COPIES answers to each prompt."""
-        params = [
-            SamplingParams(n=COPIES, max_tokens=ANSWER, logprobs=0, seed=seed * len(prompts) + i)
-            for i in range(len(prompts))
-        ]
+        """Return `copies` answers to each prompt."""
+        first = SamplingParams(n=self.setup.copies, max_tokens=self.setup.answer, logprobs=0)
+        params = [replace(first, seed=seed * len(prompts) + i) for i in range(len(prompts))]
         return self.llm.generate(list(prompts), params, progress=False)
 
     def logprobs(self, outputs: Sequence[Output]) -> list[Tensor]:
         """Return the log-probabilities of each answer's tokens, with a gradient."""
-        packed = nn.pack([output.prompt_ids + output.token_ids for output in outputs], "cpu")
+        packed = nn.pack([output.prompt_ids + output.token_ids for output in outputs], self.setup.device)
         values = self.model.logprobs(packed)
         lengths = [len(output.prompt_ids) + len(output.token_ids) - 1 for output in outputs]
         parts = values.split(lengths)
@@ -129,17 +146,18 @@ def step(policy: Policy, number: int, rng: random.Random, seed: int, curve: Curv
     began = time.perf_counter()
     policy.sync(f"step {number}")
     synced = time.perf_counter()
-    outputs = policy.sample([prompt(rng) for _ in range(PROMPTS)], seed * 10_000 + number)
+    setup = policy.setup
+    outputs = policy.sample([prompt(rng, setup.prompt) for _ in range(setup.prompts)], seed * 10_000 + number)
     sampled_at = time.perf_counter()
     assert all(output.weight_versions == ((f"step {number}", 0),) for output in outputs)
     rewards = [reward(output.prompt_ids, output.token_ids) for output in outputs]
-    groups = [rewards[i : i + COPIES] for i in range(0, len(rewards), COPIES)]
+    groups = [rewards[i : i + setup.copies] for i in range(0, len(rewards), setup.copies)]
     per_output = [value for group in groups for value in advantages(group)]
     new = torch.cat(policy.logprobs(outputs))
-    old = torch.tensor([each.logprob for output in outputs for each in output.logprobs])
+    old = torch.tensor([each.logprob for output in outputs for each in output.logprobs], device=setup.device)
     lengths = torch.tensor([len(output.token_ids) for output in outputs])
     policy.optimizer.zero_grad()
-    loss(new, old, torch.tensor(per_output).repeat_interleave(lengths)).backward()
+    loss(new, old, torch.tensor(per_output).repeat_interleave(lengths).to(setup.device)).backward()
     torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
     policy.optimizer.step()
     curve.rewards.append(sum(rewards) / len(rewards))
@@ -151,9 +169,9 @@ def step(policy: Policy, number: int, rng: random.Random, seed: int, curve: Curv
     curve.step_seconds.append(time.perf_counter() - began)
 
 
-def run(seed: int, *, steps: int = STEPS, is_rounded: bool = False) -> Curve:
+def run(seed: int, setup: Setup | None = None, *, steps: int = STEPS, is_rounded: bool = False) -> Curve:
     """Train one model and return its curve."""
-    policy, rng, curve = Policy(seed, is_rounded=is_rounded), random.Random(seed), Curve()
+    policy, rng, curve = Policy(seed, setup or Setup(), is_rounded=is_rounded), random.Random(seed), Curve()
     for number in range(steps):
         step(policy, number, rng, seed, curve)
     return curve

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a new folder for the adapter. Default: a temporary one")
     args = parser.parse_args()
 
-    llm = LLM(args.model, max_num_seqs=8)
+    llm = LLM(args.model, max_num_seqs=8, unpack=True)
     model: Any = llm.model
     tokenizer: Any = llm.tokenizer
     questions = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in LESSONS]

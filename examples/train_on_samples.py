@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16)
     args = parser.parse_args()
 
-    llm = LLM(args.model, max_num_seqs=2 * len(PROMPTS))
+    llm = LLM(args.model, max_num_seqs=2 * len(PROMPTS), unpack=True)
     model = nn.trainable(cast(torch.nn.Module, llm.model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(args.steps):

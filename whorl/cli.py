@@ -15,8 +15,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from whorl.bench.command import bench
+from whorl.chat.models_command import commands as of_models
 from whorl.chat.options import AT_ONCE, AnswerOptions, ChatOptions, MediaOptions, SamplingOptions
-from whorl.chat.text_streams import as_argument
+from whorl.chat.text_streams import as_argument, read_file, read_stdin
 from whorl.cluster.options import ClusterOptions
 from whorl.engine import model_names
 from whorl.engine.drafting import DraftOptions
@@ -37,7 +38,7 @@ from whorl.options import (
     stop,
 )
 from whorl.pasted import PASTED, with_first
-from whorl.plan.options import PlanOptions
+from whorl.plan.options import PlanOptions, ServingOptions
 from whorl.serve.options import ServeOptions
 from whorl.startup import INTERRUPTED, end_at_once, raise_again, starting
 
@@ -138,7 +139,10 @@ Threads = Annotated[
     ),
 ]
 Report = Annotated[
-    bool, typer.Option("--report", help="Report on standard error what --sp exchanges.", rich_help_panel=RANKS)
+    bool,
+    typer.Option(
+        "--report", help="Report on standard error an answer's speed, and what --sp exchanges.", rich_help_panel=RANKS
+    ),
 ]
 # `generate` and `chat` run one sequence at a time by default, which selects the kernels for few tokens. Their --seed is
 # the seed of sampling, so the engine's own seed is not an option.
@@ -264,6 +268,17 @@ def chat(
     _run_model("chat", model, model_dir, prompt=prompt, default_tokens=None, report=report, **options)
 
 
+app.command(
+    "run",
+    cls=with_first(*FIRST, "--system", "--max-tokens", "--temperature", "--think", "--seed"),
+    epilog=PASTED,
+    help="The same as whorl chat: whorl run FILE.gguf, or whorl run FILE.gguf PROMPT.",
+)(chat)
+
+
+app.registered_commands.extend(of_models.registered_commands)  # list, pull, rm, show, ps
+
+
 @app.command()
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder of safetensors or a Hugging Face id.")],
@@ -295,6 +310,42 @@ def quantize(
         print_json(result.as_dict())
     else:
         print(rewrite.render(result))
+
+
+@app.command()
+@expand_options
+def verify(
+    answer: Annotated[str, typer.Argument(metavar="ANSWER", help="A saved answer: JSON; -: standard input.")],
+    model: Model = None,
+    as_json: Json = False,
+    *,
+    threads: Threads = None,
+    engine: OneSequence,
+) -> None:
+    """Compute an answer's log-probabilities again, here, and say whether they are equal bit for bit.
+
+    ANSWER is what `whorl generate --json` printed, or a completion of a server with token ids and logprobs. Exit codes:
+    0 equal, 1 not equal, 2 no such answer.
+    """
+    need_torch()
+    need_engine("verify")
+    from whorl.chat import verify as check
+
+    with exit_on_bad_usage():
+        chosen = _one_model("verify", model, None, DraftOptions())
+        text = read_stdin() if answer == "-" else read_file(answer, answer)
+        answers = check.read_answers(text, answer)
+    _use_threads(threads)
+    with starting():
+        from whorl.engine.llm import LLM
+    with exit_on_bad_usage():
+        llm = LLM(chosen, engine)
+        verdicts = list(check.verify(llm, answers, next(reversed(engine.adapters), None)))
+    if as_json:
+        print_json([verdict._asdict() for verdict in verdicts])
+    else:
+        print(*verdicts, sep="\n")
+    sys.exit(0 if all(verdict.is_equal for verdict in verdicts) else 1)
 
 
 @app.command()
@@ -445,6 +496,21 @@ def _plan(model: str, cards: int, options: PlanOptions, as_json: bool) -> int:
     return 0 if plan.problem is None else 1
 
 
+@app.command()
+@expand_options
+def plan(as_json: Json = False, *, options: ServingOptions) -> None:
+    """List the layouts in which a cluster can serve a model: what fits, its cache, and a limit of its speed."""
+    from whorl.plan import serving
+
+    with exit_on_bad_usage():
+        layouts = serving.build_serving_plan(options)
+    if as_json:
+        print_json(serving.serving_dict(layouts, options.top))
+    else:
+        print(serving.render_serving(layouts, options.top))
+    sys.exit(0 if layouts.problem is None else 1)
+
+
 def _train(recipe: str, options: list[str], ranks: int | None, fresh: bool, torchrun: str, dry_run: bool) -> int:
     need_torch()
     from whorl.titan import train_command
@@ -498,6 +564,8 @@ def run() -> int:
             raise
         return _without_output(f"{error.filename or 'standard output'}: cannot be written: {error.strerror}")
     except (MemoryError, ImportError, RuntimeError) as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps one that comes while a class is made
+            return INTERRUPTED
         if not is_of_memory(error):
             raise
         return _without_memory(error)

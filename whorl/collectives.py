@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 SCALE_BYTES = 4  # of the fp32 scale sent with each quantised row
+LARGEST = 127  # code of int8
 MIN_QUANTIZED = 64  # features; in a shorter row the scale and the extra message cost more than 8 bits save
 
 
@@ -105,6 +106,15 @@ def gather_rows(x: Tensor, size: int, group: Any) -> Tensor:
     return out
 
 
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """Send the rows of x to the ranks of a process group, the first `sent[0]` to rank 0 and so on; return the rows that
+    came, `received[0]` from rank 0 and so on."""
+    out = x.new_empty(sum(received), *x.shape[1:])
+    pair = (out.view(torch.uint8), x.contiguous().view(torch.uint8)) if x.shape[1:] else (out, x)
+    dist.all_to_all_single(*pair, received, sent, group=group)
+    return out
+
+
 @custom_op("whorl::ordered_all_reduce", mutates_args=())
 def ordered_all_reduce(x: Tensor, group: str) -> Tensor:
     """Return the sum over ranks of x [T, ...], added in rank order: a reduce-scatter, then an all-gather."""
@@ -140,14 +150,18 @@ def _(x: Tensor, tokens: int, group: str) -> Tensor:
 
 @custom_op("whorl::all_gather_quantized", mutates_args=())
 def all_gather_quantized(x: Tensor, tokens: int, group: str, format: str) -> Tensor:
-    """Gather as `all_gather` does, but send each row as int8 or fp8 followed by its fp32 scale. This rounds."""
+    """Gather as `all_gather` does, but send each row as int8 or fp8 followed by its fp32 scale. This rounds.
+
+    format "codes": as int8, restored in fp32 to numbers that `dynamic_quant` gives the same codes and scales as x: a
+    product that quantises its rows then has the bits that it has for x.
+    """
     packed, restore = _pack(x.flatten(1), format)
     return restore(_all_gather(packed, tokens, group)).view(tokens, *x.shape[1:])
 
 
 @all_gather_quantized.register_fake
 def _(x: Tensor, tokens: int, group: str, format: str) -> Tensor:
-    return x.new_empty(tokens, *x.shape[1:])
+    return x.new_empty(tokens, *x.shape[1:], dtype=torch.float32 if format == "codes" else x.dtype)
 
 
 @custom_op("whorl::local_rows", mutates_args=())
@@ -262,12 +276,18 @@ def _pack(x: Tensor, format: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         return x.contiguous(), lambda rows: rows
     from whorl.ops.quant import dequantize, dynamic_quant
 
-    codes, scale = dynamic_quant(x, format=format)
+    is_exact = format == "codes"
+    codes, scale = dynamic_quant(x, format="int8" if is_exact else format)
+    if is_exact:  # the scale follows from the largest magnitude, but not the other way round
+        scale = x.abs().amax(1).float()
     width, code_dtype = codes.shape[1], codes.dtype
     packed = torch.cat([codes.view(torch.uint8), scale.view(-1, 1).view(torch.uint8)], 1)
 
     def restore(rows: Tensor) -> Tensor:
-        scale = rows[:, width:].contiguous().view(torch.float32)
-        return dequantize(rows[:, :width].contiguous().view(code_dtype), scale.view(-1), x.dtype)
+        scale, codes = rows[:, width:].contiguous().view(torch.float32), rows[:, :width].contiguous().view(code_dtype)
+        if not is_exact:
+            return dequantize(codes, scale.view(-1), x.dtype)
+        values = dequantize(codes, scale.view(-1) / scale.new_full((1,), LARGEST), torch.float32)
+        return torch.where(codes.abs() == LARGEST, scale.copysign(values), values)
 
     return packed, restore

@@ -7,7 +7,9 @@ one that asks for something whorl does not have is refused with a line that says
 
 import copy
 import difflib
+import json
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -50,6 +52,7 @@ _NEEDLESS_FLAGS = {
     "--trust-remote-code": "code in a checkpoint is never run",
     "--disable-log-requests": "the content of requests is never logged",
     "--no-enable-log-requests": "the content of requests is never logged",
+    "--disable-log-stats": "the log has no statistics; GET /metrics has them",
     "--jinja": "chat templates are always read as Jinja",
     **dict.fromkeys(("--mlock", "--no-mmap"), "weights are copied to memory once"),
 }
@@ -75,7 +78,6 @@ MISSING = {
     "-pp": _RANKS,
     "--data-parallel-size": "use --replicas N --on ray: several engines behind one address",
     "-dp": "use --replicas N --on ray: several engines behind one address",
-    "--enable-expert-parallel": _RANKS,
     "--prefill-context-parallel-size": _RANKS,
     "--decode-context-parallel-size": _RANKS,
     "--distributed-executor-backend": "--tensor-parallel-size starts the processes: leave it out, or use torchrun",
@@ -87,9 +89,9 @@ MISSING = {
     "--download-dir": "set Hugging Face's HF_HOME to say where downloads go",
     "--hf-overrides": "edit the config.json of a copy of the model's folder",
     "--rope-scaling": "edit rope_scaling in the config.json of a copy of the model's folder",
-    "--limit-mm-per-prompt": "a request may have up to 64 images and videos: leave it out",
+    "--kv-offloading-size": "use --kv-offload-memory BYTES",
     "--cpu-offload-gb": "weights stay on the device: split the model over more devices with --tensor-parallel-size",
-    "--swap-space": "preempted sequences are recomputed, not swapped: leave it out",
+    "--swap-space": "use --kv-offload-memory BYTES, where blocks of preempted sequences go as well",
     "--additional-config": "vllm-ascend's settings have no counterpart, but --compilation-config is read",
     "--generation-config": "the model's generation_config.json has the defaults: leave it out",
     "--scheduling-policy": "requests are scheduled in order of arrival: leave it out",
@@ -115,6 +117,7 @@ class PastedCommand(TyperCommand):
     first: tuple[str, ...] = ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = list(_with_config(args, str(self.name)))
         takes_value = {
             name: not getattr(parameter, "is_flag", False)
             for parameter in self.get_params(ctx)
@@ -144,6 +147,46 @@ class PastedCommand(TyperCommand):
 def with_first(*names: str) -> type[PastedCommand]:
     """Return a command whose --help lists these options; --help-all lists all."""
     return type("PastedCommand", (PastedCommand,), {"first": names})
+
+
+def _with_config(args: list[str], command: str) -> list[str]:
+    """Put the options of vLLM's `--config FILE` in front of the others, which then count more."""
+    at = next((i for i, word in enumerate(args) if word.partition("=")[0] == "--config"), None)
+    if at is None:
+        return args
+    _, equals, file = args[at].partition("=")
+    if not equals and at + 1 == len(args):
+        stop(f"{command}: --config needs the name of a file")
+    file, rest = (file, args[:at] + args[at + 1 :]) if equals else (args[at + 1], args[:at] + args[at + 2 :])
+    first = rest[:1] if rest and not rest[0].startswith("-") else []  # MODEL
+    options = _read_config(file, command)
+    model = options.pop("model", None)
+    words = [word for name, value in options.items() for word in _as_words(str(name), value)]
+    return [*(first or ([str(model)] if model is not None else [])), *words, *rest[len(first) :]]
+
+
+def _read_config(file: str, command: str) -> dict[str, Any]:
+    try:
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        stop(f"{command}: --config needs a package: pip install pyyaml")
+    try:
+        options = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        stop(f"{command}: --config {file}: cannot be read: {error}")
+    if not isinstance(options, dict):
+        stop(f"{command}: --config {file}: expected lines such as `port: 8000`")
+    return options
+
+
+def _as_words(name: str, value: Any) -> list[str]:
+    """Return an option of a file as it is written on a command line. As in vLLM, false leaves a switch alone."""
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [flag] if value else []
+    if isinstance(value, list):
+        return [word for entry in value for word in (flag, str(entry))]
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
 def _translate(

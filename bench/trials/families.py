@@ -1,18 +1,26 @@
 """Towers of vision families beside transformers, and gpt-oss, on a GPU: checks first, then times.
 
-    python bench/trials/families.py          # everything, in about six minutes
-    python bench/trials/families.py towers   # 16 pictures of 1008 x 1008 (1024 x 1024 for patches of 16) a tower
-    python bench/trials/families.py bits     # gpt-oss, part by part: which of them has other bits
-    python bench/trials/families.py decode   # gpt-oss-20b and -120b: one sequence and 64, with 4096 keys each
+    python bench/trials/families.py              # everything, in at most three minutes, and a table at the end
+    python bench/trials/families.py towers       # 16 pictures of 1008 x 1008 (1024 x 1024 for patches of 16) a tower
+    python bench/trials/families.py bits         # gpt-oss, part by part: which of them has other bits
+    python bench/trials/families.py gpt-oss-20b  # one sequence and 64, with 4096 keys each, and the time by kernel
 
-Prints one JSON document a line. A tower is right if its error against fp64 is at most twice transformers' own.
+Prints one JSON document a line. A tower is right if its error against fp64 is at most twice transformers' own. Parts
+compile their kernels side by side; while one is timed, the others wait or have ended.
 """
 
+import contextlib
 import copy
+import functools
 import gc
 import json
+import re
+import statistics
 import subprocess
 import sys
+import threading
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +28,11 @@ import torch
 from torch import Tensor
 
 from whorl import LLM, SamplingParams, nn, ops
-from whorl.bench.decode_engine import median_time
+from whorl.bench import decode_engine, decode_profile, step_trace
+from whorl.bench.decode_engine import DecodeSettings, median_time
+from whorl.bench.options import DecodeOptions
 from whorl.bench.random_config import read_config
+from whorl.engine.settings import EngineSettings
 from whorl.engine.weights import random_model
 from whorl.models import glm4v_tower, qwen2_vl_tower
 from whorl.models.vision_tower import VisionTower
@@ -101,13 +112,36 @@ def time_tower(name: str, tower: VisionTower, peer: Any) -> None:
         "ms": 1e3 * seconds,
         "transformers_ms": 1e3 * peer_seconds,
         "times_faster": peer_seconds / seconds,
+        "kernels": profiled(ours),
     }
     print(json.dumps(row), flush=True)
 
 
+def profiled(function: Callable[[], None]) -> dict[str, tuple[float, float]]:
+    """Return the time of each kernel of a call, us, and how often it runs; the slowest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        function()
+        torch.cuda.synchronize()
+    added, launches = defaultdict[str, float](float), Counter[str]()
+    for event in profiler.events():
+        name = short_name(event.name)
+        added[name] += event.device_time_total
+        launches[name] += 1
+    return {name: (added[name], launches[name]) for name in sorted(added, key=lambda name: -added[name])}
+
+
+def short_name(kernel: str) -> str:
+    return re.sub(r"^void |<.*|\(.*", "", kernel)
+
+
 def time_towers() -> None:
-    for tower in towers():
-        time_tower(*tower)
+    made = towers()
+    for _, tower, peer in made:  # compiles
+        tower.encode_all([(patches(tower, GRID), GRID)] * 4)
+        theirs(peer, patches(tower, TRIED), [TRIED])
+    wait_for_turn()
+    for name, tower, peer in made:
+        time_tower(name, tower, peer)
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -234,16 +268,143 @@ def check_bits() -> None:
         print(json.dumps({"gpt-oss bits": name, **row}), flush=True)
 
 
-def time_decode() -> None:
-    for name in ("gpt-oss-20b", "gpt-oss-120b"):
-        command = [sys.executable, "-m", "whorl", "bench", "decode", "--random-config", name, "--batch", "1,64"]
-        command += ["--context", "4096", "--tokens", "64", "--repeats", "3", "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        print(done.stdout or json.dumps({"decode": name, "error": done.stderr[-2000:]}), flush=True)
+# ---- gpt-oss, timed
+
+# tok/s alone and of 64 sequences, with 4096 keys each: the limit by the bytes that a step reads, and what is to be
+# reached.
+LIMITS = {"gpt-oss-20b": {1: (1128, 560), 64: (14300, 7000)}, "gpt-oss-120b": {1: (834, 450), 64: (4166, 2700)}}
+CONTEXT, STEPS, REPEATS, SHOWN = 4096, 48, 3, 12
 
 
-PARTS = {"towers": time_towers, "bits": check_bits, "decode": time_decode}
+def time_decode(name: str) -> None:
+    options = DecodeOptions(random_config=name, batch="1,64", context=str(CONTEXT), tokens=STEPS, repeats=REPEATS)
+    settings = DecodeSettings.resolve(None, options, EngineSettings(device=DEVICE))
+    model, _ = decode_engine.load(settings)
+    is_first = True
+    for _, batch in settings.rows:
+        decode_engine.free(DEVICE)
+        llm = decode_engine.engine(model, batch, CONTEXT, settings)
+
+        def started(llm: LLM = llm, batch: int = batch) -> list[Any]:
+            return decode_engine.start(llm, model.vocab_size, batch, CONTEXT, STEPS)
+
+        decode_engine.time_steps(llm, started(), 8)  # compiles and records
+        if is_first:
+            wait_for_turn()
+        is_first = False
+        runs = [decode_engine.time_steps(llm, started(), STEPS) for _ in range(REPEATS)]
+        sequences = started()
+        kernels = step_trace.kernels(decode_profile._trace(llm))
+        decode_engine.end(llm, sequences)
+        limit, reach = LIMITS[name][batch]
+        speed = batch / statistics.median(runs)
+        row = {"decode": name, "batch": batch, "tok_s": speed, "runs": [batch / seconds for seconds in runs]}
+        row |= {"limit": limit, "reach": reach, "reached": speed >= reach, "kernels": by_kernel(kernels)}
+        print(json.dumps(row), flush=True)
+        del llm, sequences, started
+
+
+def by_kernel(kernels: list[step_trace.Kernel]) -> dict[str, tuple[float, float]]:
+    """Return what each kernel adds to a step, us, and how often it runs in it; the slowest first."""
+    added, launches = defaultdict[str, float](float), Counter[str]()
+    for kernel in kernels:
+        name = short_name(kernel.name)
+        added[name] += kernel.us / decode_profile._STEPS
+        launches[name] += 1
+    slowest = sorted(added, key=lambda name: -added[name])
+    return {name: (added[name], launches[name] / decode_profile._STEPS) for name in slowest}
+
+
+# ---- all of them, side by side where nothing is timed
+
+READY, IN_TURN, SECONDS = "ready", "--in-turn", 175
+STARTED = time.perf_counter()
+
+
+def wait_for_turn() -> None:
+    """Say that all is compiled, and wait until the parent lets this part be timed."""
+    if IN_TURN in sys.argv:
+        print(READY, flush=True)
+        sys.stdin.readline()
+
+
+PARTS: dict[str, Callable[[], None]] = {"bits": check_bits, "towers": time_towers}
+PARTS |= {name: functools.partial(time_decode, name) for name in LIMITS}
+
+
+class Part:
+    """A part in a process of its own, whose lines are kept."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.lines, self.is_ready = name, list[str](), threading.Event()
+        pipe: Any = subprocess.PIPE
+        command = [sys.executable, __file__, name, IN_TURN]
+        self.process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            if line.strip() == READY:
+                print(f"{time.perf_counter() - STARTED:5.1f} s  {self.name} is compiled", flush=True)
+                self.is_ready.set()
+            else:
+                self.lines.append(line)
+        self.is_ready.set()
+
+    def finish(self) -> None:
+        """Let the part be timed and wait for its end; after three minutes end it."""
+        self.is_ready.wait(self._left())
+        with contextlib.suppress(BrokenPipeError):
+            print(file=self.process.stdin, flush=True)
+        self.reader.join(self._left())
+        if self.reader.is_alive():
+            self.process.kill()
+            self.lines.append("killed: no time was left\n")
+        code = self.process.wait()
+        print(f"{time.perf_counter() - STARTED:5.1f} s  {self.name} ended with {code}", flush=True)
+        documents = [line for line in self.lines if line.startswith("{")]
+        print("".join(documents if code == 0 else self.lines[-60:]), flush=True)
+
+    def _left(self) -> float:
+        return max(1.0, SECONDS - (time.perf_counter() - STARTED))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines if line.startswith("{")]
+
+
+def run_all() -> None:
+    """Compile side by side, time one after the other, and print a table."""
+    parts = [Part(name) for name in ("bits", "gpt-oss-20b", "towers")]
+    for part in parts:
+        part.finish()
+    parts.append(Part("gpt-oss-120b"))
+    parts[-1].finish()
+    rows = [row for part in parts for row in part.rows]
+    print("\ngpt-oss      sequences   tok/s   reach   limit   us a step by kernel (launches)")
+    for row in rows:
+        if "decode" in row:
+            print(f"{row['decode']:12} {row['batch']:9} {row['tok_s']:7.0f} {row['reach']:7} {row['limit']:7}")
+            show_kernels(row)
+    for row in rows:
+        if "tower" in row:
+            print(f"{row['tower']:12} {row['ms']:.1f} ms, transformers {row['transformers_ms']:.1f} ms:", end=" ")
+            is_right = row["is_right"] and row["alone_equals_together"]
+            print(f"{row['times_faster']:.2f} times as fast (reach 1.3); {'right' if is_right else 'WRONG'}")
+            show_kernels(row)
+        elif "gpt-oss bits" in row:
+            print(f"bits of {row['gpt-oss bits']}: {row['compared']} compared, differ: {row['differ'][:12] or 'none'}")
+
+
+def show_kernels(row: dict[str, Any]) -> None:
+    for kernel, (us, launches) in list(row["kernels"].items())[:SHOWN]:
+        print(f"{us:54.1f} {kernel} ({launches:.0f})")
+
 
 if __name__ == "__main__":
-    for part in sys.argv[1:] or PARTS:
-        PARTS[part]()
+    names = [name for name in sys.argv[1:] if name != IN_TURN]
+    for name in names:
+        PARTS[name]()
+    if not names:
+        run_all()

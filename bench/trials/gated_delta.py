@@ -10,6 +10,7 @@ key and 32 value heads of 128 channels, in bf16.
 import functools
 import itertools
 import random
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -169,12 +170,12 @@ def bits() -> None:
     )
     again = in_lanes(values, several, [(2, 501, 502), (1, 386, 387)], most=1)
     same("rows computed again after drafts were rejected", again, torch.cat([expected[501:502], expected[386:387]]))
-    for part in (16, 32, 64, 128):
-        with patched(rows_triton, "_part", lambda *_, part=part: part):
+    for plan in ROW_PLANS:
+        with patched(rows_triton, "_plan", lambda *_, plan=plan: plan):
             states = new_lanes(1)
             by_cuts(values, [512], states)
             rows_of = [in_lanes(values, states, [(0, i, i + 1)], most=1) for i in range(512, 640)]
-            same(f"rows by programs of {part} channels", torch.cat(rows_of), expected[512:640])
+            same(f"rows by {plan}", torch.cat(rows_of), expected[512:640])
     x, weight = (
         torch.randn(700, CHANNELS, device=DEVICE, dtype=DTYPE),
         torch.randn(CHANNELS, WIDTH, device=DEVICE, dtype=DTYPE),
@@ -204,6 +205,110 @@ class patched:
 
     def __exit__(self, *_: object) -> None:
         setattr(self.module, self.name, self.before)
+
+
+# ---- a decode step of a layer in one kernel
+
+
+def layer_inputs(num_tokens: int) -> Values:
+    """What the projections give a layer, and its parameters."""
+    kind = {"device": DEVICE, "dtype": DTYPE}
+    return {
+        "qkv": torch.randn(num_tokens, CHANNELS, **kind),
+        "ba": torch.randn(num_tokens, 2 * HV, **kind),
+        "gate": torch.randn(num_tokens, HV, D, **kind),
+        "weight": torch.randn(CHANNELS, WIDTH, **kind) / 2,
+        "a_log": torch.linspace(-8, -2, HV, device=DEVICE),
+        "dt_bias": torch.zeros(HV, device=DEVICE),
+        "norm": torch.ones(D, device=DEVICE),
+    }
+
+
+_PARAMETERS = ("weight", "a_log", "dt_bias", "norm")
+
+
+def in_parts(x: Values, out: Tensor, states: Values, tables: Values, most: int) -> None:
+    """The layer by its five operators."""
+    where, backend = tuple(tables.values()), {"backend": "triton"}
+    y = torch.empty_like(x["qkv"])
+    ops.causal_conv_lanes(x["qkv"], x["weight"], y, states["tail"], states["inputs"], *where, **backend)
+    qk = ops.l2_norm(y[:, : 2 * HK * D].unflatten(1, (2 * HK, D)), **backend)
+    v = y[:, 2 * HK * D :].unflatten(1, (HV, D))
+    g, beta = ops.delta_gates(x["ba"][:, HV:], x["ba"][:, :HV], x["a_log"], x["dt_bias"], **backend)
+    of_lanes, result = {name: states[name] for name in RULE}, torch.empty_like(out)
+    inner = {"q": qk[:, :HK], "k": qk[:, HK:], "v": v, "g": g, "beta": beta, "out": result}
+    ops.gated_delta_lanes(**inner, **of_lanes, **tables, scale=D**-0.5, most=most, **backend)
+    out.copy_(ops.gated_rms_norm(result, x["gate"], x["norm"], **backend))
+
+
+def in_one(x: Values, out: Tensor, states: Values, tables: Values, most: int) -> None:
+    stored = {name: states[name] for name in ("tail", "inputs", *RULE)}
+    ops.gated_delta_step(**x, out=out, **stored, **tables, scale=D**-0.5, most=most, backend="triton")
+
+
+def tables_of(spans: list[tuple[int, int, int]]) -> Values:
+    """spans: lane, first and end (exclusive) position of each sequence."""
+    counts = torch.tensor([0, *(end - first for _, first, end in spans)])
+    return {
+        "lanes": torch.tensor([lane for lane, _, _ in spans], device=DEVICE),
+        "query_starts": counts.cumsum(0).int().to(DEVICE),
+        "context_lens": torch.tensor([end for _, _, end in spans], dtype=torch.int32, device=DEVICE),
+    }
+
+
+def step_bits() -> None:
+    """Three sequences, whose prompts end at different rows: their next tokens in one kernel and in five."""
+    prompts = {0: 70, 1: 126, 2: 190}
+    for most, passes in ((1, 80), (4, 24), (16, 8)):
+        one, parts = new_lanes(4), new_lanes(4)
+        for lane, length in prompts.items():
+            x, tables = layer_inputs(length), tables_of([(lane, 0, length)])
+            out = torch.empty(length, HV, D, device=DEVICE, dtype=DTYPE)
+            for states in (one, parts):
+                in_parts(x, out, states, tables, 0)
+        at, worst = dict(prompts), {}
+        for _ in range(passes):
+            ends = {lane: min(p + most, p + CHUNK - p % CHUNK) for lane, p in at.items()}
+            spans = [(lane, p, ends[lane]) for lane, p in at.items()]
+            total, tables = sum(end - p for _, p, end in spans), tables_of(spans)
+            x, outs = layer_inputs(total + 2), [torch.full((total + 2, HV, D), 7, device=DEVICE, dtype=DTYPE)] * 2
+            outs = [x.clone() for x in outs]
+            in_parts(x, outs[0], parts, tables, most)
+            outs[0][total:] = 0
+            in_one(x, outs[1], one, tables, most)
+            pairs = {"out": outs} | {name: [s[name][:3] for s in (parts, one)] for name in ("state", "tail")}
+            for name, (a, b) in pairs.items():
+                if not differing(a, b).startswith("0 "):
+                    worst.setdefault(name, differing(a, b))
+            at = ends
+        report(f"a layer's step in one kernel, up to {most} tokens", not worst, worst or "0 differ")
+
+
+def stepping(run: Callable[..., None], count: int, row: int, new: int = 1) -> Callable[[], None]:
+    x, states, most = layer_inputs(count * new), new_lanes(count), new
+    with torch.inference_mode():
+        prompt = layer_inputs(CHUNK + row)
+        out = torch.empty(CHUNK + row, HV, D, device=DEVICE, dtype=DTYPE)
+        for lane in range(count):
+            in_parts(prompt, out, states, tables_of([(lane, 0, CHUNK + row)]), 0)
+    tables = tables_of([(lane, CHUNK + row, CHUNK + row + new) for lane in range(count)])
+    out = torch.empty(count * new, HV, D, device=DEVICE, dtype=DTYPE)
+    return lambda: run(x, out, states, tables, most)
+
+
+def step_times() -> None:
+    def timed(what: str, run: Callable[..., None], count: int, row: int, new: int = 1) -> None:
+        runs = [stepping(run, count, row, new) for _ in range(max(2, 24 // count))]
+        attempt(lambda: time(f"{what}, {count} x {new} at row {row}", *runs, num_bytes=row_bytes(count, row)))
+
+    for count in (1, 64):
+        timed("five kernels", in_parts, count, 32)
+    for plan in ROW_PLANS:
+        with patched(rows_triton, "_plan", lambda *_, plan=plan: plan):
+            for count, row in ((1, 32), (64, 32), *(((64, 63),) if "maxnreg" not in plan else ())):
+                timed(f"in two {tuple(plan.values())}", in_one, count, row)
+            if plan["ROWS"] > 1:
+                timed(f"in two {tuple(plan.values())}", in_one, 64, 34, 4)
 
 
 # ---- errors
@@ -331,20 +436,46 @@ def rest(tokens: int) -> None:
     time(f"output_gate of {tokens} tokens", lambda: ops.output_gate(out, z, backend="triton"), num_bytes=3 * out.nbytes)
 
 
+PLANS = [  # of the kernel that goes through a sequence's chunks: channels of a program, stages and warps
+    {"BV": part, "STAGES": stages, "num_warps": warps}
+    for part, stages, warps in (
+        (64, 2, 4), (64, 3, 4), (64, 1, 4),
+    )
+]  # fmt: skip
+ROW_PLANS: list[dict[str, int]] = [{"ROWS": rows, "num_warps": warps} for rows in (1, 8) for warps in (4, 8)]
+ROW_PLANS += [{**plan, "maxnreg": most} for plan, most in zip(ROW_PLANS, (128, 128, 128, 128), strict=True)]
+ROW_PLANS += [{"ROWS": 1, "num_warps": 4, "maxnreg": 168}]
+
+
 def plans() -> None:
-    """The plans of both kernels: the channels of a program, its warps and stages."""
+    """The plans of the kernel that goes through chunks."""
     values = draw(8192)
     starts = torch.tensor([0, 8192], dtype=torch.int32, device=DEVICE)
     run = functools.partial(ops.gated_delta, **values, starts=starts, scale=D**-0.5, backend="triton")
-    for part, stages, warps in ((64, 1, 4), (64, 2, 4), (64, 3, 4), (64, 2, 8), (128, 2, 8)):
-        plan = {"BV": part, "STAGES": stages, "num_warps": warps}
+    expected = run()
+    for plan in PLANS:
         with patched(rule_triton, "_plan", lambda *_, plan=plan, **__: plan):
-            attempt(lambda plan=plan: time(f"prompt of 8192, {plan}", run))
-    for count, part, warps in itertools.product((1, 64), (32, 64), (4, 8)):
-        with patched(rows_triton, "_part", lambda *_, p=part: p), patched(rows_triton, "_warps", lambda *_, w=warps: w):
-            attempt(
-                lambda c=count, p=part, w=warps: time(f"{c} sequences at row 32, BV {p}, {w} warps", decoding(c, 32))
-            )
+            attempt(lambda plan=plan: time(f"prompt of 8192, {plan}: {differing(run(), expected)}", run))
+
+
+def build(number: int) -> None:
+    """Run each kernel of a plan once, so that it lies in Triton's cache."""
+    if number < len(PLANS):
+        with patched(rule_triton, "_plan", lambda *_, **__: PLANS[number]):
+            packed(draw(8192), (8192,))
+    else:
+        with patched(rows_triton, "_plan", lambda *_: ROW_PLANS[number - len(PLANS)]):
+            for count, new in ((1, 1), (64, 1), (1, 4), (64, 4)):
+                stepping(in_one, count, 34, new)()
+                in_lanes(draw(200), new_lanes(1), [(0, 0, 50)], most=1)
+
+
+def built() -> None:
+    """Compile the kernels of all plans side by side."""
+    command = [sys.executable, __file__]
+    count = len(PLANS) + len(ROW_PLANS)
+    running = [subprocess.Popen([*command, f"build:{i}"], stdout=subprocess.DEVNULL) for i in range(count)]
+    print(f"built: {[process.wait() for process in running]}", flush=True)
 
 
 def attempt(run: Callable[[], Any]) -> None:
@@ -355,14 +486,43 @@ def attempt(run: Callable[[], Any]) -> None:
         traceback.print_exc(limit=-3)
 
 
-SECTIONS = {"probes": probes, "bits": bits, "times": times, "plans": plans, "errors": errors}
+class Rewarped:
+    """A kernel with another number of warps."""
+
+    def __init__(self, kernel: Any, warps: int) -> None:
+        self.kernel, self.warps = kernel, warps
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda **kwargs: self.kernel[grid](**kwargs | {"num_warps": self.warps})
+
+
+CHUNK_KERNELS = {f"{warps} warps": Rewarped(rule_triton._delta_chunk_kernel, warps) for warps in (1, 2, 4)}
+
+
+def split() -> None:
+    """The two kernels of a prompt by themselves."""
+    values, starts = draw(8192), torch.tensor([0, 8192], dtype=torch.int32, device=DEVICE)
+    run = functools.partial(ops.gated_delta, **values, starts=starts, scale=D**-0.5, backend="triton")
+    expected = run()
+    time("gated_delta of 8192 tokens", run)
+    with patched(rule_triton, "_delta_chunk_kernel", _Nothing()):
+        time("  its chunks one after the other", run)
+    for name, kernel in CHUNK_KERNELS.items():
+        with patched(rule_triton, "_delta_chunk_kernel", kernel):
+            attempt(lambda name=name: print(f"  {name}: {differing(run(), expected)}"))
+            with patched(rule_triton, "_delta_state_kernel", _Nothing()):
+                attempt(lambda name=name: time(f"  chunks side by side, {name}", run))
+
+
+SECTIONS = {"probes": probes, "bits": bits, "step_bits": step_bits, "step_times": step_times, "split": split}
+SECTIONS |= {"built": built, "times": times, "plans": plans, "errors": errors}
 
 
 def main() -> None:
     torch.manual_seed(0)
     for name in sys.argv[1:] or SECTIONS:
         print(f"---- {name}", flush=True)
-        attempt(SECTIONS[name])
+        attempt(functools.partial(build, int(name[6:])) if name.startswith("build:") else SECTIONS[name])
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ PLAIN = (
     "route_backward",
     "log_softmax",
     "log_softmax_backward",
+    "packed_attention_backward",
     "token_logprobs",
     "token_logprobs_backward",
 )

@@ -135,7 +135,7 @@ class TestSelftest:
         monkeypatch.setenv("TRITON_INTERPRET", "0")
         ops = {name: OPS[name] for name in ("glu", "route", "permute")}
         alone, together = selftest.run("cpu", ops), selftest.run("cpu", ops, jobs=2)
-        assert [row.operator for row in together.rows] == list(ops)
+        assert [*dict.fromkeys(row.operator for row in together.rows)] == list(ops)
         assert together.passed
         for a, b in zip(alone.rows, together.rows, strict=True):
             assert (a.operator, a.backend, a.passed, a.worst_ratio) == (b.operator, b.backend, b.passed, b.worst_ratio)

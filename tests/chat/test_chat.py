@@ -217,14 +217,27 @@ THOUGHT = "<think>\nHm.\n\nYes.\n</think>\n\nParis."
 
 def test_thinking_is_dim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    shown = talk(Scripted(THOUGHT, words=thinks()), "Where?", out=Terminal())
+    told = ("/set thoughts shown", "/set format off", "Where?")
+    shown = talk(Scripted(THOUGHT, words=thinks()), *told, out=Terminal())
+    shown = shown.split("(format: off)\n\x1b[0m")[1].rpartition("\x1b[2m")[0]  # without the last line, on speed
     dim, said = shown.rsplit("\x1b[0m", 1)
     assert dim.replace("\x1b[2m", "").replace("\x1b[0m", "") == "Hm.\n\nYes."
     assert dim.count("\x1b[2m") > 1
     assert said == "\n\nParis.\n"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert talk(Scripted(THOUGHT, words=thinks()), "Where?", out=Terminal()) == "Hm.\n\nYes.\n\nParis.\n"
+    assert talk(Scripted(THOUGHT, words=thinks()), "Where?", out=Terminal()).startswith("Hm.\n\nYes.\n\nParis.\n")
     assert talk(Scripted(THOUGHT, words=thinks()), "Where?") == "Hm.\n\nYes.\n\nParis.\n"
+
+
+def test_thoughts_are_folded_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    shown = talk(Scripted(THOUGHT, words=thinks()), "Where?", "/show thoughts", out=Terminal())
+    folded, _, after = shown.partition("[thought: 2 words; /show thoughts]")
+    assert "thinking: Hm. Yes." in folded
+    assert "\n" not in folded  # one line, which is written again and again
+    assert "Paris." in after
+    assert "Hm.\n\nYes." in after  # when they are asked for
 
 
 def test_thinking_is_kept_apart_in_memory() -> None:

@@ -64,7 +64,7 @@ def test_set() -> None:
     changed = llm.added[1].params
     assert (changed.temperature, changed.top_k, changed.stop, changed.seed) == (0.5, 7, ("END",), 4)
     assert llm.added[0].params == GREEDY
-    table = dict(line.split(None, 1) for line in shown.splitlines()[-(len(set_command._KINDS) + 1) :])
+    table = dict(line.split(None, 1) for line in shown.splitlines()[-len(set_command.NAMES) :])
     assert [table[name] for name in ("temperature", "stop", "max_tokens", "when_full")] == ["0.5", "'END'", "24", "ask"]
 
 

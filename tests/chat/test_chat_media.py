@@ -97,7 +97,7 @@ def test_what_cannot_be_attached(processor: Processor, files: Path) -> None:
     )
     assert "/image: expected a file name" in shown
     assert "none.png: cannot be read: No such file" in shown
-    assert "broken.png: it is not a PNG, JPEG or WebP picture" in shown
+    assert "broken.png: it is not a PNG, JPEG, WebP or GIF picture" in shown
     assert "cannot be read: Is a directory" in shown
     assert [len(items) for _, items in llm.seen] == [0]
     assert "needs a chat template" in talk(looking(), processor, f"/image {files}/0.png", is_chat=False)

@@ -11,8 +11,8 @@ import yaml
 
 from whorl.doctor import check
 from whorl.doctor.memory_symptoms import PHASES
-from whorl.doctor.served_memory import cache_bytes, weight_bytes
 from whorl.plan.model_shape import from_hugging_face
+from whorl.plan.serving import cache_bytes, weight_bytes
 
 HERE = Path(__file__).parent
 GIB = 2**30

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -27,6 +28,7 @@ class Group(RankGroup):
 
     def __init__(self) -> None:
         self._is_closed, self._is_busy, self._failure = False, False, None
+        self._turn = threading.RLock()
 
     def _raise_failure(self) -> None:
         pass

@@ -212,7 +212,7 @@ def test_the_page_has_what_is_passed_over_and_what_is_refused() -> None:
 
 def test_the_server_has_the_commands_fields() -> None:
     """With the same bounds, by the same names: none of them is written down a second time."""
-    own = {"api_keys", "api_key_file", "chat_template", "max_request_pixels"}
+    own = {"api_keys", "api_key_file", "chat_template", "max_request_pixels", "limit_mm_per_prompt"}
     kinds = ServeOptions, ServerSettings
     of_command, of_server = ({field.name: option for field, option in options(kind)} for kind in kinds)
     for name in set(of_command) - own - {"names"}:  # a server has a name
@@ -258,7 +258,7 @@ def test_a_load_option_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "resolve", Path)
     monkeypatch.setattr(weights, "open_checkpoint", lambda path, **_: contextlib.nullcontext())
     monkeypatch.setattr(weights, "rounded", lambda checkpoint, quantize: SimpleNamespace(config={}))
-    monkeypatch.setattr(weights, "build", lambda config, **options: SimpleNamespace(cache_specs=list))
+    monkeypatch.setattr(weights, "build", lambda config, **options: SimpleNamespace(cache_specs=list, modules=tuple))
     monkeypatch.setattr(tensor_parallel, "start", start)
     for one in (settings, settings.changed(tp=1)):
         with pytest.raises(InterruptedError):

@@ -382,7 +382,7 @@ def test_more_ranks_than_heads_start_nothing(engine: Callable[..., LLM], monkeyp
     monkeypatch.setattr(launch, "_spawn", None)
     with pytest.raises(ValueError, match="query heads: 6 cannot be shared by 7 ranks: take 6 or fewer"):
         engine(tp=7)
-    with pytest.raises(ValueError, match="tp is 2, expected 1 for a model that is passed as an object"):
+    with pytest.raises(ValueError, match="tp or ep is 2, expected 1 for a model that is passed as an object"):
         LLM(model=MockModel(), device="cpu", tp=2)  # type: ignore[arg-type]
 
 

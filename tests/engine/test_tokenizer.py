@@ -284,7 +284,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: str, message
 
 def test_what_is_not_there(tmp_path: Path, smollm2: Tokenizer) -> None:
     for path in (tmp_path, tmp_path / "gone", tmp_path / "gone.gguf"):
-        with pytest.raises(ValueError, match=r"has no tokenizer\.json and is not a \.gguf file"):
+        with pytest.raises(ValueError, match=r"has no tokenizer\.json or tiktoken\.model and is not a \.gguf file"):
             Tokenizer.from_path(path)
     with pytest.raises(ValueError, match="id 49152 is not in the vocabulary of 49152"):
         smollm2.token(49152)

@@ -71,7 +71,7 @@ def test_a_data_uri() -> None:
         ("data:image/png,abc", "expected data:image/png;base64"),
         ("data:;base64,YQ==", "text/plain; PNG"),
         ("data:image/svg+xml;base64,YQ==", r"image/svg\+xml; PNG"),
-        ("data:image/gif;base64,YQ==", "image/gif; PNG"),
+        ("data:image/bmp;base64,YQ==", "image/bmp; PNG"),
         ("data:video/mp4;base64,YQ==", "video/mp4; PNG"),
         ("data:image/png;base64", "expected data:"),
         ("data:" + "a" * 10_000 + ";base64,YQ==", "expected data:"),

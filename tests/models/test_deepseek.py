@@ -21,6 +21,7 @@ from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.models.deepseek import DeepSeek
 from whorl.models.glm4_moe_lite import Glm4MoeLite
+from whorl.models.glm_moe_dsa import GlmMoeDsa
 from whorl.nn import LatentKV
 from whorl.ops.latent import attention, heads, indexer
 from whorl.ops.linear import multiply
@@ -35,6 +36,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one-group": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     "two-shared": {"n_shared_experts": 2, "first_k_dense_replace": 0, "num_hidden_layers": 2},
     "glm4-moe-lite": Glm4MoeLite.tiny(mlp_layer_types=["dense", "sparse", "sparse"]),
+    "glm-moe-dsa": GlmMoeDsa.tiny(),
+    "glm-moe-dsa-one-each": GlmMoeDsa.tiny(hidden_size=48, index_topk_freq=1, rope_parameters={"rope_theta": 1e6}),
     "v3": V3,
     "v3-yarn": V3 | {"rope_parameters": YARN},
 }
@@ -61,6 +64,7 @@ MODELS = {
     "sparse": tiny,
     "sparse_bfloat16": lambda: tiny(torch.bfloat16),
     "v3": lambda: tiny(**V3),
+    "glm5": lambda: tiny(**GlmMoeDsa.tiny(hidden_size=96, intermediate_size=160, index_topk=8)),
 }
 
 
@@ -117,6 +121,47 @@ def test_layers_of_multi_token_prediction_are_left_aside(tmp_path: Path) -> None
 def test_configurations_that_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         weights.build(DeepSeek.tiny(**change), device="meta", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"indexer_rope_interleave": False}, "indexer_rope_interleave is False, expected True"),
+        ({"indexer_types": ["full", "shared"]}, "expected 4 of full, shared"),
+        ({"indexer_types": ["full", "full", "full", "half"]}, "expected 4 of full, shared"),
+        ({"index_topk_pattern": "SFFF"}, "the first layer shares"),
+        ({"index_topk_pattern": "FXFF"}, "the kinds of indexers are"),
+        ({"index_topk_freq": 0}, "index_topk_freq is 0"),
+        ({"n_group": 3}, "n_routed_experts is 8, n_group 3"),
+    ],
+)
+def test_configurations_of_glm_5_that_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        weights.build(GlmMoeDsa.tiny(**change), device="meta", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "FFSF"),
+        ({"index_topk_freq": 1}, "FFFF"),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, "FFFS"),
+        ({"index_topk_pattern": "FSFS"}, "FSFS"),
+        ({"indexer_types": ["full", "shared", "shared", "full"]}, "FSSF"),
+    ],
+)
+def test_which_layers_of_glm_5_share_a_selection(change: dict[str, Any], expected: str) -> None:
+    """As transformers reads the same file. A layer that shares caches no keys; one of multi-token prediction does."""
+    from transformers import AutoConfig
+
+    values = GlmMoeDsa.tiny(**change)
+    theirs = AutoConfig.for_model(**values).indexer_types
+    assert "".join(kind[0].upper() for kind in theirs) == expected
+    model = weights.build(values, device="meta", dtype=torch.float32)
+    specs = model.cache_specs()
+    assert "".join("F" if spec.index_dim else "S" for spec in specs) == expected
+    assert all(spec.topk == 16 for spec in specs)
+    assert model.config.selects(4)
 
 
 # ---- one arithmetic

@@ -16,6 +16,7 @@ from torch import Tensor
 from whorl import nn
 from whorl.engine import weights
 from whorl.models.gemma3 import Gemma3
+from whorl.models.glm_moe_dsa import GlmMoeDsa
 from whorl.models.llama import Llama
 from whorl.models.mistral import Mistral
 from whorl.models.qwen2 import Qwen2
@@ -34,7 +35,8 @@ def on_a_rank(paths: dict[str, Path]) -> dict[str, Tensor]:
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     """Three key heads are shared unevenly."""
     wide = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 3}
-    paths = write_checkpoints(tmp_path, {name: each.tiny(**wide) for name, each in FAMILIES.items()})
+    families = FAMILIES | {"glm5": GlmMoeDsa}
+    paths = write_checkpoints(tmp_path, {name: each.tiny(**wide) for name, each in families.items()})
     one = {name: Runner(load(path, unpack=None)).run(LONG) for name, path in paths.items()}
     for result in ranks.shared(2).run(on_a_rank, paths):
         for name, expected in one.items():

@@ -110,6 +110,51 @@ def test_shares_of_ranks_are_the_whole(folders: tuple[Path, Path]) -> None:
     assert [part.mixer.sinks.weight.numel() for part in parts] == [2, 2]
 
 
+def test_training_has_transformers_gradients(folders: tuple[Path, Path]) -> None:
+    """Of every parameter, over packed sequences longer than the window; logprobs are those of the engine."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32, attn_implementation="eager")
+    ours, sequences = nn.trainable(load(folders[1])), [LONG, PROMPT[:5]]
+    expected = torch.cat([logprobs_of(theirs, tokens) for tokens in sequences])
+    actual = ours.logprobs(nn.pack(sequences, "cpu"))
+    close(actual.detach(), expected.detach())
+    weights = torch.linspace(0.5, 1.5, len(expected))
+    (actual * weights).sum().backward()
+    (expected * weights).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    compared = 0
+    for parameter in ours.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad  # what a file's tensors go to are then views of gradients
+    for name, slot in nn.destinations(ours).items():
+        gradient = gradients[name][slot.index] if slot.index else gradients[name]
+        close(slot.into, gradient, 1e-4)
+        compared += 1
+    assert compared == len(gradients)
+
+
+def logprobs_of(model: Any, tokens: list[int]) -> Tensor:
+    ids = torch.tensor([tokens])
+    return model(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+
+
+def test_experts_in_mxfp4_pass_gradients_on(folders: tuple[Path, Path]) -> None:
+    """To their tokens, weights and biases, those of their values."""
+    from whorl import ops
+
+    grads = []
+    for folder in folders:
+        experts = load(folder, unpack=False).decoder.layers[0].mlp.experts
+        torch.manual_seed(0)
+        x, logits = torch.randn(7, 64, requires_grad=True), torch.randn(7, 8)
+        experts.gate_up_bias.requires_grad_()
+        experts(x, *ops.route(logits, 3)).square().sum().backward()
+        grads.append((x.grad, experts.gate_up_bias.grad))
+    for packed, plain in zip(*grads, strict=True):
+        close(packed, plain)
+
+
 def test_sinks_matter(folders: tuple[Path, Path]) -> None:
     """Without them logits would be others: comparisons see them."""
     model = load(folders[1])

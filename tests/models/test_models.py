@@ -28,9 +28,9 @@ from whorl.nn import Step
 transformers = pytest.importorskip("transformers")
 
 
-def save(folder: Path, config: dict[str, Any], **options: Any) -> Any:
+def save(folder: Path, config: dict[str, Any], *, seed: int = 1, **options: Any) -> Any:
     """A random checkpoint of transformers, with weights large enough for tokens to differ."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     values = {key: value for key, value in config.items() if key != "architectures"}
     hf_config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     model = transformers.AutoModelForCausalLM.from_config(hf_config).eval()
@@ -135,6 +135,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+SEEDS = {"glm4-moe-air": 2, "gpt-oss-yarn": 2}  # of those that repeat two tokens with the usual one
 QUICK = {"llama-tied", "llama-bias", "llama-longrope", "gemma3", "qwen2", "mistral", "qwen3", "qwen3-yarn", "moe"}
 QUICK |= {
     "glm4-moe",
@@ -153,7 +154,7 @@ QUICK |= {
 )
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     """64 greedy steps: the tokens are equal, and the logits of every step to 1e-5."""
-    hf = save(tmp_path, VARIANTS[name])
+    hf = save(tmp_path, VARIANTS[name], seed=SEEDS.get(name, 1))
     # transformers writes what it made of the values; a publisher's file leaves out what its classes fill in
     (tmp_path / "config.json").write_text(json.dumps(VARIANTS[name]))
     # longrope's short factors hold to the original length, and frequencies are fixed when a model is loaded
@@ -254,8 +255,9 @@ QUESTION = [
 
 @pytest.fixture(scope="module")
 def smollm() -> Any:
+    """The weights are unpacked: in the file's own bits tokens are rounded to 16 bits."""
     pytest.importorskip("gguf")
-    return weights.load_model(device="cpu", dtype="float32", progress=False)
+    return weights.load_model(device="cpu", dtype="float32", progress=False, unpack=True)
 
 
 @pytest.fixture(scope="module")

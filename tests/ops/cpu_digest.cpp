@@ -19,6 +19,7 @@ void whorl_cpu_linear_packed(const Matrix*, float*, int64_t, int64_t, float*, in
 void whorl_cpu_linear_plain(const Plain*, float*, int64_t, int64_t, float*, int64_t, const float*);
 void whorl_cpu_unpack(const Matrix*, const int64_t*, int64_t, float*);
 void whorl_cpu_glu(const float*, const float*, int64_t, int64_t, int64_t, int64_t, int32_t, float*);
+void whorl_cpu_log_softmax(const float*, int64_t, int64_t, float*);
 void whorl_cpu_layers(const Layer*, int64_t, const Norm*, const Attention*, const Rotation*, const int64_t*, float*,
                       int64_t, int64_t, float*);
 }
@@ -104,6 +105,13 @@ void products(const std::string& name) {
   }
 }
 
+void logprobs(const std::string& name) {
+  std::vector<float> x = numbers(3 * 1037, 9), y(x.size());
+  for (size_t i = 0; i < x.size(); i += 5) x[i] = -__builtin_inff();
+  whorl_cpu_log_softmax(x.data(), 3, 1037, y.data());
+  print(name + " log_softmax", y);
+}
+
 // Two layers, two prompts: the second is so long that its keys are several spans.
 void layers(const std::string& name, int64_t window, float softcap) {
   const int64_t width = 96, heads = 4, kv = 2, dim = 40, inner = 64, lengths[] = {7, 530}, count = 537, size = 16;
@@ -150,7 +158,7 @@ int main(int count, char** names) {
       state = 1;
       whorl_cpu_set_threads(threads);
       const std::string name = std::string(names[i]) + " " + std::to_string(threads);
-      products(name), layers(name, 0, 0), layers(name, 100, 5);
+      products(name), logprobs(name), layers(name, 0, 0), layers(name, 100, 5);
     }
   }
 }

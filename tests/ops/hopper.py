@@ -41,7 +41,7 @@ DESCRIBED = "tensordesc<{}{},{!r}>"  # how the JIT names the type of a block tha
 TWO_KERNELS = {"_write_kv_kernel": ("LARGEST", "of codes"), "_paged_scores_kernel": ("DECODES", "that decodes")}
 TWO_KERNELS |= dict.fromkeys(("_decode_kernel", "_prompt_kernel"), ("CAPPED", "with a softcap"))
 WIDE_HEADS = ("_masked_forward_kernel", "_masked_dq_kernel", "_masked_dkv_kernel")  # their tiles depend on channels
-OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion", "maxnreg")
 
 
 def record(launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]) -> None:
@@ -115,6 +115,7 @@ def inspect(compiled: Any, *, is_quick: bool = False) -> dict[str, Any]:
             "wide_loads": len(re.findall(WIDE_LOADS, ptx)),
             "wide_stores": len(re.findall(rf"\bst\.global{WIDE}", ptx)),
             "tensor_core_products": ptx.count("wgmma.mma_async"),
+            "warp_products": ptx.count("mma.sync"),
             "permuted": permuted_products(compiled.asm["ttgir"]),
             "shared": compiled.metadata.shared,
         }

@@ -189,3 +189,14 @@ def test_tokens_past_two_to_the_31_elements() -> None:
     expected = OPS["causal_attention"](**values | alone, backend="triton")
     assert torch.equal(out[-200:], expected[0])
     assert torch.equal(lse[-200:], expected[1])
+
+
+def test_segments_past_two_to_the_31_elements() -> None:
+    """As above, of attention without a mask."""
+    q, k, v = (torch.randn(2**19 + 200, 64, 72, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    assert q.numel() > 2**31
+    starts = torch.tensor([*range(0, 2**19 + 1, 4096), 2**19 + 200], dtype=torch.int32, device="cuda")
+    out = OPS["packed_attention"](q, k, v, starts, scale=0.1, backend="triton")
+    alone = [x[-200:] for x in (q, k, v)]
+    expected = OPS["packed_attention"](*alone, starts.new_tensor([0, 200]), scale=0.1, backend="triton")
+    assert torch.equal(out[-200:], expected)

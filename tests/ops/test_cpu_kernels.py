@@ -14,7 +14,8 @@ from torch import Tensor
 
 from whorl import ops
 from whorl.ops.cpu import library
-from whorl.ops.cpu.packed import KINDS, PackedMatrix, interleave
+from whorl.ops.cpu.packed import KINDS, PackedMatrix, PackedStack, experts, interleave
+from whorl.ops.moe.routed import run_routed
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"CPU kernels: {library.missing()}")
 VARIANTS = ("avx512", "avx2", "neon", "plain")
@@ -131,6 +132,27 @@ def test_mixed_types_and_rows_out_of_range() -> None:
         matrix.values(torch.tensor([0, 27]))
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 19])
+def test_experts_are_their_products_one_by_one(tokens: int) -> None:
+    kinds = {"Q4_K": "Q4_1", "Q8_0": "Q5_0", "Q6_K": "Q8_0"}
+    gate_up, down = (
+        [matrix_of(kind, *size)[0] for kind in each]
+        for each, size in ((kinds, (128, 256)), (kinds.values(), (256, 64)))
+    )
+    torch.manual_seed(4)
+    x, weights = torch.randn(tokens, 256), torch.rand(tokens, 2)
+    ids = torch.stack([torch.randperm(3)[:2] for _ in range(tokens)]) if tokens else torch.empty(0, 2, dtype=torch.long)
+    expected = run_routed(x, weights, ids, lambda e, rows: down[e].linear(ops.glu(gate_up[e].linear(rows))))
+    actual = experts(PackedStack(gate_up), PackedStack(down), x, weights, ids)
+    assert torch.equal(actual, expected)
+
+
+def test_an_expert_that_is_not_there_is_refused() -> None:
+    stack = PackedStack([matrix_of("Q4_1", 64, 32)[0]])
+    with pytest.raises(ValueError, match="experts from 0 to 1 of 1"):
+        experts(stack, stack, torch.ones(1, 32), torch.ones(1, 2), torch.tensor([[0, 1]]))
+
+
 def calls() -> dict[str, Any]:
     """One call of each operator, with sizes that no vector divides."""
     torch.manual_seed(3)
@@ -142,7 +164,7 @@ def calls() -> dict[str, Any]:
         "glu": lambda: ops.glu(x),
         "gelu": lambda: ops.glu(x, activation="gelu_tanh"),
     }
-    for op in (ops.rope, ops.paged_attention, ops.causal_attention, ops.qk_norm_rope):
+    for op in (ops.rope, ops.paged_attention, ops.causal_attention, ops.qk_norm_rope, ops.log_softmax):
         for i, case in enumerate(op.cases):
             torch.manual_seed(i)
             values = op.make(dtype=torch.float32, device="cpu", **case)

@@ -11,6 +11,7 @@ SIZES = [(2048, 5120), (2048, 128), (4096, 2048), (1024, 4096), (1024, 2064), (3
 SIZES += [(1536, 2120), (2048, 4130), (1024, 6144), (1024, 8000)]  # programs of 32, 32, 48 and 64 rows of the weight
 # Through the ring: one to four tiles for each program, and a last tile that is partly filled.
 RING = [(4096, 6144), (4096, 24576), (12288, 4096), (2560, 9728), (256, 2112), (4096, 6147), (2048, 151936)]
+RING += [(2880, 5120), (2880, 32), (320, 2112)]  # a last turn with fewer tiles
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +51,15 @@ def test_bits(dtype: torch.dtype, count: int) -> None:
     torch.manual_seed(count)
     for length, columns in SIZES + RING:
         inputs = drawn(count, length, columns, dtype)
-        expected = plain(*inputs)
+        expected, bias = plain(*inputs), torch.linspace(-3, 3, columns, device="cuda", dtype=dtype)
+        rows = torch.cat((expected[1], expected[1].new_zeros(17 - count, length)))
+        more = ops.linear(rows, inputs[3], bias, backend="triton")
         for step in (contextlib.nullcontext(), ahead()):
             with step:
                 actual = ops.norm_linear(*inputs, backend="triton")
                 y = ops.linear(expected[1], inputs[3], backend="triton")
+                biased = ops.linear(expected[1], inputs[3], bias, backend="triton")
+            assert torch.equal(biased, more[:count]), (length, columns, count)
             for a, b in zip((*actual, y), (*expected, expected[0]), strict=True):
                 assert torch.equal(a, b), (length, columns, count)
 
@@ -83,7 +88,7 @@ def test_which_products_flow_through_the_ring(kernels: Any, monkeypatch: pytest.
 
     ring, taken = kernels.few_rows_large_hopper_triton, []
     linear = ring.linear
-    monkeypatch.setattr(ring, "linear", lambda x, weight: taken.append(tuple(weight.shape)) or linear(x, weight))
+    monkeypatch.setattr(ring, "linear", lambda x, weight, bias: taken.append(tuple(weight.shape)) or linear(x, weight))
     for count in (1, 8):
         taken.clear()
         for length, columns in RING:
@@ -92,7 +97,7 @@ def test_which_products_flow_through_the_ring(kernels: Any, monkeypatch: pytest.
     x, _, _, weight = drawn(9, 4096, 6144, torch.bfloat16)
     assert not ring.fits(x, weight)  # more rows than one instruction multiplies
     assert not ring.fits(x[:8, 1:257], weight[:, 1:257])  # not aligned
-    assert not ring.fits(x[:8, :320], weight[:, :320])  # no whole slot
+    assert not ring.fits(x[:8, :192], weight[:, :192])  # no whole slot
     assert not ring.fits(x[:8], weight[:1000])  # half of the multiprocessors would have nothing to do
 
 

@@ -89,6 +89,7 @@ def test_every_triton_operator_is_built(builds: list[dict[str, Any]]) -> None:
         "_packed_kernel",
         "_packed_experts_kernel",
         "_few_packed_kernel",
+        "_few_mxfp4_kernel",
         "_int8_kernel",
         "_int8_experts_kernel",
         "_head_kernel",
@@ -143,7 +144,8 @@ def test_the_gated_delta_rule_runs_on_the_tensor_cores(builds: list[dict[str, An
     kernels = {f"_delta_{name}_kernel" for name in ("chunk", "state", "rows", "reverse", "gradients")}
     rows = [row for row in builds if row["kernel"] in kernels]
     assert {row["kernel"] for row in rows} == kernels
-    assert all(row["tensor_core_products"] for row in rows), rows
+    for row in rows:  # a decode step has tiles of 16 rows, which one warp multiplies
+        assert row["warp_products" if row["kernel"] == "_delta_rows_kernel" else "tensor_core_products"], row
 
 
 def test_the_indexer_runs_on_the_tensor_cores(builds: list[dict[str, Any]]) -> None:
@@ -192,7 +194,7 @@ def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
 
 # What they read or write is a few numbers for each program: sums, chosen experts, a token.
 SMALL_READS = {"_route_kernel", "_route_backward_kernel", "_sort_kernel", "_fold_kernel"}
-SMALL_READS |= {"_add_chunks_kernel"}  # the sums of one token
+SMALL_READS |= {"_add_chunks_kernel", "_delta_inputs_kernel"}  # the sums of one token; its inputs
 SMALL_READS |= {"_sum_kernel"}  # without a GPU there are 4 shares, of which a program reads 32 columns each
 SMALL_WRITES = {
     "_sum_kernel",
@@ -215,7 +217,7 @@ SMALL_WRITES = {
     "_gate_up_few_kernel",
     "_down_few_kernel",
     "_down_combine_kernel",  # 8 channels a program
-    "_few_packed_kernel",
+    *("_few_packed_kernel", "_few_mxfp4_kernel"),
     "_scores_kernel",
     "_paged_scores_kernel",
     "_paged_scores_kernel that decodes",
@@ -227,7 +229,7 @@ SMALL_WRITES = {
     "_sparse_entries_kernel",
     "_selection_kernel",
     "_extent_kernel",
-    "_gates_backward_kernel",  # a head a thread
+    *("_gates_backward_kernel", "_delta_inputs_kernel"),  # a head a thread; one token
 }
 # No shared memory is left to turn what the tensor cores hold; shares are added in place, 16 bytes at a time.
 SMALL_WRITES |= {"_gate_up_kernel", "_down_kernel"}  # of one token, and low-rank updates: 16 columns a program

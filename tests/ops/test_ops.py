@@ -3,6 +3,7 @@
 A result may be at most twice as far from the fp64 result as the reference is; nothing else is tuned.
 """
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -342,10 +343,19 @@ def test_gradients_may_have_any_strides(op: Op, backend: str, case: Values, kind
     check_gradients(op, backend, made(op, backend, case, torch.float32), kind)
 
 
+WAYS = list(itertools.product(COTANGENTS, (torch.float16, torch.float32)))
+
+
+def walk_ways() -> list[Any]:
+    """Every case in one way, the ways by turns: an operator with six cases or more meets them all."""
+    return [
+        pytest.param(*case.values, *WAYS[i % len(WAYS)], id=f"{case.id}-{WAYS[i % len(WAYS)][0]}")
+        for i, case in enumerate(walk(DIFFERENTIABLE, skip_torch=True))
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", COTANGENTS)
-@pytest.mark.parametrize(("op", "backend", "case"), walk(DIFFERENTIABLE, skip_torch=True))
+@pytest.mark.parametrize(("op", "backend", "case", "kind", "dtype"), walk_ways())
 def test_gradients_in_every_way(op: Op, backend: str, case: Values, kind: str, dtype: torch.dtype) -> None:
     check_gradients(op, backend, made(op, backend, case, dtype), kind)
 
@@ -386,9 +396,11 @@ LARGE: dict[str, Values] = {
     "add_rms_norm": {"shape": (2**19 + 40, 4096)},
     "glu": {"shape": (2**19 + 40, 4096)},
     "hadamard": {"shape": (2**24 + 40, 128)},
+    "delta_gates": {"tokens": (2**26 + 40,), "heads": 32},
     "sparse_attention": {"tokens": (2**15 + 40,), "keys": 64, "topk": 16, "heads": 128, "dim": 576, "value_dim": 512},
     "linear": {"tokens": (2**19 + 40,), "size": (64, 4096)},
     "experts": {"tokens": (2**20 + 40,), "hidden": 2048, "width": 16, "experts": 8, "k": 2},
+    "clipped_experts": {"tokens": (2**20 + 40,), "hidden": 2048, "width": 16, "experts": 8, "k": 2},
     "masked_attention": {"tokens": (2**17 + 40,), "keys": 64, "topk": 16, "heads": 128, "kv_heads": 1, "dim": 128},
 }
 
@@ -424,7 +436,8 @@ def check_last_tokens(op: Op, case: Values) -> None:
 
 # Inference has few tokens at a time; test_moe_training.py looks at the last ones of what chooses or moves tokens, and
 # test_attention_bits.py at those that see the ones before.
-MOVING = ("route", "permute", "unpermute", "grouped_matmul", "causal_attention")
+MOVING = ("route", "permute", "unpermute", "grouped_matmul", "causal_attention", "packed_attention", "causal_conv")
+MOVING += ("gated_delta",)
 MANY = [
     op
     for op in OPS.values()
@@ -446,6 +459,6 @@ def test_the_last_of_many_tokens(op: Op) -> None:
 @pytest.mark.parametrize("op", MANY, ids=lambda op: op.name)
 def test_indices_past_two_to_the_31(op: Op) -> None:
     case = large(op)
-    width = case["heads"] * case["dim"] if "heads" in case else case.get("hidden") or max(case.get("size", [0]))
+    width = case["heads"] * case.get("dim", 1) if "heads" in case else case.get("hidden") or max(case.get("size", [0]))
     assert (math.prod(case["shape"]) if "shape" in case else case["tokens"][0] * width) > 2**31
     check_last_tokens(op, case)

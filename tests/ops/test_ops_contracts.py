@@ -204,6 +204,7 @@ FREE = {
     ("qk_norm_rope_backward", "cos_sin"): ("more in dim 0", "fewer in dim 0"),
     ("token_logprobs_backward", "logits"): ("float16", "more in dim 1", "fewer in dim 1"),
     ("causal_attention_backward", "starts"): ("fewer in dim 0",),  # then the last tokens are of no sequence
+    ("packed_attention_backward", "starts"): ("fewer in dim 0",),
     ("causal_conv_backward", "starts"): ("fewer in dim 0",),
     ("causal_conv_backward", "weight"): ("more in dim 1", "fewer in dim 1"),
     ("gated_delta_backward", "starts"): ("fewer in dim 0",),

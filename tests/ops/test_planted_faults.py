@@ -25,6 +25,7 @@ CUTS, FOLD = "whorl.ops.attention.cuts_triton", "whorl.ops.attention.fold_triton
 LOG_SOFTMAX = "whorl.ops.log_softmax_triton"
 DELTA = "whorl.ops.gated_delta"
 CHUNKS, ROWS, BACK = f"{DELTA}.rule_triton", f"{DELTA}.rows_triton", f"{DELTA}.rule_backward_triton"
+STEP = f"{DELTA}.step_triton"
 CONV, GATES, HEADS = f"{DELTA}.conv_triton", f"{DELTA}.gates_triton", f"{DELTA}.heads_triton"
 TABLE = "tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)"
 
@@ -71,7 +72,7 @@ FAULTS = [
     ),
     Fault("last block left out of the state", CHUNKS, "gated_delta", "_added(total, d3, k3", "_added(total, d2, k3"),
     Fault("state not decayed", CHUNKS, "gated_delta", "tl.exp(last) * state + total", "state + total"),
-    Fault("last key of a block", ROWS, "gated_delta_lanes", "is_seen = (rows < base)", "is_seen = (rows < base - 1)"),
+    Fault("last key of a block", ROWS, "gated_delta_lanes", "where((rows < base)", "where((rows < base - 1)"),
     Fault(
         "decay from the chunk's start",
         ROWS,
@@ -81,6 +82,17 @@ FAULTS = [
     ),
     Fault(
         "one row of t", ROWS, "gated_delta_lanes", "tl.store(inverse_at, inverse", "tl.store(inverse_at, 0 * inverse"
+    ),
+    Fault("inputs kept a row late", CONV, "gated_delta_step", "((row + index) % RING)", "((row + index + 1) % RING)"),
+    Fault(
+        "values of the first head",
+        STEP,
+        "gated_delta_step",
+        "inputs_ptr, first, count, row, lane, KEYS * D + head * DV",
+        "inputs_ptr, first, count, row, lane, KEYS * D",
+    ),
+    Fault(
+        "padding not written", ROWS, "gated_delta_step", "starts_ptr + B) + sequence", "starts_ptr + B) + sequence + 1"
     ),
     Fault("later blocks forgotten", BACK, "gated_delta_backward", "        d -= later", "        d -= 0 * later"),
     Fault(
@@ -110,7 +122,7 @@ FAULTS = [
         "derivative of the rate", GATES, "delta_gates_backward", "dg * rate * _softplus(x), 0", "dg * _softplus(x), 0"
     ),
     Fault("mean in place of sum", HEADS, "l2_norm", "    if IS_MEAN:\n        total", "    if C > 0:\n        total"),
-    Fault("gate before the norm", HEADS, "gated_rms_norm", "y *= gate * share if IS_SILU", "y *= share if IS_SILU"),
+    Fault("gate before the norm", HEADS, "gated_rms_norm", "(gate * share if IS_SILU", "(share if IS_SILU"),
     Fault("slope of the gate", HEADS, "output_gate_backward", "slope = share * (1.0 - share)", "slope = share"),
     Fault("columns not rescaled", LOG_SOFTMAX, "log_softmax", "totals * tl.exp(tops - top)", "totals"),
     Fault("old sum not rescaled", LOG_SOFTMAX, "token_logprobs", "totals * part + 1.0", "totals + 1.0"),

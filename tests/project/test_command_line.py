@@ -19,6 +19,13 @@ ANY_ENGINE |= {
     "--logprobs-mode",
     "--lora",
     "--max-loras",
+    "--tp-segments",
+    "--ep",
+    "--expert-parallel",
+    "--kv-offload-memory",
+    "--kv-offload-dir",
+    "--kv-offload-disk",
+    "--routed-experts",
 }
 ENGINE = ANY_ENGINE | {
     *("MODEL", "--model-dir", "--model", "--max-seq", "--tp", "--tp-size", "--report", "--compilation-config"),
@@ -57,15 +64,24 @@ REPLICAS = {
     *("--on", "--replicas", "--min-replicas", "--max-replicas", "--replica-cpus", "--routing", "--ray-address"),
     "--ray-dashboard",
 }
+CHAT = sorted(ENGINE | DRAFTING | TEXT | THREADS | {"--pld", "PROMPT"})
 SURFACE = {
     "whorl": ["--version"],
     "whorl generate": sorted(ENGINE | DRAFTING | TEXT | PROMPT | THREADS | {"--pld"}),
-    "whorl chat": sorted(ENGINE | DRAFTING | TEXT | THREADS | {"--pld", "PROMPT"}),
+    "whorl chat": CHAT,
+    "whorl run": CHAT,
+    "whorl list": [],
+    "whorl pull": ["MODEL"],
+    "whorl rm": ["MODEL"],
+    "whorl show": ["--json", "MODEL"],
+    "whorl ps": ["--url"],
+    "whorl plan": ["--batch", "--cards", "--json", "--kind", "--kv", "--seq", "--serve", "--top", "--weights"],
     "whorl serve": sorted(
         {"--allowed-hosts", "--api-key", "--drain", "--host", "--max-body", "--max-queue", "--name", "--allow-origin"}
         | {"--api-key-file", "--strict-model-name", "--max-request-pixels"}
         | {"--port", "--timeout", "--seed", "--pld", "--chat-template", "--tool-parser", "--reasoning-parser"}
         | {"--media-folder", "--media-hosts", "--max-logprobs", "--runtime-lora", "--rl", "--weight-transfer-config"}
+        | {"--limit-mm-per-prompt", "--log-level", "--override-generation-config", "--mcp-server", "--compare-with"}
         | REPLICAS
         | THREADS
         | ENGINE
@@ -75,6 +91,7 @@ SURFACE = {
         {"--device", "--framework", "--json", "--log", "--rollout", "--set", "--trace", "--train", "--trainer", "PATH"}
     ),
     "whorl quantize": ["--format", "--ignore", "--json", "MODEL", "OUT"],
+    "whorl verify": sorted((ENGINE - {"--model-dir", "--model", "--report"}) | THREADS | {"ANSWER", "--json"}),
     "whorl ops": ["--json"],
     "whorl selftest": ["--device", "--jobs", "--json", "--ranks"],
     "whorl train": sorted(

@@ -48,6 +48,14 @@ def test_the_doctor_in_a_pipeline() -> None:
     assert "no such file" in run("doctor_in_ci.py", *both, "examples/nothing", exit_code=2).lower()
 
 
+def test_a_tiny_checkpoint(tmp_path: Path) -> None:
+    """What is written; test_tiny_checkpoints.py runs one of every architecture."""
+    run("tiny_checkpoint.py", "Qwen3ForCausalLM", str(tmp_path / "tiny"))
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in (tmp_path / "tiny").iterdir()
+    }
+
+
 def test_operators_in_a_training_loop() -> None:
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", run("train_with_operators.py", "--steps", "40"))]
     assert len(losses) == 5

@@ -51,7 +51,8 @@ def test_no_file_tells_anybody_to_install_it_by_name() -> None:
 def test_what_can_be_installed_exists() -> None:
     """Extras in commands of pages and in messages are those of pyproject.toml."""
     known = set(PROJECT["optional-dependencies"])
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("whorl/**/*.py"), *ROOT.glob("deploy/*")):
+    pages = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("whorl/**/*.py"), *ROOT.glob("deploy/**/*"))
+    for path in filter(Path.is_file, pages):
         for match in re.finditer(r"pip install[^\n]*?\.\[([\w,]+)\]|how_to_install\(.(\w+).\)", path.read_text()):
             assert set((match[1] or match[2]).split(",")) <= known, f"{path.name}: {match[0]}"
 

@@ -254,3 +254,58 @@ def test_help_shows_what_people_use_first_and_help_all_shows_all(command: str) -
         assert re.search(listed, full.output, re.MULTILINE), name
         assert bool(re.search(listed, short.output, re.MULTILINE)) == (name in first), name
     assert f"{command} --help-all" in short.output
+
+
+# ---- vLLM's options of a server
+
+
+def test_sampling_over_the_models(served: Made) -> None:
+    done = run(
+        """vllm serve org/m --override-generation-config '{"temperature": 0.25, "top_k": 7}' --disable-log-stats"""
+    )
+    assert done.exit_code == 0, done.output
+    assert "--disable-log-stats is ignored: the log has no statistics" in done.output
+    assert served.served[0].sampling() == {"temperature": 0.25, "top_k": 7}
+    for text, why in (
+        ("7", "expected a JSON object"),
+        ('{"max_new_tokens": 9}', "clients say max_tokens"),
+        ('{"warmth": 1}', "warmth is not known"),
+        ('{"top_p": 3}', "top_p"),
+    ):
+        done = run(f"whorl serve org/m --override-generation-config '{text}'")
+        assert (done.exit_code, why in done.output) == (2, True), done.output
+
+
+def test_the_level_of_the_log_and_counts_of_pictures(served: Made) -> None:
+    done = run("""vllm serve org/m --uvicorn-log-level warning --limit-mm-per-prompt '{"image": 2, "video": 0}'""")
+    assert done.exit_code == 0, done.output
+    assert served.served[0].log_level == "warning"
+    assert served.served[0].media.max_of_kind == {"image": 2, "video": 0}
+    done = run("""whorl serve org/m --limit-mm-per-prompt '{"audio": 2}'""")
+    assert (done.exit_code, "audio is 2, expected image or video" in done.output) == (2, True)
+
+
+def test_options_in_a_file(served: Made, tmp_path: Path) -> None:
+    """The command line counts more."""
+    file = tmp_path / "vllm.yaml"
+    lines = (
+        "model: org/m",
+        "port: 9",
+        "uvicorn_log_level: error",
+        "enable-prefix-caching: false",
+        "served-model-name: [a, b]",
+    )
+    file.write_text("\n".join((*lines, "max-model-len: 4096", "override-generation-config: {temperature: 0.5}")))
+    done = run(f"vllm serve --config {file} --port 10")
+    assert done.exit_code == 0, done.output
+    (settings,) = served.served
+    assert (served.path, settings.port, settings.log_level, settings.names) == ("org/m", 10, "error", ("a", "b"))
+    assert settings.sampling() == {"temperature": 0.5}
+    assert served.settings.max_model_len == 4096
+    assert served.settings.use_prefix_cache  # false leaves a switch alone, as in vLLM
+    assert run(f"vllm serve org/other --config={file}").exit_code == 0
+    assert served.path == "org/other"
+    file.write_text("no-such-option: 1")
+    for command, why in ((f"--config {file}", "no such option"), ("--config none.yaml", "cannot be read")):
+        done = run(f"whorl serve org/m {command}")
+        assert (done.exit_code, why in done.output) == (2, True), done.output

@@ -70,11 +70,12 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "serve": {"engine", "extras", "fields", "media", "sandbox", "startup", "streams"},
     "rl": {"engine", "nn", "serve", "streams"},
     "cluster": {"engine", "extras", "fields", "serve"},
-    "chat": {"engine", "extras", "fields", "media", "serve", "startup"},
+    "chat": {"engine", "extras", "fields", "media", "options", "serve", "startup"},
     "doctor": {"contracts", "models", "plan", "positions", "rope_config"},
     "plan": {"fields", "models"},
     "titan": {"checkpoint_index", "device", "digests", "extras", "files", "judge", "models", "ops", "plan", "streams"},
     "adapters": {"ops", "positions", "rope_config", "rope_table", "doctor"},
+    "exact": {"adapters", "models", "nn", "ops"},
     "selftest": {"ops", "device", "cases", "judge", "timing"},
     "selftest_ranks": None,
     "bench": None,
@@ -253,15 +254,15 @@ def test_public_names() -> None:
 
 def test_operators() -> None:
     forward = {"rope", "rope_", "qk_norm_rope", "rms_norm", "add_rms_norm", "glu"}
-    forward |= {"sparse_attention", "masked_attention", "causal_attention", "hadamard"}
+    forward |= {"sparse_attention", "masked_attention", "causal_attention", "packed_attention", "hadamard"}
     forward |= {"route", "permute", "unpermute", "grouped_matmul", "linear", "experts", "log_softmax", "token_logprobs"}
     backward = {"qk_norm_rope_backward", "rms_norm_backward", "glu_backward"}
     backward |= {"sparse_attention_backward", "masked_attention_backward"}
-    backward |= {"causal_attention_backward"}
+    backward |= {"causal_attention_backward", "packed_attention_backward"}
     backward |= {"route_backward", "permute_backward", "unpermute_backward", "grouped_matmul_backward"}
     backward |= {"log_softmax_backward", "token_logprobs_backward"}
     inference = {"write_kv", "paged_attention", "sample", "dynamic_quant", "dequantize"}
-    inference |= {"qk_norm_rope_write", "packed_attention", "norm_linear"}
+    inference |= {"qk_norm_rope_write", "norm_linear"}
     inference |= {"selection_mask", "lightning_indexer", "index_scores", "top_k"}
     inference |= {"indexer_target", "indexer_kl", "indexer_kl_gradients"}  # loss and gradient in one
     promised = forward | backward | inference
@@ -297,6 +298,7 @@ BACKWARD: dict[str, tuple[str, ...]] = {
     "rope": ("rope",),  # the inverse rotation
     "hadamard": ("hadamard",),  # its matrix is symmetric
     "experts": ("permute_backward", "grouped_matmul_backward", "glu_backward", "unpermute_backward"),
+    "clipped_experts": ("permute_backward", "grouped_matmul_backward", "unpermute_backward"),
 }
 
 

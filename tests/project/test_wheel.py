@@ -1,5 +1,6 @@
 """The wheel: what is in it, and that it works in an environment that has nothing else of ours."""
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", str(folder), ".", cwd=ROOT)
-    (path,) = folder.glob("whorl_llm-*.whl")
+    (path,) = folder.glob("whorl_llm-*-py3-none-linux_*.whl")
     return path
 
 
@@ -48,6 +49,7 @@ def test_it_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert expected <= packed, f"the wheel lacks {sorted(expected - packed)}"
     assert all(name.startswith(("whorl/", "whorl_llm-")) for name in packed)
     assert "whorl = whorl.__main__:main" in points
+    assert any(name.startswith("whorl/ops/cpu/_library") for name in packed) == (shutil.which("c++") is not None)
 
 
 def test_it_works_without_what_developers_have(installed: Path, tmp_path: Path) -> None:
@@ -58,6 +60,7 @@ def test_it_works_without_what_developers_have(installed: Path, tmp_path: Path) 
     assert (doctor.returncode, "rope-branch-mismatch" in doctor.stdout) == (1, True), doctor.stderr
     ops = run(installed / "whorl", "ops", cwd=tmp_path)
     assert (ops.returncode, "rope" in ops.stdout) == (0, True), ops.stderr
+    assert ("CPU kernels: none" in ops.stdout) == (shutil.which("c++") is None)
 
 
 def test_a_chat_needs_no_more(installed: Path, tmp_path: Path) -> None:

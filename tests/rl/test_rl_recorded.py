@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from lora_files import write_adapter
 from safetensors.torch import save_file
 from serving import Served
 from torch import distributed
-from trainer import Sender, changed, free_port, generated, trainable_server, weights
+from trainer import Sender, changed, engine, free_port, generated, trainable_server, weights
 
 from whorl import nn
 from whorl.rl.transfers.group import broadcast
@@ -151,3 +152,17 @@ def test_a_hostile_table_is_refused(served: Served) -> None:
         refused = update.result()
     assert (refused.status_code, "pickle: it names builtins.eval" in refused.text) == (400, True)
     assert len(generated(served)["token_ids"]) == 8  # with the old weights
+
+
+def test_prime_rl_by_adapters(tmp_path: Any) -> None:
+    """client.py: a name and a path, each step the same name."""
+    llm = engine(seed=0)
+    with trainable_server(llm, runtime_lora=True) as served:
+        answers = []
+        for step in range(2):
+            folder = write_adapter(tmp_path / str(step), llm.model, ("q_proj", "o_proj"), seed=step)
+            body = {"lora_name": "policy", "lora_path": str(folder)}
+            assert served.http.post("/load_lora_adapter", json=body).status_code == 200
+            answers.append(served.complete([70, 71, 72], model="policy", max_tokens=4, ignore_eos=True, logprobs=0))
+        first, second = (answer["choices"][0]["logprobs"] for answer in answers)
+        assert first["token_logprobs"] != second["token_logprobs"]

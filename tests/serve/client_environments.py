@@ -21,9 +21,13 @@ REQUIREMENTS = {
     "instructor": ("instructor==1.17.0",),
     "pydantic-ai": ("pydantic-ai-slim[openai,anthropic]==2.66.0",),
     "llm": ("llm==0.36",),
+    "ollama": ("ollama==0.6.3",),
     "lm-eval": ("lm-eval[api]==0.4.13",),
     "guidellm": ("guidellm==0.8.1", "torch==2.13.0"),
     "schemathesis": ("schemathesis==4.32.5",),
+    "mcp": ("mcp>=2,<3",),  # of 2026-07-28, and older
+    "mcp-sessions": ("mcp>=1.10,<2",),
+    "axe": ("--no-deps", "axe-playwright-python==0.1.5"),  # for its axe.min.js
 }
 # Programs ask nobody but the server, and report to nobody.
 _ALONE = {

@@ -12,6 +12,7 @@ from whorl.serve import answer_schemas as answers
 CALL = '<think>hm</think><tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOOL = {"name": "weather", "parameters": {"type": "object"}}
 USER = [{"role": "user", "content": "call"}]
+RENDER = "/v1/chat/completions/render"
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,7 @@ CASES: dict[str, tuple[type[answers.Answer], list[dict[str, Any]]]] = {
             {"messages": USER, "token_details": {"top": 1, "prompt": True}},
         ],
     ),
+    RENDER: (answers.Rendered, [{"messages": USER, "max_tokens": 3}]),
     "/v1/completions": (
         answers.Completion,
         [{"prompt": ["a", "b"]}, {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}],
@@ -55,9 +57,20 @@ CASES: dict[str, tuple[type[answers.Answer], list[dict[str, Any]]]] = {
         answers.GeneratedIds,
         [{"token_ids": [64, 65], "sampling_params": {"max_tokens": 3, "logprobs": 1, "prompt_logprobs": 1}}],
     ),
+    "/api/chat": (
+        answers.OllamaMessageLine,
+        [
+            {"model": "told", "messages": USER, "tools": [{"type": "function", "function": TOOL}], "stream": False},
+            {"model": "told", "messages": USER, "logprobs": True, "stream": False, "options": {"num_predict": 3}},
+        ],
+    ),
+    "/api/generate": (answers.OllamaTextLine, [{"model": "told", "prompt": "call", "stream": False}]),
+    "/api/show": (answers.OllamaShown, [{"model": "told"}]),
     "/tokenize": (answers.Tokens, [{"prompt": "ab"}, {"prompt": "ab", "return_token_strs": True}]),
     "/detokenize": (answers.Detokenized, [{"tokens": [64]}]),
 }
+
+OLLAMA = (("/api/tags", answers.OllamaModels), ("/api/ps", answers.OllamaModels))
 
 
 @pytest.mark.parametrize("path", CASES)
@@ -73,12 +86,14 @@ def test_every_address_says_what_it_answers(served: Served) -> None:
     said = {path: work["post"]["responses"]["200"]["content"] for path, work in paths.items() if "post" in work}
     texts = {path: said.pop(path) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")}
     assert all("text/plain" in content for content in texts.values())
-    assert said.keys() == CASES.keys() | {"/v1/embeddings"}
+    elsewhere = {"/v1/embeddings", "/api/embed", "/api/embeddings", "/page/mcp/tools", "/page/mcp/call"}
+    assert said.keys() == CASES.keys() | elsewhere
     assert all("$ref" in content["application/json"]["schema"] for content in said.values())
-    streams = {path for path, content in said.items() if "text/event-stream" in content}
-    streamable = {path for path in CASES if "stream" in _fields(served, path)}
+    streams = {path for path, content in said.items() if content.keys() - {"application/json"}}
+    # A conversation may be rendered with the fields of any request, and is one object.
+    streamable = {path for path in CASES if "stream" in _fields(served, path)} - {RENDER}
     assert streams == streamable, "what can stream says so"
-    for path, kind in (("/v1/models", answers.ModelList), ("/v1/models/told", answers.ModelCard)):
+    for path, kind in (("/v1/models", answers.ModelList), ("/v1/models/told", answers.ModelCard), *OLLAMA):
         kind.model_validate_json(served.http.get(path).text, strict=True)
 
 

@@ -107,6 +107,26 @@ def test_llm(served: Served) -> None:
     assert answer == {"streamed": "Hello there!", "command": "Hello there!\n", "whole": "Hello there!\n"}
 
 
+def test_ollama(served: Served) -> None:
+    answer = use_program("ollama", served.url)
+    assert answer.pop("pieces") > 10
+    assert answer.pop("seconds") > 0
+    assert answer == {
+        **dict.fromkeys(("chat", "streamed", "generated", "generated_stream"), "Hello there!"),
+        "tokens": len("Hello there!") + 1,
+        "tool": "weather Rome: Take a hat.",
+        "schema": FRUIT,
+        "raw": "bcd",
+        "models": ["told"],
+        "running": [["told", 1024]],
+        "capabilities": ["completion", "tools", "thinking"],
+        "embed": "ResponseError 400",
+        "bad_key": "ResponseError 401",
+        "bad_model": "ResponseError 404",
+        "error_in_words": "the API key is wrong",
+    }
+
+
 # ---- programs that score, load and search
 
 

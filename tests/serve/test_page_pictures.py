@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason
 MOST_BYTES = 200_000
 SECONDS = 300.0  # for an answer on a busy machine
 QUESTION = "Write a Python function that adds two numbers, and call it twice."
-SETTINGS = '{"temperature": "0", "max_tokens": "48"}'
+SETTINGS = '{"temperature": "0", "max_tokens": "32"}'
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +37,52 @@ def picture(page: Any, path: Path) -> None:
     assert 10_000 < path.stat().st_size < MOST_BYTES
 
 
+SHOWN = """# What the page shows
+
+A **table**, a formula such as $e^{i\\pi} + 1 = 0$, and code:
+
+| view | what it is for |
+|:--|:--|
+| answer | to read |
+| tokens | to see where each one came from |
+
+$$\\int_0^1 x^2\\,dx = \\frac{1}{3}$$
+
+```python
+def add(a: int, b: int) -> int:
+    return a + b  # and no more
+```"""
+
+
+def ask(page: Any, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
 def test_pictures_of_a_real_answer(served: Served, folder: Path) -> None:
+    """A formatted answer is put into the model's mouth: the small default model writes no formulas."""
     with browser() as opened, window(opened, color_scheme="light") as page:
         page.set_default_timeout(1000 * SECONDS)
         page.add_init_script(f"localStorage.setItem('whorl.settings', '{SETTINGS}')")
         page.goto(f"{served.url}/")
         page.wait_for_selector("body[data-ready]")
+        page.evaluate(
+            "text => { add({role: 'user', parent: null, content: 'What does the page show?'});"
+            "add({role: 'assistant', parent: talk.leaf, content: text}); render(); listTalks(); }",
+            SHOWN,
+        )
+        picture(page, folder / "page_light.png")
+        page.click("#new")
+        page.click("#tokens")
         page.click("#show-engine")
         page.wait_for_selector("#roofline >> text=of the roofline")  # measured, as nothing runs
-        page.fill("#prompt", QUESTION)
-        page.press("#prompt", "Enter")
+        ask(page, QUESTION)
         until(page, "document.querySelectorAll('article.assistant .t').length > 12", SECONDS)
         page.wait_for_selector("#running .bar")
         page.wait_for_selector("article.assistant >> text=Regenerate")
         assert "of the roofline" in page.text_content("article.assistant .facts")
         page.locator("article.assistant .t.lookup").first.click()
-        picture(page, folder / "page_light.png")
+        picture(page, folder / "page_tokens.png")
         page.keyboard.press("Escape")
         page.click("text=Ask again among others")
         page.wait_for_selector("#running .bar")
@@ -61,8 +91,18 @@ def test_pictures_of_a_real_answer(served: Served, folder: Path) -> None:
         # Other sequences, the cache and drafts have changed no bit of it.
         assert page.text_content(".again .equal").startswith("Equal: ")
         page.emulate_media(color_scheme="dark")
+        page.wait_for_timeout(1500)  # for the engine to be drawn once more
         picture(page, folder / "page_dark.png")
+        page.emulate_media(color_scheme="light")
         page.click("#show-engine")
+        page.click("#show-compare")
+        page.select_option("#compare-right", "Varied")
+        page.click("#compare-form >> text=Compare")
+        until(
+            page, "/^(They part|Equal|The same)/.test(document.querySelector('#compare-verdict').textContent)", SECONDS
+        )
+        picture(page, folder / "page_compare.png")
+        page.keyboard.press("Escape")
         page.set_viewport_size({"width": 390, "height": 780})
         page.evaluate("document.querySelector('#log').scrollTop = 0")
         picture(page, folder / "page_phone.png")

@@ -189,9 +189,9 @@ def test_tokens_of_a_conversation_with_a_picture(served: Served) -> None:
     [
         (data_uri(lying_png(60000, 60000)), 413, "messages.0.content.0: it declares 60000 x 60000 pixels"),
         (data_uri(b"\0" * 300_000), 413, "more than 200000 bytes"),
-        (data_uri(b"not a picture"), 400, "it is not a PNG, JPEG or WebP picture"),
+        (data_uri(b"not a picture"), 400, "it is not a PNG, JPEG, WebP or GIF picture"),
         (data_uri(png(1, 300)), 400, "one side is more than 200 times"),
-        (data_uri(encoded(drawn(9, 9), "GIF"), "image/gif"), 400, "image/gif; PNG, JPEG and WebP are allowed"),
+        (data_uri(encoded(drawn(9, 9), "BMP"), "image/bmp"), 400, "image/bmp; PNG, JPEG, WebP and GIF are allowed"),
         ("http://169.254.169.254/latest", 400, "fetches nothing: send the file itself as a data: URI"),
         ("file:///etc/passwd", 400, "it is not in the folder"),
         ("nonsense", 400, "its URL is not allowed"),
@@ -367,3 +367,19 @@ def test_openais_client(served: Served) -> None:
     content = [image(data_uri(b"no")), TEXT]
     with pytest.raises(openai.BadRequestError, match="not a PNG"):
         client.chat.completions.create(model="told", messages=[{"role": "user", "content": content}])
+
+
+def test_kinds_are_limited() -> None:
+    with seeing(limits=Limits(max_of_kind={"image": 1, "video": 0})) as running:
+        assert ask(running, image(data_uri(png())), TEXT).status_code == 200
+        response = ask(running, *[image(data_uri(png()))] * 2, TEXT)
+        assert response.status_code == 400
+        assert "2 parts of kind image; up to 1" in response.json()["error"]["message"]
+        assert running.is_idle()
+
+
+def test_a_gif_is_its_first_picture(served: Served) -> None:
+    """Once a server refused what its page offers, and the conversation was stuck."""
+    first, second = drawn(32, 32, "RGB", seed=1), drawn(32, 32, "RGB", seed=2)
+    assert ask(served, image(data_uri(encoded(first, "GIF"), "image/gif")), TEXT).status_code == 200
+    assert ask(served, image(data_uri(encoded(first, "GIF", save_all=True, append_images=[second]))), TEXT).is_success

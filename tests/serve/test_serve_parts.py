@@ -6,10 +6,12 @@ import math
 import re
 from collections import defaultdict
 from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from serving import byte_tokenizer
 from starlette.responses import PlainTextResponse
@@ -20,6 +22,7 @@ from whorl.engine.sequence import FinishReason, Logprob, SamplingParams, Sequenc
 from whorl.serve.gate import Gate
 from whorl.serve.logprobs import TokenTexts, for_chat, for_completion
 from whorl.serve.metrics import Metrics
+from whorl.serve.options import ServeOptions
 from whorl.serve.running import Running
 from whorl.serve.settings import ServerSettings
 
@@ -150,7 +153,7 @@ def test_who_left_is_counted_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_every_metric_on_the_dashboard_exists() -> None:
     """The file is in the package, for Grafana to import."""
     text = (files("whorl.serve") / "grafana.json").read_text(encoding="utf-8")
-    stats: dict[str, int] = defaultdict(int, num_blocks=1, num_encoded=0)
+    stats: dict[str, int] = defaultdict(int, num_blocks=1, num_encoded=0, num_state_bytes=0, num_host_bytes=0)
     families = text_string_to_metric_families(Metrics("m", lambda: stats).render()[0].decode())
     there = {sample.name for family in families for sample in family.samples}
     expressions = [target["expr"] for panel in json.loads(text)["panels"] for target in panel["targets"]]
@@ -158,3 +161,14 @@ def test_every_metric_on_the_dashboard_exists() -> None:
     assert len(named) > 20
     assert named <= there
     assert all('{model_name=~"$model"}' in expression for expression in expressions)
+
+
+def test_what_grafana_is_started_with_is_there() -> None:
+    folder = Path(__file__).parents[2] / "deploy" / "metrics"
+    for service in yaml.safe_load((folder / "compose.yaml").read_text())["services"].values():
+        for volume in service["volumes"]:
+            source, _, mode = volume.split(":")
+            assert (folder / source).resolve().is_file(), source
+            assert mode == "ro"
+    (job,) = yaml.safe_load((folder / "prometheus.yaml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"127.0.0.1:{ServeOptions().port}"]}]

@@ -74,6 +74,25 @@ def test_thinking_does_not_end_the_answer(served: Served) -> None:
     assert choice["finish_reason"] == "length"
 
 
+def test_a_thought_is_not_opened_where_the_prompt_has_closed_it(served: Served) -> None:
+    """The model would think without an end."""
+    options: dict[str, Any] = {"structured_outputs": {"json": SCHEMA}, "max_tokens": 80}
+    for more in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+        choice = served.chat("endless", **options, **more)["choices"][0]
+        assert (choice["finish_reason"], choice["message"].get("reasoning_content")) == ("stop", None)
+        assert json.loads(choice["message"]["content"]).keys() == {"n", "kind"}
+
+
+def test_a_completion_has_no_thought(served: Served) -> None:
+    """Its text is what the grammar allows, from the first token on."""
+    prompt = "<|im_start|>user\nendless<|im_end|>\n<|im_start|>assistant\n"
+    assert served.complete(prompt, max_tokens=8, temperature=0)["choices"][0]["text"].startswith("<think>")
+    choice = served.complete(prompt, max_tokens=60, temperature=0, structured_outputs={"regex": "[xyz]{3}"})["choices"][
+        0
+    ]
+    assert re.fullmatch("[xyz]{3}", choice["text"])
+
+
 def test_openais_client_sends_it_as_vllms_users_do(served: Served) -> None:
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
     more = {"structured_outputs": {"choice": ["yes", "no"]}}

@@ -267,3 +267,43 @@ def test_lookups_are_counted(served: Served) -> None:
     for start in ("A ", "B "):
         ask(served, text(start), image(png(48, 48, seed=10)), ASKED)
     assert (count("queries"), count("hits")) == (before[0] + 2, before[1] + 1)
+
+
+def render(served: Served, *parts: Any, **more: Any) -> Any:
+    messages = [{"role": "user", "content": list(parts)}]
+    return served.post("/v1/chat/completions/render", messages=messages, **more)
+
+
+def test_what_is_rendered_is_generated_as_the_conversation(served: Served) -> None:
+    """Trainers render a conversation, and send its tokens and features back."""
+    parts = [image(CAT), ASKED, image(WIDE), video(FRAMES)]
+    chat = served.chat(parts, max_tokens=6, return_token_ids=True)  # type: ignore[arg-type]
+    rendered = render(served, *parts, temperature=0.0, max_tokens=6, seed=3)
+    assert rendered["token_ids"] == chat["prompt_token_ids"]
+    assert rendered["sampling_params"] == {"temperature": 0.0, "seed": 3, "max_tokens": 6, "n": 1}
+    features = rendered["features"]
+    assert {kind: len(hashes) for kind, hashes in features["mm_hashes"].items()} == {"image": 2, "video": 1}
+    config = served.llm.model.config  # type: ignore[attr-defined]
+    pads = {"image": config.image_token_id, "video": config.video_token_id}
+    for kind, spans in features["mm_placeholders"].items():
+        assert all(rendered["token_ids"][span["offset"]] == pads[kind] for span in spans)
+    answer = served.post("/inference/v1/generate", **rendered)
+    assert answer["choices"][0]["token_ids"] == chat["choices"][0]["token_ids"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0  # the conversation's own prefix
+    assert render(served, ASKED)["features"] is None
+
+
+def test_features_of_pictures_alone_go_with_other_tokens(served: Served) -> None:
+    """TRL renders the pictures by themselves, and pairs them with a prompt that it has made."""
+    features = render(served, image(DOG), max_tokens=1)["features"]
+    whole = render(served, ASKED, image(DOG), temperature=0.0, max_tokens=6)
+    answer = served.post("/inference/v1/generate", **whole | {"features": features})
+    assert answer["choices"] == served.post("/inference/v1/generate", **whole)["choices"]
+    bad = features | {"kwargs_data": {"image": ["bm8gcGljdHVyZQ=="]}}
+    for sent, message in (
+        (bad, "kwargs_data cannot be read"),
+        (features | {"kwargs_data": {"image": []}}, "differ in their numbers"),
+        (render(served, image(WIDE))["features"], "placeholder"),
+    ):
+        refused = served.http.post("/inference/v1/generate", json=whole | {"features": sent})
+        assert (refused.status_code, message in refused.text) == (400, True), refused.text

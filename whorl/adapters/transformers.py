@@ -90,11 +90,11 @@ class Kept:
 class TransformersInstallation(Installation):
     """What `install` replaced in one model; print it for a table. `kept` lists what it left alone on purpose."""
 
-    def __init__(self) -> None:
-        super().__init__(_NAME)
+    def __init__(self, name: str = _NAME) -> None:
+        super().__init__(name)
         self.kept: list[Kept] = []
 
-    def set_method(self, place: "_Module", name: str, function: Callable[..., Any], why: str) -> None:
+    def set_method(self, place: "KnownModule", name: str, function: Callable[..., Any], why: str) -> None:
         """Set a method on one module; it is bound to the module, so a deep copy of the model gets its own.
 
         Raises RuntimeError when the module already has a method of that name.
@@ -102,7 +102,7 @@ class TransformersInstallation(Installation):
         module = place.module
         if name in vars(module):
             raise RuntimeError(
-                f"{_NAME}: {place.path} already has its own {name}, which a replacement would drop: from another "
+                f"{self.name}: {place.path} already has its own {name}, which a replacement would drop: from another "
                 "installation (uninstall() it first) or another library (accelerate's hooks, hub kernels, Liger: "
                 "install before those)."
             )
@@ -113,7 +113,7 @@ class TransformersInstallation(Installation):
         left_alone = Counter((_any_layer(e.path), f"kept: {e.why}") for e in self.kept)
         lines = [(str(count), where, why) for (where, why), count in (rows + left_alone).items()]
         widths = [max((len(line[i]) for line in lines), default=0) for i in range(2)]
-        head = f"{_NAME}: {len(self._replaced)} methods replaced"
+        head = f"{self.name}: {len(self._replaced)} methods replaced"
         return "\n".join([head, *(f"  {n:>{widths[0]}} x {w:<{widths[1]}}  {why}" for n, w, why in lines)])
 
 
@@ -139,7 +139,7 @@ def install(
     if not (rope or norm or swiglu or qk_norm_rope):
         raise ValueError(f"{_NAME}: all options are False; set rope, norm, swiglu or qk_norm_rope.")
     _check_version()
-    modules = _Modules.find(model)
+    modules = KnownModules.find(model)
     if not modules.known:
         raise ValueError(
             f"{_NAME}: no module of {type(model).__name__} is known. Looked for attention, MLP, experts, RMSNorm and "
@@ -164,7 +164,7 @@ def install(
 
 
 @dataclass(frozen=True, slots=True)
-class _Module:
+class KnownModule:
     """A module of the model, its name there and its family."""
 
     path: str
@@ -173,24 +173,24 @@ class _Module:
 
 
 @dataclass(frozen=True, slots=True)
-class _Modules:
+class KnownModules:
     """The known modules of a model, by role."""
 
-    known: dict[str, list[_Module]] = field(default_factory=dict)
+    known: dict[str, list[KnownModule]] = field(default_factory=dict)
     towers: list[str] = field(default_factory=list)  # paths of vision towers
 
     @classmethod
-    def find(cls, model: nn.Module) -> "_Modules":
+    def find(cls, model: nn.Module) -> "KnownModules":
         modules = cls()
         for path, module in model.named_modules():
             if (known := _role(module)) is not None:
                 role, family = known
-                modules.known.setdefault(role, []).append(_Module(path, module, family))
+                modules.known.setdefault(role, []).append(KnownModule(path, module, family))
             elif any((c.__module__, c.__name__) in _TOWERS for c in type(module).__mro__):
                 modules.towers.append(path)
         return modules
 
-    def require(self, role: str, switch: str) -> list[_Module]:
+    def require(self, role: str, switch: str) -> list[KnownModule]:
         """Return the modules of a role; raises ValueError, naming the option, if there are none."""
         if role not in self.known:
             counts = {known_role: len(entries) for known_role, entries in self.known.items()}
@@ -227,7 +227,7 @@ def _check_version() -> None:
 # ---- rotation
 
 
-def _install_rotation(installation: TransformersInstallation, modules: _Modules, *, fused: bool) -> None:
+def _install_rotation(installation: TransformersInstallation, modules: KnownModules, *, fused: bool) -> None:
     switch = "qk_norm_rope" if fused else "rope"
     all_attentions = modules.require("Attention", switch)
     for rotary in modules.require("RotaryEmbedding", switch):
@@ -400,7 +400,7 @@ def _fused_attention(names: dict[str, Any]) -> FunctionType:
 # ---- norms and activations
 
 
-def _install_norms(installation: TransformersInstallation, modules: _Modules, *, heads: bool) -> None:
+def _install_norms(installation: TransformersInstallation, modules: KnownModules, *, heads: bool) -> None:
     """Replace the forward of the norms.
 
     heads: also of those of q and k. With qk_norm_rope these are not called; the fused operator reads their weights.
@@ -408,7 +408,7 @@ def _install_norms(installation: TransformersInstallation, modules: _Modules, *,
     skipped_paths = () if heads else tuple(f"{entry.path}." for entry in modules.known.get("Attention", ()))
     for norm in modules.require("RMSNorm", "norm"):
         if not norm.path.startswith(skipped_paths):
-            forward = _plus_one_norm_forward if norm.family.plus_one else _norm_forward
+            forward = _plus_one_norm_forward if norm.family.plus_one else norm_forward
             installation.set_method(norm, "forward", forward, "through whorl.ops.rms_norm")
 
 
@@ -418,13 +418,13 @@ def _plus_one_norm_forward(self: Any, x: Tensor) -> Tensor:
     return ops.rms_norm(x, weight, self.eps, plus_one=True)
 
 
-def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     # transformers' product of weight and input promotes dtypes, for instance with fp32 weights under autocast.
     dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
     return ops.rms_norm(hidden_states.to(dtype), self.weight.to(dtype), self.variance_epsilon)
 
 
-def _install_swiglu(installation: TransformersInstallation, modules: _Modules) -> None:
+def _install_swiglu(installation: TransformersInstallation, modules: KnownModules) -> None:
     gated = [*modules.known.get("MLP", ()), *modules.known.get("Experts", ())]
     other_gates = [entry for entry in gated if not _is_silu(_activation(entry))]
     if len(other_gates) == len(gated):
@@ -444,10 +444,10 @@ def _install_swiglu(installation: TransformersInstallation, modules: _Modules) -
             installation.set_method(entry, "forward", _joined_mlp_forward, "gate and up through whorl.ops.glu")
         else:
             why = "gate and up, joined, through whorl.ops.glu"
-            installation.set_method(entry, "forward", _mlp_forward, why)
+            installation.set_method(entry, "forward", mlp_forward, why)
 
 
-def _activation(entry: _Module) -> object:
+def _activation(entry: KnownModule) -> object:
     """Return the activation of an MLP or of experts; GLM's name for it is its own."""
     module = entry.module
     return module.activation_fn if hasattr(module, "activation_fn") else module.act_fn
@@ -458,7 +458,7 @@ def _is_silu(activation: object) -> bool:
     return type(activation).__name__ in ("SiLU", "SiLUActivation")
 
 
-def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+def mlp_forward(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(ops.glu(torch.cat((self.gate_proj(x), self.up_proj(x)), -1)))
 
 

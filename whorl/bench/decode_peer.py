@@ -14,14 +14,18 @@ from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document
 from whorl.bench.report import noted
 
+VARIANTS: dict[str, dict[str, Any]] = {"transformers": {}}
+COMPILED: dict[str, dict[str, Any]] = {"transformers, static cache, compiled": {"cache_implementation": "static"}}
 LEAST_CHUNK = 256  # tokens of a prompt that transformers computes at once, at least
 
 
-def run(settings: DecodeSettings, document: Document, progress: Progress) -> Document:
-    """Time the rows and the prefill of our document in transformers; a failure becomes the note of its row."""
-    variants: dict[str, dict[str, Any]] = {"transformers": {}}
-    if devices.accelerator(settings.device) is not None:
-        variants["transformers, static cache, compiled"] = {"cache_implementation": "static"}
+def run(settings: DecodeSettings, document: Document, progress: Progress, *, compiled: bool = True) -> Document:
+    """Time the rows and the prefill of our document in transformers; a failure becomes the note of its row.
+
+    compiled: on an accelerator also its compiled steps, whose compilation takes a minute.
+    """
+    is_accelerated = devices.accelerator(settings.device) is not None
+    variants = VARIANTS | (COMPILED if compiled and is_accelerated else {})
     load = functools.cache(lambda: _load(settings))
     rows: list[Document] = []
     for row in document["decode"]:

@@ -111,9 +111,9 @@ class _MarkedAfter:
     def __init__(self, module: Any, part: str) -> None:
         self._module, original = module, module.after_norm
 
-        def after(*args: Any) -> Any:
+        def after(*args: Any, **options: Any) -> Any:
             with record_function(MARK + part):
-                return original(*args)
+                return original(*args, **options)
 
         module.after_norm = after
 

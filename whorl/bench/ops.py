@@ -191,7 +191,7 @@ def _row(op: Op, case: Values, settings: OpsSettings) -> Document:
     gold = functools.cache(lambda: _gold(op, values, device))
     row["peers"] = []
     for peer in peers:
-        peer_timing = _time_peer(op, peer, [values, *buffers[1:]], gold, device, short, recorded)
+        peer_timing = _time_peer(peer, [values, *buffers[1:]], gold, device, short, recorded)
         speeds = {"note": peer_timing} if isinstance(peer_timing, str) else scale.speeds(peer_timing)
         row["peers"].append({"label": peer.label, **speeds})
     return row
@@ -256,7 +256,6 @@ def _copy(num_bytes: int, device: str, recorded: bool) -> Timing:
 
 
 def _time_peer(
-    op: Op,
     peer: Peer,
     buffers: Sequence[Values],
     gold: Callable[[], list[Tensor]],

@@ -100,6 +100,7 @@ def _session(options: Options) -> Callable[[], int]:
 
     from .attachments import Attachments
     from .conversation import BoundedPrompts, Conversation
+    from .keyboard import history_file
     from .loop import Chat
     from .schema import grammar_masks, read_schema
     from .terminal import Screen
@@ -114,7 +115,7 @@ def _session(options: Options) -> Callable[[], int]:
     # Shows the engine's warnings, such as a model that repeats itself.
     logging.basicConfig(format="[warn] %(message)s", level=logging.WARNING)
     llm = load(options)
-    if options.report:
+    if options.report and (llm.sp_report is not None or (options.engine.tp or 1) > 1):
         from whorl.engine.sequence_parallel import describe
 
         print(describe(llm.sp_report), file=sys.stderr)
@@ -144,6 +145,8 @@ def _session(options: Options) -> Callable[[], int]:
     if screen.is_terminal:
         how = "greedy" if params.temperature == 0 else f"temperature {params.temperature:g}"
         screen.note(f"{options.model or 'SmolLM2-135M-Instruct'}, {how}: type a message, or /help. Ctrl-D ends.")
+        if (file := history_file()) is not None and not file.exists():
+            screen.note(f"(The model lies in {_place(options.model)}. Messages are kept in {file}.)")
     return Chat(
         conversation,
         params,
@@ -153,6 +156,12 @@ def _session(options: Options) -> Callable[[], int]:
         attached=attached,
         when_full=chat.when_full,
     ).run
+
+
+def _place(model: str | None) -> str:
+    from whorl.engine.weights import resolve
+
+    return str(resolve(model))
 
 
 def _read_prompts(options: Options) -> "list[PromptAnswers]":
@@ -192,6 +201,8 @@ def sampling(options: Options, llm: "LLM") -> "SamplingParams":
     sampling_options, chat = options.sampling, options.chat
     fields = llm.tokenizer.sampling | sampling_options.values()
     fields |= {"stop": sampling_options.stop, "n": options.answers.samples}
+    if options.as_json and not options.answers.are_many and options.engine.logprobs_mode == "raw_logprobs":
+        fields["logprobs"] = 0  # for `whorl verify`
     max_tokens = sampling_options.max_tokens or (None if chat.interactive and chat.chat else options.default_tokens)
     lora = next(reversed(options.engine.adapters), None)
     return SamplingParams(max_tokens=max_tokens, seed=sampling_options.seed or None, lora=lora, **fields)
@@ -216,7 +227,7 @@ def _answer_once(options: Options, conversation: "Conversation", seq: "Sequence"
     if not is_live:
         answer.add(seq.text.value)
     answer.finish()
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() or options.report:
         Screen(sys.stderr).note(describe(seq))
     return 130 if seq.finish_reason is FinishReason.ABORT else 0
 

@@ -4,6 +4,7 @@ import json
 import os
 import select
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,7 +31,9 @@ class Keyboard:
     an entry at each line break.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
+    def __init__(self, file: Path | None = None, completions: Callable[[str], list[str]] | None = None) -> None:
+        """completions: returns what the last word of a line may become, for the key Tab."""
+        self._completions = completions
         self._is_terminal = sys.stdin.isatty()
         self._file = file if self._is_terminal else None
         self._has_bracketed_paste = True
@@ -57,9 +60,22 @@ class Keyboard:
         self._has_bracketed_paste = "libedit" not in (readline.__doc__ or "")
         if self._has_bracketed_paste:
             readline.parse_and_bind("set enable-bracketed-paste on")
+        if self._completions is not None:
+            is_libedit = not self._has_bracketed_paste
+            readline.set_completer_delims(" ")
+            readline.set_completer(self._complete)
+            readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
         readline.clear_history()
         for line in self._earlier():
             readline.add_history(line)
+
+    def _complete(self, word: str, state: int) -> str | None:
+        """Return one of the words that a word may become; None after the last one."""
+        import readline
+
+        assert self._completions is not None
+        options = self._completions(readline.get_line_buffer()[: readline.get_endidx()])
+        return options[state] if state < len(options) else None
 
     def _earlier(self) -> list[str]:
         """Return the messages of earlier runs, and shorten the file if it is long."""

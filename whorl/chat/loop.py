@@ -4,19 +4,25 @@ import sys
 from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from whorl.engine.sequence import FinishReason, SamplingParams, Sequence
 
 from . import saved, set_command
 from .attachments import Attachment, Attachments
+from .completion import FILES, Completion
 from .conversation import Conversation
+from .conversation import as_text as content_text
 from .keyboard import Keyboard, history_file
-from .terminal import Answer, Screen, describe, describe_limit, stream
+from .preview import picture
+from .terminal import Answer, Screen, describe, describe_limit, describe_parting, stream
 from .text_streams import as_text
 
 _BLOCK = '"""'
 _ROOM = 256  # tokens that should be free for an answer, if the context is large enough
+_TOP = 5  # alternatives that /compare asks for
+_THINKING, _SHOWN = ("on", "off", "auto"), ("settings", "system", "template", "messages", "thoughts")
 WhenFull = Literal["ask", "drop", "stop"]
 _WHEN_FULL: tuple[WhenFull, ...] = ("ask", "drop", "stop")
 
@@ -46,8 +52,9 @@ class Chat:
         self._screen, self._is_streaming, self._when_full = screen or Screen(), is_streaming, when_full
         # Without a terminal nobody can answer a question: the next line of the pipe would be taken as the answer.
         self._can_ask = self._screen.is_terminal and (read is not None or sys.stdin.isatty())
-        self._read = read or Keyboard(history_file()).read
+        self._folds, self._is_formatted, self._thoughts = True, True, ""
         self._last: Sequence | None = None
+        self._last_params = params  # of that answer
         self._num_regenerated = 0  # how often the last message was answered again
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
             "/reset": (self._reset, "forget the conversation"),
@@ -61,8 +68,14 @@ class Chat:
             "/load": (self._load, "FILE: continue a conversation that was saved as .json"),
             "/stats": (self._stats, "tokens and speed of the last answer"),
             "/help": (self._help, "this list"),
+            "/show": (self._show, "WHAT: settings, system, template, messages or thoughts"),
+            "/compare": (self._compare, "NAME VALUE: answer the last message with another setting, and compare"),
             "/exit": (self._exit, "end the chat, as Ctrl-D does"),
         }
+        values: dict[str, abc.Sequence[str] | str] = dict.fromkeys(self._commands, ())
+        values |= dict.fromkeys(("/image", "/video", "/save", "/load"), FILES)
+        values |= {"/set": set_command.NAMES, "/compare": set_command.NAMES, "/think": _THINKING, "/show": _SHOWN}
+        self._read = read or Keyboard(history_file(), Completion(values).options).read
 
     def run(self) -> int:
         """Read and answer messages until Ctrl-D or /exit; return the exit code, which is 0."""
@@ -91,13 +104,15 @@ class Chat:
     def _answer(self, text: str, attached: abc.Sequence[Attachment], params: SamplingParams) -> None:
         """Generate and show the answer to a message, and remember both; say so if the answer is not complete."""
         seq = self.conversation.ask(text, params, fit=True, attached=attached)
-        answer = Answer(self._screen, self.conversation)
+        answer = Answer(self._screen, self.conversation, is_formatted=self._is_formatted, folds=self._folds)
         pending: list[str] = []
         stream(self.conversation.llm, seq, answer.add if self._is_streaming else pending.append)
         answer.add("".join(pending))
         answer.finish()
         self.conversation.record(seq)
-        self._last = seq
+        self._last, self._last_params, self._thoughts = seq, params, answer.reasoning
+        if self._screen.is_terminal:
+            self._screen.note(describe(seq))
         if seq.finish_reason is FinishReason.ABORT:
             self._screen.note("[stopped]")
         elif seq.finish_reason is FinishReason.LENGTH:
@@ -143,15 +158,67 @@ class Chat:
 
     def _set(self, argument: str) -> None:
         name, _, value = argument.partition(" ")
-        if name.replace("-", "_") == "when_full":
+        if name in ("thoughts", "format"):
+            self._set_display(name, value.strip())
+        elif name.replace("-", "_") == "when_full":
             self._when_full = _when_full(value.strip())
             self._screen.note(f"(when_full: {self._when_full})")
         elif argument:
             self.params = set_command.change(self.params, argument)
             self._screen.note("(set)")
         else:
-            for line in [*set_command.describe(self.params), f"{'when_full':18} {self._when_full}"]:
-                self._screen.note(line)
+            self._show("settings")
+
+    def _set_display(self, name: str, value: str) -> None:
+        expected = ("folded", "shown") if name == "thoughts" else ("on", "off")
+        if value not in expected:
+            raise ValueError(f"/set {name} {value}: expected {' or '.join(expected)}")
+        if name == "thoughts":
+            self._folds = value == "folded"
+        else:
+            self._is_formatted = value == "on"
+        self._screen.note(f"({name}: {value})")
+
+    def _show(self, argument: str) -> None:
+        conversation = self.conversation
+        display = {"when_full": self._when_full, "thoughts": "folded" if self._folds else "shown"}
+        display["format"] = "on" if self._is_formatted else "off"
+        texts: dict[str, Callable[[], list[str]]] = {
+            "settings": lambda: set_command.describe(self.params) + [f"{n:18} {v}" for n, v in display.items()],
+            "system": lambda: [conversation.system or "no system message"],
+            "template": lambda: [conversation.tokenizer.template.sources.get("default") or "no chat template"],
+            "messages": lambda: [f"{m['role']}: {content_text(m['content'])}" for m in conversation.messages],
+            "thoughts": lambda: [self._thoughts or "the last answer has none"],
+        }
+        if argument not in texts:
+            raise ValueError(f"/show {argument}: expected {', '.join(texts)}")
+        for line in texts[argument]() or ["nothing yet"]:
+            self._screen.note(line)
+
+    def _compare(self, argument: str) -> None:
+        """Answer the last message with another setting. The conversation keeps the answer that it has."""
+        name, _, value = argument.partition(" ")
+        if not value:
+            raise ValueError("/compare: expected NAME VALUE, as of /set, or adapter NAME")
+        if name == "adapter":
+            params = replace(self._last_params, lora=None if value == "none" else value.strip())
+        else:
+            params = set_command.change(self._last_params, argument)
+        conversation, first = self.conversation, self._last
+        if first is None:
+            raise ValueError("/compare: there is no answer yet")
+        messages = list(conversation.messages)
+        text, attached = conversation.remove_last_turn()
+        try:
+            seq = conversation.ask(text, replace(params, logprobs=_TOP), fit=True, attached=attached)
+        except ValueError:
+            conversation.put_back(messages, attached)
+            raise
+        conversation.messages = messages
+        answer = Answer(self._screen, conversation, is_formatted=self._is_formatted, folds=self._folds)
+        stream(conversation.llm, seq, answer.add)
+        answer.finish()
+        self._screen.note(describe_parting(conversation.tokenizer, first, seq))
 
     def _load(self, argument: str) -> None:
         if not argument:
@@ -193,7 +260,7 @@ class Chat:
         self._screen.note("(system message set, conversation forgotten)" if argument else "(no system message)")
 
     def _think(self, argument: str) -> None:
-        choices = {"on": True, "off": False, "auto": None}
+        choices = dict(zip(_THINKING, (True, False, None), strict=True))
         if argument not in choices:
             raise ValueError(f"/think {argument}: expected on, off or auto")
         self.conversation.enable_thinking = choices[argument]
@@ -206,6 +273,8 @@ class Chat:
             raise ValueError(f"/{kind} needs a chat template: start with --chat")
         attachment = self._attachments.read(kind, file)
         self._attached.append(attachment)
+        if kind == "image" and self._screen.draws and (shown := picture(Path(file).expanduser())) is not None:
+            self._screen.control(shown, is_line_open=False)
         self._screen.note(f"({attachment.name}, {attachment.num_tokens} tokens, goes with the next message)")
 
     def _save(self, argument: str) -> None:

@@ -137,11 +137,13 @@ def _write(out: TextIO, fields: dict[str, Any], answer: "Sequence | str") -> Non
 
 
 def document(seq: Sequence) -> dict[str, Any]:
-    """Return an answer and its statistics as a JSON object."""
+    """Return an answer and its statistics as a JSON object, from which `whorl verify` computes it again."""
     timings = seq.timings
     return {
         "text": seq.text.value,
+        "prompt_token_ids": seq.token_ids[: seq.prompt_len],
         "token_ids": seq.output_ids,
+        "logprobs": [each.logprob for each in seq.logprobs],
         "finish_reason": str(seq.finish_reason),
         "prompt_tokens": seq.prompt_len,
         "completion_tokens": seq.num_outputs,

@@ -47,7 +47,8 @@ def grammar_masks(schema: dict[str, Any], llm: "LLM") -> "Callable[[str], Allow]
 
     def allow(prompt: str) -> "Allow":
         is_thinking = may_think and prompt.rstrip().endswith(THINK)
-        return compiled(grammar, "the JSON schema", native, tokenizer, size, is_thinking=is_thinking)
+        options = {"is_thinking": is_thinking, "may_think": not prompt.rstrip().endswith(END_THINK)}
+        return compiled(grammar, "the JSON schema", native, tokenizer, size, **options)
 
     allow("")  # reports an invalid schema before the first prompt
     return allow

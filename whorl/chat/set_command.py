@@ -31,6 +31,9 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
 _KINDS["stop"] = (lambda text: (text,) if text != "none" else (), "a text that ends an answer, or none")
 
 
+NAMES = (*_KINDS, "when_full", "thoughts", "format")
+
+
 def change(params: SamplingParams, argument: str) -> SamplingParams:
     """Return the parameters with one of them changed; ValueError for an unknown name or an invalid value.
 
@@ -39,7 +42,7 @@ def change(params: SamplingParams, argument: str) -> SamplingParams:
     name, _, value = argument.partition(" ")
     name = name.lstrip("-").replace("-", "_")
     if name not in _KINDS:
-        raise ValueError(f"/set {name}: is not known. Has: {', '.join(_KINDS)}, when_full")
+        raise ValueError(f"/set {name}: is not known. Has: {', '.join(NAMES)}")
     kind, expected = _KINDS[name]
     try:
         parsed = kind(value.strip())

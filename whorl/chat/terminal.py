@@ -1,6 +1,8 @@
 """Shows answers in a terminal: streamed text, reasoning in another style, Ctrl-C, and the statistics of an answer."""
 
+import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -11,15 +13,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 from whorl.engine.reply_parser import END_THINK, THINK, Parts, ReplyParser
 from whorl.engine.sequence import Sequence
 
+from .blocks import HARMLESS, BlockWriter
 from .conversation import Conversation
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from whorl.engine.llm import LLM
-
-# A model may write control characters that change the terminal; only line breaks and tabs are passed through.
-_HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+    from whorl.engine.tokenizer import Tokenizer
 
 
 class Screen:
@@ -35,8 +36,19 @@ class Screen:
         if not text:
             return
         self.is_line_open = not text.endswith("\n")
-        shown = text.translate(_HARMLESS) if self.is_terminal else text
+        shown = text.translate(HARMLESS) if self.is_terminal else text
         self.out.write(f"\x1b[2m{shown}\x1b[0m" if dim and self._use_color else shown)
+        self.out.flush()
+
+    @property
+    def draws(self) -> bool:
+        """Whether it can take back lines, and color them."""
+        return self._use_color and os.environ.get("TERM") != "dumb"
+
+    def control(self, text: str, *, is_line_open: bool = True) -> None:
+        """Write a text of this program that moves the cursor or colors; a model's text never comes here as it is."""
+        self.is_line_open = is_line_open
+        self.out.write(text)
         self.out.flush()
 
     def note(self, text: str) -> None:
@@ -50,29 +62,73 @@ class Screen:
 
 
 class Answer:
-    """Shows a streamed answer on the screen, with reasoning separated from content."""
+    """Shows a streamed answer on the screen, with reasoning separated from content.
 
-    def __init__(self, screen: Screen, conversation: Conversation) -> None:
+    is_formatted: draw Markdown. folds: show the reasoning as one line, which goes; `reasoning` keeps it.
+    """
+
+    def __init__(
+        self, screen: Screen, conversation: Conversation, *, is_formatted: bool = False, folds: bool = False
+    ) -> None:
         may_think = conversation.tokenizer.token_id(END_THINK) is not None
         is_thinking = may_think and conversation.prompt.rstrip().endswith(THINK)  # some templates write the opening tag
         self._parser = ReplyParser(may_think=may_think, is_thinking=is_thinking)
         self._screen, self._is_after_reasoning = screen, False
+        self._blocks = BlockWriter(screen) if is_formatted and screen.draws else None
+        self._folds, self.reasoning = folds and screen.draws, ""
 
     def add(self, text: str) -> None:
         self._show(self._parser.add(text))
 
     def finish(self) -> None:
         self._show(self._parser.add("", is_last=True))
+        if self._folds and self._is_after_reasoning:
+            self._unfold()
+        if self._blocks is not None:
+            self._blocks.finish()
         self._screen.end_line()
 
     def _show(self, parts: Parts) -> None:
-        self._screen.write(parts.reasoning, dim=True)
+        self.reasoning += parts.reasoning
         self._is_after_reasoning |= bool(parts.reasoning)
+        if parts.reasoning and self._folds:
+            self._fold()
+        else:
+            self._screen.write(parts.reasoning, dim=True)
         if parts.content and self._is_after_reasoning:
             self._is_after_reasoning = False
+            self._unfold()
+        if self._blocks is None:
+            self._screen.write(parts.content)
+        else:
+            self._blocks.add(parts.content)
+
+    def _fold(self) -> None:
+        """Show the end of the reasoning in one line."""
+        room = max(10, shutil.get_terminal_size().columns - 12)
+        words = " ".join(self.reasoning.translate(HARMLESS).split())
+        self._screen.control(f"\r\x1b[K\x1b[2mthinking: {fitting(words, room)}\x1b[0m")
+
+    def _unfold(self) -> None:
+        """End the reasoning."""
+        if self._folds:
+            count = len(self.reasoning.split())
+            self._screen.control(
+                f"\r\x1b[K\x1b[2m[thought: {count} words; /show thoughts]\x1b[0m\n", is_line_open=False
+            )
+        else:
             self._screen.end_line()
             self._screen.write("\n")
-        self._screen.write(parts.content)
+
+
+def fitting(text: str, columns: int) -> str:
+    """Return the end of a text that fits into so many columns."""
+    from rich.cells import cell_len
+
+    text = text[-columns:]
+    while cell_len(text) > columns:
+        text = text[1:]
+    return text
 
 
 @contextmanager
@@ -184,3 +240,22 @@ def describe_limit(llm: "LLM", seq: Sequence) -> str | None:
         return None
     read = roofline.step_bytes(model, **cache) / 1e6
     return f"{share:.0%} of the roofline: {read:.3g} MB a token at a copy's speed would be {speed / share:.1f} tok/s"
+
+
+def describe_parting(tokenizer: "Tokenizer", first: Sequence, second: Sequence) -> str:
+    """Say where a second answer parts from the first. It has log-probabilities with alternatives."""
+    both = min(first.num_outputs, second.num_outputs)
+    pairs = enumerate(zip(first.output_ids, second.output_ids, strict=False))
+    at = next((i for i, (one, other) in pairs if one != other), both)
+    if at == both:
+        return f"the same {both} tokens" + ("" if first.num_outputs == second.num_outputs else ", as far as both go")
+    ids = first.output_ids[at], second.output_ids[at]
+    odds: dict[int, float] = {}
+    for entry in second.logprobs[at : at + 1]:
+        odds = dict(entry.top) | {entry.token_id: entry.logprob}
+    shown = [f"{tokenizer.decode([i])!r} {_odds(odds.get(i))}" for i in ids]
+    return f"they part at token {at + 1}: {shown[0]} before, {shown[1]} now"
+
+
+def _odds(logprob: float | None) -> str:
+    return "(not among the likeliest)" if logprob is None else f"({math.exp(logprob):.2%})"

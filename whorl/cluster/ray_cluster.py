@@ -46,7 +46,7 @@ def _ray_serve() -> Any:
 
 def actor_options(engine: EngineSettings, options: ClusterOptions, resources: Mapping[str, float]) -> dict[str, Any]:
     """Return the resources that a replica needs on its node, as Ray counts them. resources: of the whole cluster."""
-    ranks = engine.tp or 1
+    ranks = engine.num_ranks or 1
     known = [name for name in _RESOURCES.values() if resources.get(name)]
     name = next(iter(known), None) if engine.device is None else _RESOURCES.get(engine.device)
     if name is None:

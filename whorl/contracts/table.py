@@ -180,6 +180,7 @@ _TABLE = (
         "key_shared_prefix_dtype=None, int? value_shared_prefix_dtype=None, int? dequant_scale_query_dtype=None, int? "
         "dequant_scale_key_dtype=None, int? dequant_scale_value_dtype=None, int? dequant_scale_key_rope_dtype=None, "
         "int? out_dtype=None) -> (Tensor, Tensor)",
+        added={"2.10": "quant_scale_p out_dtype"},
         note="npu_fused_infer_attention_score with other names and learnable_sink, one number for each query head that "
         "joins the softmax as a scaled score without a value.",
     ),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from whorl.doctor import arithmetic
 from whorl.doctor.arithmetic import Fact
@@ -58,6 +58,12 @@ class Pair:
     def sides(self, aspect: str) -> str:
         trainer, rollout = self.facts[aspect]
         return f"{trainer.value} in the trainer, {rollout.value} in the rollout"
+
+    def difference(self, aspect: str, label: str = "", **text: Any) -> Iterator[Finding]:
+        """Yield the finding of an aspect that differs; text: of the `Finding`, mild if it names no severity."""
+        if self.differs(aspect):
+            sides = f"{label or aspect}: {self.sides(aspect)}"
+            yield Finding(**{"where": self.where(aspect), "found": sides, "severity": self.mild} | text)
 
     def where(self, aspect: str) -> str:
         """Return what gives both sides their values: settings, or defaults."""

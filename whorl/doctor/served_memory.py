@@ -7,9 +7,9 @@ from typing import Any, Final
 from whorl.doctor.jobs import parts
 from whorl.doctor.launch import Launch
 from whorl.plan.model_shape import ModelShape, from_hugging_face
+from whorl.plan.serving import cache_bytes, weight_bytes
 
 GIB: Final = 2**30
-ENDS: Final = 2  # bytes of an element of the embedding and the head, which quantised checkpoints leave in 16 bits
 FLOATS: Final = {"float32": 4, "float": 4, "float64": 8}
 ONE_BYTE: Final = ("fp8", "fp8_e4m3", "fp8_e5m2", "int8")  # of --kv-cache-dtype and --quantization
 # Types of language models whose matrices are those of a type that whorl.plan knows.
@@ -107,24 +107,3 @@ def _stored_bytes(model: Mapping[str, Any]) -> float | None:
     group = scheme.get("group_size") or scheme.get("q_group_size")
     scales = 16 / group if isinstance(group, int) and group > 0 else 0.0
     return (bits + scales) / 8 if isinstance(bits, int) else None
-
-
-def weight_bytes(model: ModelShape, tp: int, element_bytes: float = 2) -> float:
-    """Return the bytes of the weights on a rank of tensor parallelism; element_bytes: of a weight of a layer."""
-    ends = model.embedding * (1 if model.tied else 2) / tp + model.hidden
-    layers = 0.0
-    for index, count in model.kinds(range(model.layers)).items():
-        weights = model.layer(index)
-        layers += count * ((weights.split + weights.experts) / tp + weights.replicated)
-    return layers * element_bytes + ends * max(ENDS, element_bytes)
-
-
-def cache_bytes(model: ModelShape, tp: int, element_bytes: float = 2) -> float:
-    """Return the bytes that a token takes in the KV cache of a rank, over all layers.
-
-    Every rank stores whole latents (multi-head latent attention) and whole keys of an indexer; key and value heads are
-    split over the ranks, and each rank stores at least one of them.
-    """
-    if model.latent:
-        return model.layers * (model.kv_rank + model.rope + model.index_dim) * element_bytes
-    return 2 * model.layers * max(model.kv_heads / tp, 1) * model.head_dim * element_bytes

@@ -9,6 +9,7 @@ import numpy as np
 
 from .batch_images import axes_of, inserts_of, rotary_positions
 from .call import Call, PlacedChunk, Sample, Score
+from .host_blocks import Carry, FileMove
 from .sampling_params import FILTERS
 from .scheduler import Chunk
 from .states import Move
@@ -24,7 +25,7 @@ class Batch:
 
     def __init__(self, chunks: Sequence[Chunk], *, is_eager: bool = False) -> None:
         self.chunks, self.is_eager = list(chunks), is_eager
-        self.moves: list[Move] = []
+        self.moves: list[Move | Carry | FileMove] = []
 
     @property
     def num_prompts(self) -> int:

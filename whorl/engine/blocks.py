@@ -9,8 +9,10 @@ because the placeholders of two images are the same tokens.
 import bisect
 import itertools
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from .offload import Offload
 from .sequence import Sequence
 from .states import StatePool
 
@@ -39,7 +41,10 @@ class BlockPool:
     """Reference-counted blocks. A free block keeps its prefix until it is reused; least recently used ones go first.
 
     states: the states of sequences and their snapshots, which a prefix needs as well; None: the model has none.
+    beyond: the blocks and snapshots in host memory and in files; None: there are none.
     """
+
+    beyond: Offload | None = None
 
     def __init__(
         self, num_blocks: int, block_size: int, *, use_prefix_cache: bool = True, states: StatePool | None = None
@@ -75,16 +80,21 @@ class BlockPool:
         computed, then new ones. Return False and take none if too few are free. reserve: blocks that must stay free."""
         assert not seq.block_table, f"{seq!r} already holds blocks"
         shared = self._match(seq)
+        far = self._match_beyond(seq, shared) if self.beyond is not None else []
         num_free = self.num_free - sum(self._num_holders[block] == 0 for block, _ in shared)
         num_new = self.blocks_for(len(seq.token_ids)) - len(shared)
         if num_new + reserve > num_free:
             return False
+        if self.beyond is not None:
+            self.beyond.hold(far)
         for block, name in shared:
             self._hold(block)
             seq.block_table.append(block)
             seq.chain.append(name)
         seq.block_table += self._take(num_new)
-        seq.num_computed = len(shared) * self.block_size
+        seq.num_computed = (len(shared) + len(far)) * self.block_size
+        if self.beyond is not None:
+            self._fetch(self.beyond, seq, far)
         if self.states is not None:
             seq.num_computed = self.states.cut(seq)
         self.num_queried += len(seq.token_ids)
@@ -112,7 +122,11 @@ class BlockPool:
         order, so a later step that reads a block finds it written."""
         if not self.use_prefix_cache:
             return
-        for i in range(len(seq.chain), min(seq.num_computed, len(seq.token_ids)) // self.block_size):
+        self._name(seq, min(seq.num_computed, len(seq.token_ids)) // self.block_size)
+
+    def _name(self, seq: Sequence, count: int) -> None:
+        """Name the prefixes of the first `count` blocks of `seq`."""
+        for i in range(len(seq.chain), count):
             key, block = self._key(seq, i), seq.block_table[i]
             # Equal keys mean equal bits: a second copy stays private, and blocks after it continue the first chain.
             if key not in self._prefixes:
@@ -125,6 +139,8 @@ class BlockPool:
         state is saved, if it has one."""
         if self.states is not None:
             self.states.save(seq)
+        if self.beyond is not None and seq.chain:
+            self._spill(self.beyond, seq)
         self._drop(seq.block_table[::-1])
         seq.block_table, seq.chain, seq.num_computed = [], [], 0
 
@@ -132,12 +148,20 @@ class BlockPool:
         """Clear the prefix cache, because the weights have changed. No sequence may hold a block."""
         assert self.num_used == 0, f"{self.num_used} blocks are held"
         self.num_changes += 1
+        if self.beyond is not None:
+            self.beyond.forget()
         self._prefixes.clear()
         self._keys.clear()
         if self.states is not None:
             self.states.forget()
         self._empty = [*reversed(self._kept), *self._empty]  # they are taken in the same order as before
         self._kept.clear()
+
+    def take_moves(self) -> list[Any]:
+        """Return what the device copies before the next call, in order."""
+        if self.beyond is not None:
+            return self.beyond.take()
+        return [] if self.states is None else self.states.take()
 
     def census(self, num_runs: int) -> list[tuple[int, int, int]]:
         """Divide the blocks into up to `num_runs` equal runs; return for each how many are held, how many of these by
@@ -157,11 +181,8 @@ class BlockPool:
         its logits are needed, and so are prompt tokens whose log-probabilities are still to be computed."""
         if not self.use_prefix_cache:
             return []
-        limit = len(seq.token_ids) - 1
-        if seq.num_unscored:
-            limit = min(limit, len(seq.prompt_logprobs))
         hits: list[tuple[int, int]] = []
-        for i in range(limit // self.block_size):
+        for i in range(self._limit(seq)):
             hit = self._prefixes.get(self._key(seq, i, parent=hits[-1][1] if hits else None))
             if hit is None:
                 break
@@ -180,6 +201,73 @@ class BlockPool:
             prefix = Origin(self.num_changes, seq.adapter, seq.params.cache_salt)
         first, end = index * self.block_size, (index + 1) * self.block_size
         return prefix, tuple(seq.token_ids[first:end]), _parts(seq, first, end)
+
+    def _limit(self, seq: Sequence) -> int:
+        """Return how many blocks of a sequence may come from a cache."""
+        limit = len(seq.token_ids) - 1
+        if seq.num_unscored:
+            limit = min(limit, len(seq.prompt_logprobs))
+        return limit // self.block_size
+
+    # ---- beyond the device
+
+    def digests(self, beyond: Offload, seq: Sequence, count: int) -> list[str]:
+        """Return the names, in all processes, of the prefixes of the first `count` blocks: digests of their keys."""
+        if seq.digests[0] != beyond.identity:
+            seq.digests = beyond.identity, []
+        names = seq.digests[1]
+        for i in range(len(names), count):
+            origin, tokens, parts = self._key(seq, i, parent=0)
+            root = origin[1:] if isinstance(origin, Origin) else None  # the identity knows the weights themselves
+            names.append(beyond.name(names[-1] if names else None, root, tokens, parts))
+        return names[:count]
+
+    def read_ahead(self, seq: Sequence) -> None:
+        """Begin to read what files have of a waiting sequence's prefix."""
+        if self.beyond is None or not self.beyond.sizes.disk:
+            return
+        hits = self._match(seq)
+        names = self.digests(self.beyond, seq, self._limit(seq))
+        seq.reads = self.beyond.read_ahead(names, len(hits), has_state=self._has_state(hits))
+
+    def _has_state(self, hits: list[tuple[int, int]]) -> Callable[[int], bool]:
+        """Return a function that returns whether the device has the state after so many blocks of the prefix."""
+        states = self.states
+        return lambda n: states is None or (n <= len(hits) and states.find(hits[n - 1][1]) is not None)
+
+    def _match_beyond(self, seq: Sequence, hits: list[tuple[int, int]]) -> list[str]:
+        """Return the names of the blocks in host memory that go on with the prefix in these blocks."""
+        assert self.beyond is not None
+        if not self.use_prefix_cache:
+            return []
+        names = self.digests(self.beyond, seq, self._limit(seq))
+        return names[len(hits) : self.beyond.reach(names, len(hits), has_state=self._has_state(hits))]
+
+    def _fetch(self, beyond: Offload, seq: Sequence, far: list[str]) -> None:
+        """Fetch blocks into those that the sequence got for them, and the deepest state that the device lacks."""
+        first = len(seq.chain)
+        self._name(seq, first + len(far))
+        beyond.fetch(zip(seq.block_table[first:], far, strict=False))
+        states = self.states
+        if states is None or not states.num_snapshots:
+            return
+        names = self.digests(beyond, seq, len(seq.chain))
+        for chain, name in zip(reversed(seq.chain), reversed(names), strict=True):
+            if states.find(chain) is not None:
+                return
+            if beyond.has_snapshot(name):
+                beyond.fetch_snapshot(states.adopt(chain), f"{name}s")
+                return
+
+    def _spill(self, beyond: Offload, seq: Sequence) -> None:
+        """Let the full blocks of a sequence, and its snapshots, go to the host."""
+        names = self.digests(beyond, seq, len(seq.chain))
+        beyond.spill(zip(seq.block_table, names, strict=False))
+        if self.states is None:
+            return
+        for chain, name in zip(seq.chain, names, strict=True):
+            if (snapshot := self.states.find(chain)) is not None:
+                beyond.spill_snapshot(snapshot, f"{name}s")
 
     def _hold(self, block: int) -> None:
         """Hold a block that keeps a prefix; it may be free or held by others."""
@@ -202,6 +290,8 @@ class BlockPool:
             blocks.append(block)
         for block in blocks:
             self._num_holders[block] = 1
+        if self.beyond is not None:
+            self.beyond.taken(blocks)
         return blocks
 
     def _drop(self, blocks: list[int]) -> None:

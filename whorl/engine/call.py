@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .batch_images import Insert
+from .host_blocks import Carry, FileMove
 from .sampling_params import FILTERS
 from .scheduler import Chunk
 from .sequence import Sequence as Seq
@@ -113,7 +114,7 @@ class Call:
     axes: np.ndarray | None = None
     inserts: list[Insert] = field(default_factory=list)
     placed: list[PlacedChunk] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
+    moves: list[Move | Carry | FileMove] = field(default_factory=list)
     is_eager: bool = False
     is_adapted: bool = False
 

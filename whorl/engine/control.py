@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .output import Delta
 from .sequence import FinishReason, Sequence, WeightsError
-from .sleep import TAGS, Sleeper
-from .weights.update import Places, Update, UpdateError
+from .sleep import TAGS
+from .weights.update import Places, Update
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -38,7 +38,6 @@ class Control:
         self.update: Update | None = None
         self.pause_mode: PauseMode | None = None
         self._places: Places | None = None
-        self._sleeper: Sleeper | None = None
         self.asleep: set[str] = set()  # what has given its memory back
         self._late: list[Sequence] = []  # came during a pause that waits for those before them
 
@@ -116,8 +115,8 @@ class Control:
             raise WeightsError("sleep: an update is in progress; finish it first")
         if self.asleep:
             raise WeightsError("sleep: the engine sleeps already")
-        if llm.proposer is not None or not isinstance(llm.model, torch.nn.Module):
-            raise ValueError("sleep: with a draft model, or with tensor parallelism, the engine cannot sleep")
+        if (llm.proposer is not None and llm.proposer.has_weights) or not isinstance(llm.model, torch.nn.Module):
+            raise ValueError("sleep: an engine with a draft model cannot sleep; draft from the prompt, or not at all")
         if mode == "wait" and llm.has_work:
             raise WeightsError("sleep: requests are in progress; pause with mode wait first, until they have ended")
         self._land_all()
@@ -125,9 +124,7 @@ class Control:
             self.abort_all()
         llm.forget()
         self._places = None  # views of the weights, which would keep their memory
-        self._sleeper = Sleeper(llm.model, llm.runner.caches, llm.runner.device)
-        self._sleeper.free_cache()
-        self._sleeper.free_weights(is_saved=level == 1)
+        llm.runner.sleep(is_saved=level == 1)
         self.asleep = set(TAGS)
         if level == 2:
             self.torn = "they were discarded by sleep at level 2"
@@ -137,10 +134,9 @@ class Control:
         if unknown := [tag for tag in chosen if tag not in TAGS]:
             raise ValueError(f"wake: {unknown[0]!r} is unknown, expected {' or '.join(TAGS)}")
         for tag in self.asleep.intersection(chosen):
-            assert self._sleeper is not None
-            self._sleeper.take(tag)
+            self._llm.runner.wake(tag)
             self.asleep.remove(tag)
-        self._llm.runner.drop_graphs()
+        self._llm.forget()  # requests that came meanwhile may have named their prefixes after absent weights
         self._llm.renew_addresses()
 
     # ---- weights
@@ -153,15 +149,12 @@ class Control:
             self.check()
         if "weights" in self.asleep:
             raise WeightsError("update_weights: the engine sleeps without its weights; wake them first")
-        if (self._llm.settings.tp or 1) > 1:
-            raise UpdateError(
-                f"update_weights: tp is {self._llm.settings.tp}, and weights are replaced on one rank only: start an "
-                "engine for each GPU without --tp"
-            )
+        if self._llm.settings.divides_experts:
+            raise WeightsError("update_weights: ranks divide the experts; new weights come to shards only: use tp")
         if self._places is None:
             self._places = Places(self._llm.model)
         self._land_all()
-        self.update = Update(self._places, is_partial=is_partial)
+        self.update = self._llm.runner.begin_update(self._places, is_partial=is_partial)
         return self.update
 
     def finish(self, version: str | None) -> str:
@@ -183,7 +176,7 @@ class Control:
     def fail(self, reason: str) -> None:
         """Give up the update in progress. If it has copied anything, the weights are torn and all requests end."""
         update, self.update = self.update, None
-        if update is None or not update.num_copied:
+        if update is None or not update.has_copied:
             return
         self.torn = reason
         self._llm.forget_weights()

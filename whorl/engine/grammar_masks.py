@@ -42,9 +42,11 @@ def compiled(
     vocab_size: int,
     *,
     is_thinking: bool,
+    may_think: bool = True,
 ) -> "Allow":
     """Compile a grammar. name: what errors call it. is_thinking: the prompt has opened a think tag, and the grammar
-    applies after the closing tag. Raises ValueError if the grammar cannot be compiled."""
+    applies after the closing tag. may_think: the answer itself may begin with a thought, which the prompt has neither
+    opened nor closed. Raises ValueError if the grammar cannot be compiled."""
     from llguidance import LLMatcher
 
     # The library never raises: the matcher holds the error.
@@ -53,7 +55,7 @@ def compiled(
         matcher.compute_bitmask()  # the first mask takes longest; here it does not delay the engine
     if matcher.is_error():
         raise ValueError(f"{name} cannot be followed: {_reason(matcher)}")
-    return Allow(matcher, tokenizer, vocab_size, is_thinking=is_thinking, name=name)
+    return Allow(matcher, tokenizer, vocab_size, is_thinking=is_thinking, may_think=may_think, name=name)
 
 
 def only(token_ids: Sequence[int], vocab_size: int) -> "Callable[[Sequence[int]], Tensor]":
@@ -78,11 +80,13 @@ class Allow:
         vocab_size: int,
         *,
         is_thinking: bool,
+        may_think: bool,
         name: str,
         clock: "_Clock | None" = None,
     ) -> None:
         self._tokenizer, self._vocab_size, self._is_thinking = tokenizer, vocab_size, is_thinking
-        self._open, self._close = tokenizer.token_id(THINK), tokenizer.token_id(END_THINK)
+        self._close = tokenizer.token_id(END_THINK)
+        self._open = tokenizer.token_id(THINK) if may_think and self._close is not None else None
         self._blank, self._name, self._clock = matcher, name, clock or _Clock(name)
         self._matcher: LLMatcher | None = None
         self._seen: list[int] = []  # the tokens that the matcher has consumed
@@ -90,7 +94,7 @@ class Allow:
     def fork(self) -> "Allow":
         """Return a copy for another sequence of the same request; both share the limit on CPU time."""
         same: dict[str, Any] = {"is_thinking": self._is_thinking, "name": self._name, "clock": self._clock}
-        return Allow(self._blank, self._tokenizer, self._vocab_size, **same)
+        return Allow(self._blank, self._tokenizer, self._vocab_size, may_think=self._open is not None, **same)
 
     def __call__(self, output_ids: Sequence[int]) -> "Tensor | None":
         """Return the mask [V] of allowed tokens: while the model thinks, all but those that end the output, which would
@@ -103,13 +107,13 @@ class Allow:
         started = time.thread_time()
         mask = self._mask(ids[start:])
         self._clock.spend(time.thread_time() - started, len(ids))
-        if not ids and not self._is_thinking and self._open is not None and self._close is not None:
+        if not ids and not self._is_thinking and self._open is not None:
             mask[self._open] = True  # the model may begin by thinking
         return mask
 
     def _start(self, ids: list[int]) -> int | None:
         """Return the index where the grammar begins; None while the model thinks."""
-        is_thinking = self._is_thinking or (bool(ids) and ids[0] == self._open and self._close is not None)
+        is_thinking = self._is_thinking or (bool(ids) and ids[0] == self._open)
         if not is_thinking:
             return 0
         return ids.index(self._close) + 1 if self._close in ids else None

@@ -172,6 +172,7 @@ class RankGroup(Rank):
         self._failure: str | None = None
         self._beats: dict[int, tuple[bytes, float]] = {}  # each rank's last sign of life, and when it was new
         self._is_closed = self._is_busy = False
+        self._turn = threading.RLock()  # weights come on a thread of their own
         self._watcher = threading.Thread(target=self._watch, name="whorl-ranks", daemon=True)
         self._watcher.start()
 
@@ -185,12 +186,13 @@ class RankGroup(Rank):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Enclose what all ranks do together. An error inside ends all ranks, because they no longer agree on the next
-        step. Therefore Ctrl-C waits for the end of the block; a second Ctrl-C does not wait."""
+        """Enclose what all ranks do together, on one thread at a time. An error inside ends all ranks, because they no
+        longer agree on the next step. So Ctrl-C waits for the end of the block; a second Ctrl-C does not wait."""
         self._raise_failure()
         if self._is_closed:
             raise RankError("tensor parallel: the ranks have been closed; create a new LLM")
-        with _interrupts_wait() as interrupted:  # around the try: Ctrl-C just before or after the block breaks nothing
+        # Around the try: Ctrl-C just before or after the block breaks nothing.
+        with self._turn, _interrupts_wait() as interrupted:
             self._is_busy = True
             try:
                 yield

@@ -4,15 +4,17 @@ import logging
 import math
 import random
 import time
+import weakref
 from collections import abc, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from whorl.device import HOST, default_device, require
+from whorl.device import HOST, arithmetic_of, default_device, require
 from whorl.media import MediaItem
 from whorl.nn import Model, Update
 
@@ -20,7 +22,7 @@ from . import sequence_parallel
 from .batch import Batch
 from .blocks import BlockPool
 from .control import Control, PauseMode
-from .encoder import NO_WORK, Encoder
+from .encoder import NO_WORK, Encoder, Work
 from .load import load
 from .lora import Adapter, AdapterFile, Adapters
 from .memory import block_size as cache_block_size
@@ -38,6 +40,8 @@ from .memory import (
     token_bytes,
     without_states,
 )
+from .offload import Offload, Sizes
+from .offload_identity import identity
 from .output import Delta, Output, Prompt, generate_all
 from .placing import Placement, place
 from .runner import Result, Runner
@@ -106,10 +110,14 @@ class LLM:
         checkpoint_path = path if model is None else None
         if model is None:
             model, tokenizer, self._lead = load(path, tokenizer, device, settings, speculate)
-        elif settings.tp not in (None, 1):
+        elif settings.num_ranks not in (None, 1):
             raise ValueError(
-                f"LLM: tp is {settings.tp}, expected 1 for a model that is passed as an object; pass its path, so that "
-                "every rank can load it"
+                f"LLM: tp or ep is {settings.num_ranks}, expected 1 for a model that is passed as an object; pass its "
+                "path, so that every rank can load it"
+            )
+        elif settings.tp_segments is not None:
+            raise ValueError(
+                "LLM: tp_segments needs the path of a model; build one that is passed with Ranks(segments=)"
             )
         self.model, self.tokenizer, self.proposer = model, tokenizer, speculate
         self.adapters = Adapters(model, settings.most_loras)
@@ -124,6 +132,10 @@ class LLM:
         with named_errors("allocating the cache"):
             self._make_cache(settings, device)
             self._make_runner(settings, device)
+        self._end_files: Callable[[], None] | None = None
+        if settings.offload_bytes:
+            with named_errors("taking host memory for the cache"):
+                self._make_offload(settings, device)
         self._weights = WeightVersions(model)
         self.control = Control(self)
         self._budget = StepBudget(settings.step_tokens, device=device, fixed=settings.max_prompt_tokens)
@@ -190,8 +202,10 @@ class LLM:
             "device": device,
             "vocab_size": self.vocab_size,
             "num_snapshots": 0 if self.pool.states is None else self.pool.states.num_snapshots,
+            "may_draft": self.proposer is not None,
         }
-        sp = sequence_parallel.for_ranks(settings, num_ranks, device=device, model=self.model)
+        num_shards = settings.num_shards(num_ranks)
+        sp = sequence_parallel.for_ranks(settings, num_shards, device=device, model=self.model)
         low_ranks = self.adapters.low_ranks
         make = Runner if self._lead is None else self._lead.runner
         self.runner = make(self.model, settings, **options, sp=sp, low_ranks=low_ranks)
@@ -204,6 +218,42 @@ class LLM:
             runner_class = Runner if self._lead is None else self._lead.draft_runner
             runner = runner_class(draft_head, settings, **options, share_tables_with=self.runner)
             self.proposer.attach(self.pool, runner, max_rows=settings.step_tokens)
+
+    def _make_offload(self, settings: EngineSettings, device: str) -> None:
+        """Let blocks go to host memory and to files."""
+        folder = settings.kv_offload_dir
+        if folder is not None and arithmetic_of(device) is None:
+            log.warning("kv_offload_dir: this %s cannot be identified, so blocks of other runs cannot be used", device)
+            folder = None
+        draft = None if self._draft_head is None else self.proposer.drafter.runner  # type: ignore[union-attr]
+        num_slots = self.runner.open_offload(settings.offload_bytes, folder, draft)
+        beyond = self.runner.beyond
+        assert beyond is not None
+        if not num_slots:
+            return
+        num_ranks = 1 if self._lead is None else self._lead.group.size
+        disk = 0 if folder is None else settings.kv_offload_disk
+        bytes_of = {"slot": beyond.slot_bytes, "snapshot": beyond.snapshot_bytes, "disk": disk}
+        self.pool.beyond = Offload(
+            self.runner,
+            [] if self.pool.states is None else self.pool.states.moves,
+            Sizes(slots=num_slots, ranks=num_ranks, **bytes_of),
+            identify=partial(identity, self, folder is None),
+            folder=folder,
+            checks_memory=device == HOST,
+        )
+        log.info("%s", self.pool.beyond)
+        self._end_files = weakref.finalize(self, beyond.close)
+
+    def _carry_rest(self) -> None:
+        """Carry what is due at once, because no step follows."""
+        if self.pool.beyond is not None and not self.has_work and not self._flights:
+            self.pool.beyond.begin(is_decoding=False)
+            self._carry()
+
+    def _carry(self) -> None:
+        if moves := self.pool.take_moves():
+            self.runner.move(moves)
 
     @property
     def _draft_head(self) -> Model | None:
@@ -229,7 +279,9 @@ class LLM:
                 f"nothing was scheduled although there is work: {self.stats()}"
             )
             return []
-        return self.land()
+        deltas = self.land()
+        self._carry_rest()
+        return deltas
 
     def land(self) -> list[Delta]:
         """Read the tokens of the oldest step that was launched, and return them."""
@@ -304,7 +356,15 @@ class LLM:
         """Stop a sequence and free its blocks; a finished sequence is left as it is."""
         if not seq.is_finished:
             seq.finish(FinishReason.ABORT)
+            self._note_routes(seq)
             self.control.remove(seq)
+            self._carry_rest()
+
+    def _note_routes(self, seq: Sequence) -> None:
+        """Store the experts of a sequence that ends, while it has its blocks. The last token was sent to none."""
+        if self.runner.routes is not None and seq.block_table:
+            count = min(seq.num_computed, len(seq.token_ids) - 1)
+            seq.routed_experts = self.runner.routes.read(seq.block_table, self.pool.block_size, count)
 
     def forget(self) -> None:
         """Clear the prefix cache and recompute running sequences, because the weights have changed.
@@ -395,7 +455,10 @@ class LLM:
         self.adapters.unload(name)
 
     def close(self) -> None:
-        """End the other ranks, if there are any. The end of the program does this as well."""
+        """End the other ranks, if there are any, and write what files still lack. The end of the program does this as
+        well."""
+        if self._end_files is not None:
+            self._end_files()
         if self._lead is not None:
             self._lead.close()
 
@@ -457,6 +520,7 @@ class LLM:
         return {
             **encoder_stats,
             **self._state_stats(),
+            **({} if self.pool.beyond is None else self.pool.beyond.stats()),
             "num_steps": self.num_steps,
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting),
@@ -484,9 +548,12 @@ class LLM:
 
     def _launch(self) -> None:
         """Schedule a step and start it on the device; sequences are updated as if it had already run."""
-        lookahead = self.proposer.k if self.proposer else 0
-        chunks = self.scheduler.schedule(lookahead=lookahead, max_prompt_tokens=self._budget.tokens)
-        work = NO_WORK if self.encoder is None else self.encoder.take()
+        chunks, work = self._schedule()
+        if self.pool.beyond is not None and not chunks and not work.jobs:
+            self._carry()
+            if self.pool.beyond.is_reading and not self._flights:  # there is nothing else to do
+                self.pool.beyond.settle_reads(wait=True)
+                chunks, work = self._schedule()
         if not chunks and not work.jobs:
             return
         started = time.perf_counter()
@@ -512,12 +579,20 @@ class LLM:
             self.pool.states.advance(chunks)
         self.num_steps += 1
 
+    def _schedule(self) -> tuple[list[Chunk], Work]:
+        """Return the chunks of the next step and the vision tower's work."""
+        if self.pool.beyond is not None:
+            self.pool.beyond.settle_reads()
+        lookahead = self.proposer.k if self.proposer else 0
+        chunks = self.scheduler.schedule(lookahead=lookahead, max_prompt_tokens=self._budget.tokens)
+        return chunks, NO_WORK if self.encoder is None else self.encoder.take()
+
     def _run(self, batch: Batch) -> tuple[list[Result], Callable[[], dict[Chunk, list[Token]]]]:
         """Start a batch on the device; return its results and the function that waits for its tokens."""
         states = self.pool.states
         try:
-            if states is not None and batch.chunks:
-                batch.moves = states.take()
+            if batch.chunks:
+                batch.moves = self.pool.take_moves()
             results = self.runner.run(batch)
             return results, self.sampler.start(results)
         except BaseException:
@@ -527,7 +602,7 @@ class LLM:
 
     def _propose(self, proposer: Proposer, batch: Batch) -> None:
         """Add drafts to the chunks that have room for one. A draft uses free blocks only; it preempts no sequence."""
-        chunks = [chunk for chunk in batch.chunks if chunk.room > 0]
+        chunks = [chunk for chunk in batch.chunks if chunk.room > 0 and chunk.sequence.params.drafts]
         k = self._draft_len(proposer, len(chunks))
         if k == 0 or not chunks:
             return
@@ -581,6 +656,7 @@ class LLM:
         if self.settings.sp_quantize is None:  # with it only prompts are rounded: generated blocks are not shared
             self.pool.publish(seq)
         if seq.is_finished:
+            self._note_routes(seq)
             self.scheduler.finish(seq)
         new = seq.token_ids[first:]
         num_drafted = num_agreed(new, chunk.draft)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from whorl.nn import Model
+from whorl.nn import Model, Ranks
 from whorl.streams import leave_default_stream
 
 from .launch import RankPlace
@@ -23,7 +23,7 @@ def use_one_stream(settings: EngineSettings) -> None:
 
     Several ranks stay on it: their collectives have streams of their own, and each rank chooses its device later.
     """
-    if RankPlace.find(settings.tp).size == 1:
+    if RankPlace.find(settings.num_ranks).size == 1:
         leave_default_stream(settings.device)
 
 
@@ -41,13 +41,16 @@ def load(
     from .tokenizer import Tokenizer as FileTokenizer
     from .weights import load_model, resolve
 
-    place = RankPlace.find(settings.tp)
+    place = RankPlace.find(settings.num_ranks)
+    if settings.divides_experts and place.size == 1:
+        raise ValueError("ep: there is one rank; give --ep, or --tp with --expert-parallel")
     if place.size == 1:
         for_ranks(settings, 1, device=device)  # raises before anything is loaded
     folder = resolve(path)
     with named_errors(f"loading {folder}"):
         if place.size == 1:
-            model = load_model(folder, settings, device=device, reserve=settings.memory or 0)
+            ranks = Ranks(segments=settings.tp_segments or 0)
+            model = load_model(folder, settings, device=device, tp=ranks, reserve=settings.memory or 0)
             return model, tokenizer or FileTokenizer.from_path(folder), None
         tokenizer = tokenizer or FileTokenizer.from_path(folder)
         lead = load_shared(folder, place, settings, device=device, proposer=proposer)

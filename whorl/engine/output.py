@@ -4,7 +4,7 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whorl.media import MediaItem
 
@@ -12,6 +12,8 @@ from .sampling_params import SamplingParams
 from .sequence import FinishReason, Logprob, Sequence, Timings
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from .llm import LLM
 
 Prompt = str | abc.Sequence[int]
@@ -45,6 +47,7 @@ class Output:
     num_drafted: int
     num_accepted: int
     weight_versions: tuple[tuple[str, int], ...]  # version of the weights, and the first output token it has sampled
+    routed_experts: "NDArray[Any] | None" = None  # [T - 1, L, K], with the setting of that name
 
     @classmethod
     def of(cls, seq: Sequence) -> "Output":
@@ -64,6 +67,7 @@ class Output:
             num_drafted=seq.num_drafted,
             num_accepted=seq.num_accepted,
             weight_versions=tuple(seq.weight_versions),
+            routed_experts=seq.routed_experts,
         )
 
 

@@ -12,6 +12,7 @@ from torch import distributed
 
 from .batch_images import Insert
 from .call import Call, field_offsets, field_views
+from .host_blocks import Carry, FileMove
 from .launch import Rank
 from .states import Move
 
@@ -36,6 +37,20 @@ def receive(rank: Rank) -> tuple[str, list[Any], np.ndarray]:
     return name, arguments, message[:num_bytes].numpy()
 
 
+def exchange(rank: Rank, text: str) -> list[str]:
+    """Return the texts of all ranks, in order of rank. Every rank must call this at the same time."""
+    texts = []
+    for source in range(rank.size):
+        data = torch.tensor(list(text.encode()) if source == rank.rank else [], dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        distributed.broadcast(length, source, group=rank.control)
+        if source != rank.rank:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        distributed.broadcast(data, source, group=rank.control)
+        texts.append(data.numpy().tobytes().decode())
+    return texts
+
+
 def send_call(group: Rank, name: str, call: Call) -> None:
     """Send a call."""
     packed = np.zeros(field_offsets(call.size)[1], dtype=np.uint8)
@@ -56,5 +71,11 @@ def unpacked_call(arguments: list[Any], packed: np.ndarray) -> Call:
     if len(axes := packed[field_offsets(size)[1] :]):
         call.axes = axes.view(np.int64).reshape(-1, size[0])
     call.inserts = [Insert(*row) for row in inserts]
-    call.moves = [Move(*row) for row in moves]
+    call.moves = unpacked_moves(moves)
     return call
+
+
+def unpacked_moves(rows: list[list[Any]]) -> list[Move | Carry | FileMove]:
+    """Return the moves of a message. Their kinds differ in the number of fields."""
+    kinds = {len(kind._fields): kind for kind in (Move, Carry, FileMove)}
+    return [kinds[len(row)](*row) for row in rows]

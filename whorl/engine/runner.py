@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,14 +29,19 @@ from .call import Call, PlacedChunk, Sample, Score, field_offsets
 from .encoder import Work
 from .features import Features
 from .graph_sizes import BESIDE, DECODING, PROMPTS, GraphSizes, most_prompts
+from .host_blocks import Carry, FileMove, HostBlocks, weights_digest
 from .inputs import Inputs, Padded
 from .lanes import Lanes
 from .memory import by_sequence, cache_specs
+from .routes import Routes
 from .sampling_params import FILTERS
 from .scheduler import Chunk
 from .sequence_parallel import PromptForward, SPSettings
 from .settings import EngineSettings
+from .sleep import Sleeper
 from .states import Move
+from .weights.update import Places
+from .weights.update import Update as WeightUpdate
 
 _STRIDE = 7919  # between the token ids of dummy calls, so that they are different tokens
 Outputs = tuple[Tensor, Tensor, Tensor]  # hidden states of all tokens, logits and token ids of the samples
@@ -68,7 +73,7 @@ class Runner:
     num_snapshots: room for so many snapshots of states, if the model's layers keep a state for each sequence.
     low_ranks: the slots of adapters; None: no sequence has one.
     share_tables_with: a runner of the same sizes whose block tables this runner uses, because its caches lie in the
-    same blocks.
+    same blocks. may_draft: whether calls may verify drafts.
     """
 
     def __init__(
@@ -85,9 +90,12 @@ class Runner:
         sp: dict[str, Any] | None = None,
         low_ranks: LowRanks | None = None,
         share_tables_with: "Runner | None" = None,
+        may_draft: bool = True,
     ) -> None:
         self.model, self.block_size, self.max_len, self.device = model, block_size, max_len, device
-        self.low_ranks = low_ranks
+        self.may_draft = may_draft
+        self.low_ranks, self._num_blocks = low_ranks, num_blocks
+        self.beyond: HostBlocks | None = None  # see `open_offload`
         self.vocab_size = vocab_size or model.vocab_size
         specs, max_num_seqs = cache_specs(model, settings.kv_cache_dtype), settings.max_num_seqs
         states = by_sequence(specs)
@@ -104,7 +112,7 @@ class Runner:
         self._padding |= {"table_at": spare * self.lanes.width, "top_p": 1}
         max_tokens = max(settings.step_tokens, DECODING[-1])
         self._inputs = Inputs(max_tokens, device, self._padding)
-        self._use_graphs = wants_graphs(device, settings.use_graphs)
+        self._use_graphs = wants_graphs(device, False if settings.divides_experts else settings.use_graphs)
         sizes = {"max_tokens": max_tokens, "max_prompt_tokens": settings.prompt_graphs}
         self._sizes = GraphSizes(max_len=max_len, **sizes)
         self._graphs: dict[tuple[int, int], _Graph | None] = {}  # decode calls, by tokens and keys
@@ -117,14 +125,29 @@ class Runner:
         # The fixed memory where graphs read the target model's hidden states.
         channels = getattr(model, "state_size", 0)
         self._states = torch.zeros(DECODING[-1], channels, dtype=model.dtype, device=device) if channels else None
+        self._sleeper: Sleeper | None = None
         tower = getattr(model, "tower", None)
         self.features = None if tower is None else Features(tower, device, low_ranks)
         self.prompts = None if sp is None else PromptForward(model, device, SPSettings(**sp))
+        has_routes = settings.routed_experts and share_tables_with is None  # not of what drafts
+        self.routes = Routes(model, num_blocks * block_size, device) if has_routes else None
 
-    def drop_graphs(self) -> None:
-        """Forget the recorded graphs, because memory that they use is elsewhere now; they are recorded again."""
-        self._graphs.clear()
-        self._prompt_graphs.clear()
+    def begin_update(self, places: Places, *, is_partial: bool) -> WeightUpdate:
+        """Begin an update of the model's weights."""
+        return WeightUpdate(places, is_partial=is_partial)
+
+    def sleep(self, *, is_saved: bool) -> None:
+        """Free the memory of weights and caches. is_saved: the host keeps the weights."""
+        self._sleeper = Sleeper(cast(torch.nn.Module, self.model), self.caches, self.device)
+        self._sleeper.free_cache()
+        self._sleeper.free_weights(is_saved=is_saved)
+
+    def wake(self, tag: str) -> None:
+        """Take memory again for "weights" or "kv_cache". It is elsewhere now, so graphs are recorded again."""
+        assert self._sleeper is not None, "only what sleeps is woken"
+        self._sleeper.take(tag)
+        for graphs in (self._graphs, self._prompt_graphs, self._adapted_graphs):
+            graphs.clear()
         self._prompt_outputs = None
         self._pool, self._prompt_pool = (graph_pool(self.device) if self._use_graphs else None for _ in range(2))
 
@@ -174,8 +197,7 @@ class Runner:
         """Run one call, as a graph if one fits. states: as for `run`, of all tokens of the call."""
         for lane, blocks, slot in call.tables:
             self.lanes.admit(lane, blocks, slot)
-        for move in call.moves:
-            self._move(move)
+        self._do(call.moves)
         graph = self._graph(call)
         if graph is None:
             self._inputs.send(call, Padded(call.size))
@@ -190,6 +212,37 @@ class Runner:
         hidden, logits, token_ids = outputs
         scored = hidden[call.score_indices] if call.scores else hidden
         return Result(call.samples, logits, token_ids, call.scores, scored, hidden, call.placed)
+
+    def open_offload(self, num_bytes: int, folder: str | None, draft: "Runner | None" = None, rank: int = 0) -> int:
+        """Take host memory for blocks, `num_bytes` at most, and use a folder of files; return the number of slots.
+        draft: the runner of the draft head, whose caches lie in the same blocks."""
+        caches = [*self.caches, *(() if draft is None else draft.caches)]
+        sizes: dict[str, Any] = {"num_bytes": num_bytes, "num_blocks": self._num_blocks, "device": self.device}
+        self.beyond = HostBlocks(caches, self.states, **sizes, folder=folder, rank=rank)
+        return self.beyond.num_slots
+
+    def weights_digest(self) -> bytes:
+        """Return a digest of the weights of all ranks."""
+        return weights_digest(self.model)
+
+    def results(self, tickets: list[int], *, wait: bool = False, is_shared: bool = False) -> dict[int, bool]:
+        """Return the results of moves of files that are done; wait: of all. is_shared: on all ranks."""
+        assert self.beyond is not None
+        assert self.beyond.files is not None
+        results = ((ticket, self.beyond.files.result(ticket, wait=wait)) for ticket in tickets)
+        return {ticket: is_good for ticket, is_good in results if is_good is not None}
+
+    def move(self, moves: Sequence[Move | Carry | FileMove]) -> None:
+        """Copy states, blocks and files outside of a call, in this order."""
+        self._do(moves)
+
+    def _do(self, moves: Sequence[Move | Carry | FileMove]) -> None:
+        for move in moves:
+            if isinstance(move, Move):
+                self._move(move)
+            else:
+                assert self.beyond is not None, "blocks move to the host only with kv_offload"
+                self.beyond.do(move)
 
     def _move(self, move: Move) -> None:
         assert self.states is not None, "states move only in a model that has some"
@@ -253,9 +306,14 @@ class Runner:
             decoding_from=decoding_from,
             lanes=None if self.states is None else inputs["entry_lanes"],
             is_decode=is_decode,
+            may_draft=self.may_draft,
         )
+        if self.routes is not None:
+            self.routes.slots = inputs["slots"]
         with self._adapters(inputs["lanes"], is_adapted):
             hidden = self._forward(step, is_decode, is_adapted)
+        if self.routes is not None:
+            self.routes.slots = None
         if not len(inputs["seeds"]):  # no prompt ends in this call; not every backend takes empty tensors
             no_logits = hidden.new_empty(0, self.model.vocab_size)
             return hidden, no_logits, no_logits.new_empty(0, dtype=torch.int64)

@@ -127,6 +127,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False  # keep a stop string in the text
     ignore_eos: bool = False
+    drafts: bool = True  # verify drafts, if there is a proposer; the output is the same without
     skip_special: bool = True  # leave special tokens out of the text
     logprobs: int | None = parameter(None, "Alternatives reported with each token.", least=0, is_in_apis=False)
     prompt_logprobs: int | None = parameter(

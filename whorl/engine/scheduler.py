@@ -98,6 +98,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
+        self.pool.read_ahead(seq)
         self.waiting.add(seq)
 
     def schedule(self, *, lookahead: int = 0, max_prompt_tokens: int | None = None) -> list[Chunk]:
@@ -107,6 +108,8 @@ class Scheduler:
         the step, in which the vision tower's work counts as well; None: whatever fits into the step. The tower's work
         is planned in the encoder; the caller gets it from `Encoder.take`.
         """
+        if (beyond := self.pool.beyond) is not None:
+            beyond.begin(is_decoding=any(seq.is_decoding and not seq.is_new for seq in self.running))
         self._make_way()
         decoding = self._decode()
         budget = self.max_num_batched_tokens - len(decoding)
@@ -153,7 +156,8 @@ class Scheduler:
             clients_of_prompts = self._lines() if self._num_shared % 2 else ()
         for seq in order:
             # A sequence just preempted for another has no lane. One whose last possible token is in flight must wait.
-            if seq.lane < 0 or seq.num_pending != 1 or not seq.is_decoding or seq.length >= seq.max_len:
+            is_decoding = seq.num_pending == 1 and seq.is_decoding and not seq.is_new
+            if seq.lane < 0 or not is_decoding or seq.length >= seq.max_len:
                 continue
             if counts[seq.client] < (1 if seq.client in clients_of_prompts else most) and self._make_room(seq):
                 chunks.append(Chunk(seq, 1))
@@ -190,7 +194,7 @@ class Scheduler:
         several, and those behind which other work yields. They are admitted here, so that nobody else is."""
         shares = self.waiting.running
         while self.running and (seq := self.waiting.next()) is not None:
-            may_come = _is_admissible(seq) and not seq.num_unread
+            may_come = self._is_admissible(seq) and not seq.num_unread
             if not may_come or (seq.client in shares and not self._num_yielding):
                 break
             victim = self._victim()
@@ -239,10 +243,10 @@ class Scheduler:
         waits. Copies of a prompt wait until the first has computed it, then they share its blocks."""
         lines: dict[Client, deque[Sequence]] = {}
         for seq in self.running:
-            if seq.num_pending > 1 or not seq.is_decoding:
+            if seq.num_pending > 1 or not seq.is_decoding or seq.is_new:
                 lines.setdefault(seq.client, deque()).append(seq)
         for client, line in self.waiting.lines.items() if self._lanes else ():
-            lines.setdefault(client, deque()).extend(seq for seq in line if _is_admissible(seq))
+            lines.setdefault(client, deque()).extend(seq for seq in line if self._is_admissible(seq))
         return {client: line for client, line in lines.items() if line}
 
     def _enter(self, seq: Sequence) -> bool:
@@ -260,10 +264,16 @@ class Scheduler:
             seq.num_cached = seq.num_computed
         return True
 
+    def _is_admissible(self, seq: Sequence) -> bool:
+        """Return whether a sequence waits neither for the first copy of its prompt nor for files."""
+        if self.pool.beyond is not None and not self.pool.beyond.is_read(seq.reads):
+            return False
+        return seq.after is None or seq.after.is_finished or seq.after.num_computed >= seq.prompt_len
+
     def _fill(self, seq: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Append to `chunks` as many pending tokens of the sequence as the budget allows; return how much of the budget
         they and the encoding of their images take."""
-        if budget <= 0:
+        if budget <= 0 or not (self.pool.beyond is None or self.pool.beyond.has_come(seq)):
             return 0
         room, cost = (budget, 0) if self.encoder is None else self.encoder.plan(seq, budget)
         length = min(seq.num_pending, room)
@@ -274,10 +284,6 @@ class Scheduler:
             seq.is_new = False
         self.waiting.charge(seq.client, length + cost)
         return length + cost
-
-
-def _is_admissible(seq: Sequence) -> bool:
-    return seq.after is None or seq.after.is_finished or seq.after.num_computed >= seq.prompt_len
 
 
 class StepBudget:

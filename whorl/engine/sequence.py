@@ -6,12 +6,13 @@ from collections import abc
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .sampling_params import SamplingParams
 from .stop_strings import StopStrings
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from .adjust import TokenCounts
@@ -103,9 +104,13 @@ class Text:
 
 @dataclass(slots=True)
 class Timings:
-    """When a sequence was added, gave its first token and finished, in seconds of time.perf_counter."""
+    """When a sequence was added, first computed, gave its first token and finished, in seconds of time.perf_counter.
+
+    admitted: set by a server alone.
+    """
 
     added: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
     num_tokens: int = 0
@@ -185,7 +190,7 @@ class Sequence:
         self.features: dict[int, int] = {}  # of images still needed: the encoder's number, by index in the placement
         self.params, self.copy, self.after = params, copy, after
         self.client, self.priority = params.client, params.priority
-        self.adapter: str | None = None  # name and version of what is added to the model's weights for it
+        self.adapter: str | None = None  # the identity of what is added to the model's weights for it
         self.slot = -1  # that its adapter has on the device; -1: it has none
         self.vision_slot = -1  # the same, if its adapter updates the vision tower
         self.is_plain = params.is_plain
@@ -203,6 +208,8 @@ class Sequence:
         self.text = Text(detokenizer, params.stop, include_stop=params.include_stop)
         self.block_table: list[int] = []
         self.chain: list[int] = []  # names of the full blocks' prefixes, see blocks.py
+        self.digests: tuple[bytes, list[str]] = b"", []  # names of prefixes in all processes, and what they begin with
+        self.reads: set[int] = set()  # of files that have a part of its prefix, see offload.py
         self.lane = -1  # its index into the device-side buffers while it runs, else -1
         self.is_new = False  # whether its block table must still be sent to the device
         self.num_computed = 0
@@ -217,6 +224,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[Logprob] = []
         self.prompt_logprobs: list[Logprob] = []  # of the prompt tokens from the second on
+        # Of every token but the last, by layer, [T - 1, L, K]; if the setting is on, when the sequence has ended.
+        self.routed_experts: NDArray[Any] | None = None
         self.embedding: Tensor | None = None  # [hidden size] fp32 on the host
         self.timings = Timings()
 
@@ -265,6 +274,7 @@ class Sequence:
         self.allow, self.counts = self.params.allow if fork is None else fork(), None
         self.logprobs, self.prompt_logprobs, self.weight_versions, self.embedding = [], [], [], None
         self.num_drafted = self.num_accepted = self.num_cached = 0
+        self.digests = b"", []
         self.timings = Timings(added=self.timings.added)
 
     def append(self, token_id: int, logprob: Logprob | None = None) -> None:

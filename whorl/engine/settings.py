@@ -20,6 +20,7 @@ of_model, of_ranks, of_steps, of_cache, switch = (
     partial(option, panel=panel) for panel in (MODEL, RANKS, STEPS, CACHE, SWITCHES)
 )
 STEP_TOKENS = 2048
+OFFLOAD_BYTES = 1 << 30  # of host memory, where there is a folder of blocks
 SLOTS = 8  # of adapters, by default
 DTYPES = {"half": "float16", "float": "float32", "auto": None}  # vLLM's names for dtypes
 
@@ -96,6 +97,24 @@ class EngineSettings(LoadOptions):
         least=1,
         env="TP_SIZE",
     )
+    ep: int | None = of_ranks(
+        None,
+        "Expert parallel degree: ranks that divide the experts, each with whole ones. --tp is the same number, or 1: "
+        "then the other layers are on every rank, and all bits are those of one.",
+        "--ep",
+        least=2,
+    )
+    expert_parallel: bool = of_ranks(
+        False,
+        "--ep with as many ranks as --tp.",
+        "--expert-parallel",
+        vllm=("--enable-expert-parallel",),
+    )
+    tp_segments: int | None = of_ranks(
+        None,
+        "Sum row-parallel matmuls in this many segments and in one tree: --tp 1, 2, 4 ... up to it have equal bits.",
+        least=2,
+    )
     sp: Literal["auto", "on", "off"] = of_ranks(
         "off", "Sequence parallelism of prompts over the ranks of --tp; auto: if it pays."
     )
@@ -158,6 +177,20 @@ class EngineSettings(LoadOptions):
         above=0,
         most=1,
     )
+    kv_offload_memory: int | None = of_cache(
+        None,
+        "Bytes of host memory, for each rank, for cached blocks that leave the device. Default: none; with "
+        "--kv-offload-dir 1 GiB.",
+        least=1,
+    )
+    kv_offload_dir: str | None = of_cache(
+        None,
+        "Folder of files with cached blocks, which later runs of the same model use as well.",
+        metavar="FOLDER",
+    )
+    kv_offload_disk: int = of_cache(
+        16 << 30, "Most bytes of the files in --kv-offload-dir; those used longest ago are removed.", least=1
+    )
     num_snapshots: int | None = of_cache(
         None,
         "Snapshots of per-sequence states to keep for prefix hits. Default: --max-num-seqs; 0 without --prefix-cache.",
@@ -205,6 +238,12 @@ class EngineSettings(LoadOptions):
         "penalties, temperature and filters.",
         vllm=("--logprobs-mode",),
     )
+    routed_experts: bool = of_steps(
+        False,
+        "Record to which experts every token was sent, and report it with answers, for trainers that replay it.",
+        "--routed-experts",
+        vllm=("--enable-return-routed-experts",),
+    )
     seed: int | None = of_steps(None, "Seed of requests without one. Default: a new one each time.", vllm=("--seed",))
 
     def __post_init__(self) -> None:
@@ -216,7 +255,39 @@ class EngineSettings(LoadOptions):
             raise ValueError(f"lora is {list(self.lora)}, expected NAME=PATH, each with another name")
         if self.max_loras is not None and self.max_loras < len(self.lora):
             raise ValueError(f"max_loras is {self.max_loras}, and lora names {len(self.lora)} adapters; raise it")
+        if self.offload_bytes and self.routed_experts:
+            raise ValueError("routed_experts: blocks from the host have no record of experts; leave kv_offload out")
+        if self.offload_bytes and not self.use_prefix_cache:
+            raise ValueError("kv_offload needs the prefix cache, and use_prefix_cache is False; leave one of them out")
+        if self.ep is not None and self.tp not in (None, 1, self.ep):
+            raise ValueError(f"ep is {self.ep} and tp is {self.tp}; expected a tp of 1 or {self.ep}")
+        if self.divides_experts and self.tp_segments:
+            raise ValueError("ep divides whole experts, and tp_segments cuts them; leave one of them out")
+        if self.divides_experts and self.use_graphs:
+            raise ValueError(
+                "ep: the host counts the rows that ranks exchange, so nothing is recorded; omit use_graphs"
+            )
         self._check_ranks()
+
+    @property
+    def num_ranks(self) -> int | None:
+        """How many ranks run the model; None: as many as torchrun has started, or 1."""
+        return self.tp if self.ep is None else self.ep
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether ranks have whole experts instead of shards."""
+        return self.ep is not None or self.expert_parallel
+
+    def num_shards(self, num_ranks: int) -> int:
+        """Return how many ranks share the layers other than experts."""
+        return 1 if self.ep is not None and self.tp in (None, 1) else num_ranks
+
+    @property
+    def offload_bytes(self) -> int:
+        """The bytes of host memory for blocks beyond the device; 0: there are none."""
+        default = OFFLOAD_BYTES if self.kv_offload_dir is not None else 0
+        return default if self.kv_offload_memory is None else self.kv_offload_memory
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -230,7 +301,11 @@ class EngineSettings(LoadOptions):
         return self.max_loras or max(SLOTS, len(self.lora) + 1)
 
     def _check_ranks(self) -> None:
-        """Raise ValueError if options of sequence parallelism contradict each other."""
+        """Raise ValueError if options of parallelism contradict each other."""
+        if self.routed_experts and self.sp != "off":
+            raise ValueError(f"routed_experts: sp is {self.sp}, and ranks that share tokens record none; set sp to off")
+        if self.tp_segments is not None and (self.sp != "off" or self.compilation_config is not None or self.lora):
+            raise ValueError("tp_segments: neither sequence parallelism nor LoRA is possible with it; leave one out")
         sp = {"sp_quantize": self.sp_quantize, "sp_min_tokens": self.sp_min_tokens, "sp_fuse": self.sp_fuse or None}
         options = {name: value for name, value in sp.items() if value is not None}
         if options and self.sp == "off":

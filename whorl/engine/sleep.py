@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from whorl.device import HOST, accelerator
+from whorl.nn.weight import note_change
 
 TAGS = ("weights", "kv_cache")
 Freed = list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]  # tensors, and their shapes and strides
@@ -55,8 +56,11 @@ class Sleeper:
             vars(weight).pop("packed", None)
         self._free("weights", parameters)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def take(self, tag: str) -> None:
         """Allocate what was freed: weights that were saved as they were, else empty; caches with zeros."""
+        note_change()
         for tensor, shape, stride in self._freed.pop(tag):
             tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
             if tag == "kv_cache":
@@ -66,6 +70,7 @@ class Sleeper:
                 tensor.data.copy_(saved)
             self._saved = []
 
+    @torch.inference_mode(False)
     def _free(self, tag: str, tensors: Iterable[Tensor]) -> None:
         self._freed[tag] = [(tensor, tensor.shape, tensor.stride()) for tensor in tensors]
         for tensor, _, _ in self._freed[tag]:

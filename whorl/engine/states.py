@@ -11,7 +11,7 @@ call that runs. So a snapshot may be evicted while a lane is still to be loaded 
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .sequence import Sequence
 
@@ -44,7 +44,7 @@ class StatePool:
         self._step, self._interval = self.grid // block_size, interval
         self._free = list(range(num_snapshots))[::-1]
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # by the name of the prefix that ends there
-        self._moves: list[Move] = []
+        self.moves: list[Any] = []  # those of blocks as well: see offload.py
         self.num_saved = self.num_loaded = 0
 
     def cut(self, seq: Sequence) -> int:
@@ -62,7 +62,7 @@ class StatePool:
             snapshot = self._snapshots[name]
             self._snapshots.move_to_end(name)
             self.num_loaded += 1
-        self._moves.append(Move(seq.lane, snapshot))
+        self.moves.append(Move(seq.lane, snapshot))
         seq.num_in_state = seq.num_computed
 
     def chunk_length(self, seq: Sequence, length: int) -> int:
@@ -105,10 +105,18 @@ class StatePool:
             return
         name = seq.chain[count - 1]
         if name not in self._snapshots:
-            self._snapshots[name] = self._free.pop() if self._free else self._snapshots.popitem(last=False)[1]
-            self._moves.append(Move(seq.lane, self._snapshots[name], is_saved=True))
+            self.moves.append(Move(seq.lane, self.adopt(name), is_saved=True))
             self.num_saved += 1
         self._snapshots.move_to_end(name)
+
+    def adopt(self, name: int) -> int:
+        """Give a snapshot to a prefix that has none, for a state that is about to be written to it."""
+        self._snapshots[name] = self._free.pop() if self._free else self._snapshots.popitem(last=False)[1]
+        return self._snapshots[name]
+
+    def find(self, name: int) -> int | None:
+        """Return the snapshot of a prefix; None if it has none."""
+        return self._snapshots.get(name)
 
     def drop(self, name: int) -> None:
         """Drop the snapshot of a prefix that is no longer in the cache, if it has one."""
@@ -123,13 +131,14 @@ class StatePool:
             "num_states_loaded": self.num_loaded,
         }
 
-    def take(self) -> list[Move]:
+    def take(self) -> list[Any]:
         """Return the moves since the last call, in order."""
-        moves, self._moves = self._moves, []
+        moves = list(self.moves)
+        self.moves.clear()
         return moves
 
     def forget(self) -> None:
         """Drop all snapshots, and all moves: no sequence may be running."""
         self._free = list(range(self.num_snapshots))[::-1]
         self._snapshots.clear()
-        self._moves.clear()
+        self.moves.clear()

@@ -9,7 +9,7 @@ hidden states is sharded like the model; with its calls rank 0 broadcasts these 
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from whorl.media import MediaItem
-from whorl.nn import LowRanks, Model, Ranks, Update
+from whorl.nn import Experts, LowRanks, Model, Ranks, Update
 from whorl.nn import weights as formats
 
 from .call import Call
@@ -27,9 +27,11 @@ from .features import as_tensor
 from .heap import keep_objects
 from .launch import Rank, RankGroup, RankPlace, start
 from .memory import Specs, blocks_that_fit, cache_room, cache_specs
-from .rank_messages import receive, send, send_call, unpacked_call
+from .rank_messages import receive, send, send_call, unpacked_call, unpacked_moves
+from .rank_updates import FollowUpdates, LeadUpdate
 from .runner import Result, Runner
 from .settings import EngineSettings
+from .weights.update import Places
 
 if TYPE_CHECKING:
     from .speculate import Proposer
@@ -69,6 +71,14 @@ class Lead:
         self._end()
 
 
+def shards(settings: EngineSettings, rank: int, size: int) -> Ranks:
+    """Return which shards a rank has, and which experts."""
+    experts = Ranks(rank=rank, size=size) if settings.divides_experts else None
+    num_shards = settings.num_shards(size)
+    own = rank if num_shards > 1 else 0
+    return Ranks(rank=own, size=num_shards, experts=experts, segments=settings.tp_segments or 0)
+
+
 def load(
     path: Path, place: RankPlace, settings: EngineSettings, *, device: str, proposer: "Proposer | None" = None
 ) -> Lead:
@@ -79,12 +89,14 @@ def load(
     from .weights import build, load_model, open_checkpoint, rounded
 
     formats.check_scheme(settings.quantize, torch.device(device).type)
-    ranks = Ranks(rank=0, size=place.size)
+    ranks = shards(settings, 0, place.size)
     # Raises here, before any rank starts, if the model cannot be sharded.
     with open_checkpoint(path, backend=settings.backend) as checkpoint:
         config = rounded(checkpoint, settings.quantize).config
         meta = build(config, device="meta", dtype=torch.float32, tp=ranks, max_length=settings.max_model_len)
         cache_specs(meta, settings.kv_cache_dtype)
+        if settings.divides_experts:
+            _check_divided(meta)
     draft_path = None
     if proposer is not None and proposer.wants_hidden:
         proposer.check(meta, None)
@@ -97,6 +109,15 @@ def load(
         group.close(is_broken=True)
         raise
     return Lead(group, model)
+
+
+def _check_divided(model: Any) -> None:
+    """Raise ValueError if the model has no experts that ranks divide, or some whose bits would be others."""
+    divided = [m for m in model.modules() if isinstance(m, Experts) and m.ranks.experts is not None]
+    if not divided:
+        raise ValueError(f"ep: {type(model).__name__} has no experts that ranks could divide; use tp")
+    if any(module.gate_up_proj.format.multiplies_codes for module in divided):
+        raise ValueError("ep: experts that quantize their input have other bits when they are divided; use tp")
 
 
 def _end(group: RankGroup) -> None:
@@ -157,6 +178,44 @@ class LeadRunner(Runner):
                     distributed.broadcast(x.float().contiguous(), 0, group=self.group.control)
             super().load_adapter(slot, updates)
 
+    def open_offload(self, num_bytes: int, folder: str | None, draft: Runner | None = None, rank: int = 0) -> int:
+        """As `Runner.open_offload`, on all ranks; return the fewest slots of any rank."""
+        with self.group.together():
+            send(self.group, "offload", num_bytes, folder)
+            return _least([super().open_offload(num_bytes, folder, draft, rank)], self.group)[0]
+
+    def weights_digest(self) -> bytes:
+        with self.group.together():
+            send(self.group, "digest")
+            return _gathered(super().weights_digest(), self.group)
+
+    def results(self, tickets: list[int], *, wait: bool = False, is_shared: bool = False) -> dict[int, bool]:
+        """As `Runner.results`. is_shared: a result is good if it is on all ranks; the others wait for theirs."""
+        results = super().results(tickets, wait=wait)
+        if not is_shared or not results:
+            return results
+        with self.group.together():
+            send(self.group, "results", list(results))
+            return dict(zip(results, map(bool, _least(results.values(), self.group)), strict=True))
+
+    def move(self, moves: Sequence[Any]) -> None:
+        with self.group.together():
+            send(self.group, "moves", list(moves))
+            super().move(moves)
+
+    def begin_update(self, places: Places, *, is_partial: bool) -> LeadUpdate:
+        return LeadUpdate(places, self.group, self.device, is_partial=is_partial)
+
+    def sleep(self, *, is_saved: bool) -> None:
+        with self.group.together():
+            send(self.group, "sleep", is_saved)
+            super().sleep(is_saved=is_saved)
+
+    def wake(self, tag: str) -> None:
+        with self.group.together():
+            send(self.group, "wake", tag)
+            super().wake(tag)
+
     def encode(self, work: Work) -> None:
         """Encode images on all ranks: every rank has the whole vision tower and the features of every image."""
         with self.group.together():
@@ -169,6 +228,20 @@ class LeadRunner(Runner):
             super().encode(work)
 
 
+def _least(numbers: Iterable[int], rank: Rank) -> list[int]:
+    """Return the least of all ranks' numbers; all ranks call this after a message."""
+    least = torch.tensor([*map(int, numbers)])
+    distributed.all_reduce(least, distributed.ReduceOp.MIN, group=rank.control)
+    return least.tolist()
+
+
+def _gathered(digest: bytes, rank: Rank) -> bytes:
+    """Return the digests of all ranks, one after the other; all ranks call this after a message."""
+    digests = [torch.empty(len(digest), dtype=torch.uint8) for _ in range(rank.size)]
+    distributed.all_gather(digests, torch.frombuffer(bytearray(digest), dtype=torch.uint8), group=rank.control)
+    return b"".join(each.numpy().tobytes() for each in digests)
+
+
 # ---- the other ranks repeat what rank 0 does
 
 
@@ -177,7 +250,8 @@ def follow(rank: Rank) -> None:
     from .weights import load_model, load_prediction
 
     message = rank.get("settings")
-    settings, place = EngineSettings(**message["settings"]), Ranks(rank=rank.rank, size=rank.size)
+    settings = EngineSettings(**message["settings"])
+    place = shards(settings, rank.rank, rank.size)
     options: dict[str, Any] = {"device": rank.device, "reserve": settings.memory or 0, "progress": False}
     model = load_model(Path(message["path"]), settings, tp=place, **options)
     draft_head = None
@@ -191,6 +265,8 @@ def follow(rank: Rank) -> None:
         runner.draft = Runner(draft_head, settings, **options | {"sp": None}, share_tables_with=runner)
     keep_objects()  # a rank that collects garbage lets all others wait
     runner.follow(rank)
+    if runner.beyond is not None:
+        runner.beyond.close()
 
 
 class FollowRunner(Runner):
@@ -201,6 +277,7 @@ class FollowRunner(Runner):
     @torch.inference_mode()
     def follow(self, rank: Rank) -> None:
         """Receive and run calls until rank 0 sends the end."""
+        updates = FollowUpdates(self.model, rank)
         while True:
             name, arguments, packed = receive(rank)
             if name == "stop":
@@ -215,9 +292,34 @@ class FollowRunner(Runner):
                 self._head(*arguments)
             elif name == "adapter":
                 self._adapter(rank, *arguments)
+            elif name == "moves":
+                self.move(unpacked_moves(arguments[0]))
+            elif name in ("offload", "digest", "results"):
+                getattr(self, f"_{name}")(rank, *arguments)
+            elif name == "begin_update":
+                updates.begin(*arguments)
+            elif name == "update":
+                updates.receive(*arguments)
+            elif name == "finish_update":
+                updates.finish()
+            elif name == "sleep":
+                updates.forget_places()
+                self.sleep(is_saved=arguments[0])
+            elif name == "wake":
+                self.wake(*arguments)
             else:
                 dropped, jobs = arguments
                 self.encode(Work(dropped, [self._job(rank, *job) for job in jobs], 0))
+
+    def _offload(self, rank: Rank, num_bytes: int, folder: str | None) -> None:
+        _least([self.open_offload(num_bytes, folder, self.draft, rank.rank)], rank)
+
+    def _digest(self, rank: Rank) -> None:
+        _gathered(self.weights_digest(), rank)
+
+    def _results(self, rank: Rank, tickets: list[int]) -> None:
+        """Wait for files that rank 0 has read, and say which this rank has as well."""
+        _least(self.results(tickets, wait=True).values(), rank)
 
     def _job(self, rank: Rank, number: int, layers: int, slot: int, image: tuple[list[int], int] | None) -> Job:
         """Return the job of a message. image: if it is new, its grid and the numbers of a patch; the patches follow."""

@@ -1,4 +1,4 @@
-"""The tokenizer: text to token ids and back, from `tokenizer.json` or from the metadata of a GGUF file.
+"""The tokenizer: text to token ids and back, from `tokenizer.json`, Kimi's `tiktoken.model`, or a GGUF file's metadata.
 
 It is built on the tokenizers package. Chat prompts are written in `chat_template`.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from . import sentencepiece
+from . import sentencepiece, tiktoken_file
 from .chat_template import ChatTemplate, Message, PromptWriter, format_of, prompt_writer, write_open
 from .gguf_header import read_metadata
 from .sampling_params import PARAMETERS
@@ -89,20 +89,22 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: str | Path) -> "Tokenizer":
-        """Load from a model folder, a `tokenizer.json` or a `.gguf` file; a `tokenizer.json` next to it is preferred.
+        """Load from a model folder, a `tokenizer.json`, a `tiktoken.model` or a `.gguf` file.
 
-        Raises ValueError if there is none or it cannot be read.
+        A `tokenizer.json` next to it is preferred. Raises ValueError if there is none or it cannot be read.
         """
         path = Path(path)
         folder = path if path.is_dir() else path.parent
         ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else [path] if path.suffix == ".gguf" else []
         if (path.is_dir() or path.is_file()) and (folder / "tokenizer.json").is_file():
-            tokenizer = _from_json(folder / "tokenizer.json")
-            tokenizer.folder = folder
-            return tokenizer
+            return _from_folder(folder, _read_backend(folder / "tokenizer.json"))
+        if (folder / tiktoken_file.NAME).is_file():
+            config = _read_json(folder / "tokenizer_config.json")
+            with _errors_as(ValueError, str(folder / tiktoken_file.NAME)):
+                return _from_folder(folder, tiktoken_file.backend(folder, config))
         if ggufs and ggufs[0].is_file():
             return _from_gguf(ggufs[0])
-        raise ValueError(f"tokenizer: {path} has no tokenizer.json and is not a .gguf file")
+        raise ValueError(f"tokenizer: {path} has no tokenizer.json or tiktoken.model and is not a .gguf file")
 
     def __len__(self) -> int:
         """Size of the vocabulary: ids from it on are padding of the model's embedding and must not be sampled."""
@@ -161,6 +163,12 @@ class Tokenizer:
         """Return a copy with another chat template; ValueError if it cannot be parsed."""
         other = copy.copy(self)
         other.template, other.prompt_format = ChatTemplate({"default": source}, self.template.variables), None
+        return other
+
+    def with_sampling(self, sampling: Mapping[str, float]) -> "Tokenizer":
+        """Return a copy that recommends these sampling parameters, and its own for the others."""
+        other = copy.copy(self)
+        other.sampling = {**self.sampling, **sampling}
         return other
 
     @functools.cached_property
@@ -319,10 +327,13 @@ def _sampling(path: Path, generation: Mapping[str, Any]) -> dict[str, float] | N
     return {"temperature": 1.0, **parameters}
 
 
-def _from_json(path: Path) -> Tokenizer:
-    folder = path.parent
+def _read_backend(path: Path) -> Backend:
     with _errors_as(ValueError, str(path)):
-        backend = Backend.from_file(str(path))
+        return Backend.from_file(str(path))
+
+
+def _from_folder(folder: Path, backend: Backend) -> Tokenizer:
+    """Return the tokenizer with what the other files of the folder say of it."""
     config = _read_json(folder / "tokenizer_config.json")
     generation = _read_json(folder / "generation_config.json")
     roles = _roles(folder / "tokenizer_config.json", config)
@@ -331,7 +342,7 @@ def _from_json(path: Path) -> Tokenizer:
     if "eos_token" in roles and (eos_id := backend.token_to_id(roles["eos_token"])) is not None:
         eos_ids = [*eos_ids, eos_id]
     templates = _templates(folder, config)
-    return Tokenizer(
+    tokenizer = Tokenizer(
         backend,
         eos_ids=eos_ids,
         roles=roles,
@@ -339,6 +350,8 @@ def _from_json(path: Path) -> Tokenizer:
         sampling=_sampling(folder / "generation_config.json", generation),
         prompt_format=format_of(model, templates),
     )
+    tokenizer.folder = folder
+    return tokenizer
 
 
 def _roles(path: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ class MediaError(ValueError):
 
 
 _SENTENCES: dict[str, tuple[str, Kind]] = {
-    "format": ("it is not a PNG, JPEG or WebP picture", "invalid"),
+    "format": ("it is not a PNG, JPEG, WebP or GIF picture", "invalid"),
     "video_format": ("it is not an MP4 or WebM video in H.264, HEVC, VP8, VP9 or AV1", "invalid"),
     "broken": ("it cannot be decoded: it is broken, or not what it claims to be", "invalid"),
     "ratio": ("it has {} x {} pixels: one side is more than {} times the other", "invalid"),

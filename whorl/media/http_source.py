@@ -85,6 +85,40 @@ def is_public(text: str) -> bool:
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
+@contextlib.contextmanager
+def open_connection(
+    target: Target,
+    address: str,
+    deadline: float,
+    *,
+    connect: Connect = connect,
+    context: ssl.SSLContext | None = None,
+) -> Iterator[http.client.HTTPConnection]:
+    """Connect to an address of the target's host, which the caller has checked; neither proxies nor redirects are used.
+
+    A timer shuts the connection down at the deadline, on `time.monotonic`'s clock: a timeout limits only each single
+    read. Raises TimeoutError when it has passed. context: of TLS; None: the system's.
+    """
+    with connect(address, target.port, _seconds_left(deadline)) as raw, raw.dup() as handle:
+        # The timer needs its own handle, as wrapping in TLS takes over that of `raw`.
+        timer = threading.Timer(_seconds_left(deadline), _shut, (handle,))
+        timer.daemon = True
+        timer.start()
+        connection = http.client.HTTPConnection(target.host, target.port)
+        try:
+            raw.settimeout(_seconds_left(deadline))
+            connection.sock = raw if target.scheme == "http" else _wrap_tls(raw, target, context)
+            yield connection
+            _seconds_left(deadline)  # a connection that was shut down may look like the end of the body
+        finally:
+            timer.cancel()
+            connection.close()
+
+
+def _wrap_tls(raw: socket.socket, target: Target, context: ssl.SSLContext | None) -> socket.socket:
+    return (context or ssl.create_default_context()).wrap_socket(raw, server_hostname=target.host)
+
+
 class HttpSource:
     """Fetches from allowed hosts.
 
@@ -111,7 +145,7 @@ class HttpSource:
         self._check_host(target)
         try:
             address = self._address(target)
-            with self._connection(target, address, deadline) as connection:
+            with open_connection(target, address, deadline, connect=self._connect, context=self._context) as connection:
                 data = _body(connection, target, max_bytes)
             return data
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -138,30 +172,6 @@ class HttpSource:
         if not addresses:
             raise OSError("no address")
         return addresses[0]
-
-    @contextlib.contextmanager
-    def _connection(self, target: Target, address: str, deadline: float) -> Iterator[http.client.HTTPConnection]:
-        """Connect; a timer shuts the connection down at the deadline, as a timeout limits only each single read."""
-        with self._connect(address, target.port, _seconds_left(deadline)) as raw, raw.dup() as handle:
-            # The timer needs its own handle, as wrapping in TLS takes over that of `raw`.
-            timer = threading.Timer(_seconds_left(deadline), _shut, (handle,))
-            timer.daemon = True
-            timer.start()
-            connection = http.client.HTTPConnection(target.host, target.port)
-            try:
-                raw.settimeout(_seconds_left(deadline))
-                connection.sock = self._wrap_tls(raw, target)
-                yield connection
-                _seconds_left(deadline)  # a connection that was shut down may look like the end of the body
-            finally:
-                timer.cancel()
-                connection.close()
-
-    def _wrap_tls(self, raw: socket.socket, target: Target) -> socket.socket:
-        if target.scheme == "http":
-            return raw
-        context = self._context or ssl.create_default_context()
-        return context.wrap_socket(raw, server_hostname=target.host)
 
 
 def _seconds_left(deadline: float) -> float:

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 from .errors import DecodeError
 
-FORMATS = ("PNG", "JPEG", "WEBP")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # of a GIF, as of others that move, the first picture
 
 
 def open_picture(data: bytes, max_pixels: int) -> Image.Image:

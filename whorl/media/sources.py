@@ -23,10 +23,10 @@ _DATA = re.compile(
 )
 _MAX_HEAD = 256
 _FRAMES = "video/jpeg"  # vLLM's type for frames sent as pictures: their base64, separated by commas
-_IMAGES = ("image/png", "image/jpeg", "image/jpg", "image/webp")
+_IMAGES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 _VIDEOS = ("video/mp4", "video/webm", "video/quicktime", "video/x-matroska", "video/matroska")
 _FRAME_KINDS = (_FRAMES, "video/png", "video/webp")
-_ALLOWED = {"image": "PNG, JPEG and WebP", "video": "MP4, WebM and frames as pictures (video/jpeg)"}
+_ALLOWED = {"image": "PNG, JPEG, WebP and GIF", "video": "MP4, WebM and frames as pictures (video/jpeg)"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "Glm4MoeLiteForCausalLM": "whorl.models.glm4_moe_lite:Glm4MoeLite",
     "Glm4vForConditionalGeneration": "whorl.models.glm4v:Glm4v",
     "Glm4vMoeForConditionalGeneration": "whorl.models.glm4v:Glm4vMoe",
+    "GlmMoeDsaForCausalLM": "whorl.models.glm_moe_dsa:GlmMoeDsa",
     "GptOssForCausalLM": "whorl.models.gpt_oss:GptOss",
     "LlamaForCausalLM": "whorl.models.llama:Llama",
     "MistralForCausalLM": "whorl.models.mistral:Mistral",

@@ -5,7 +5,7 @@ config, the tensor names and the names in training are in `deepseek_v32.py`, wit
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -57,6 +57,10 @@ class DeepSeekConfig(DeepSeekV32Config):
             )
         return config
 
+    def selects(self, layer: int) -> bool:
+        """Return whether this layer has an indexer of its own."""
+        return self.has_indexer
+
     @property
     def experts(self) -> int:
         return self.n_routed_experts
@@ -95,7 +99,14 @@ class Indexer(Module):
         """
         q, k, weights = projected
         ops.index_write.unchecked(
-            k, self.k_norm.weight, self.k_norm.bias, rotary, cache, step.slots, eps=self.k_norm.eps
+            k,
+            self.k_norm.weight,
+            self.k_norm.bias,
+            rotary,
+            cache,
+            step.slots,
+            eps=self.k_norm.eps,
+            style=self.style,
         )
         if step.max_position <= self.topk:
             return None
@@ -134,20 +145,19 @@ class Attention(Mixer):
         self.kv_b_proj = LatentHeads(heads, self.rank, rank_heads=rank_heads, ranks=ranks)
         self.o_proj = Linear(count * value, width, shard="row", parts=head_range(value), ranks=ranks)
         self.mixed_size = self.o_proj.shape[1]
-        self.indexer = Indexer(config) if config.has_indexer else None
+        self.indexer = Indexer(config) if config.selects(layer) else None
+        self.topk = config.index_topk if config.has_indexer else 0
 
     def cache_spec(self, dtype: torch.dtype) -> LatentKV:
-        plain = LatentKV(latent_dim=self.rank, rotary_dim=self.turning, dtype=dtype)
-        if self.indexer is None:
-            return plain
-        return replace(plain, index_dim=self.indexer.head_dim, topk=self.indexer.topk)
+        index_dim = 0 if self.indexer is None else self.indexer.head_dim
+        return LatentKV(latent_dim=self.rank, rotary_dim=self.turning, dtype=dtype, index_dim=index_dim, topk=self.topk)
 
     def flops(self, num_tokens: int) -> float:
         """Return the FLOPs of a prompt.
 
         They are those of q . k over latent and rotated channels, p v over the latent, and all scores of the indexer.
         """
-        seen = num_tokens if self.indexer is None else min(num_tokens, self.indexer.topk)
+        seen = min(num_tokens, self.topk or num_tokens)
         pairs = seen * (seen + 1) / 2 + (num_tokens - seen) * seen
         scores = 0 if self.indexer is None else self.indexer.flops(num_tokens)
         return 2 * self.num_heads * (2 * self.rank + self.turning) * pairs + scores
@@ -169,10 +179,7 @@ class Attention(Mixer):
         q, kv, *index = projected.split((*sizes, *(() if self.indexer is None else self.indexer.sizes)), -1)
         norm = self.kv_a_layernorm
         ops.latent_write.unchecked(kv, norm.weight, rotary, cache.latent, step.slots, cache.rotary, eps=norm.eps)
-        selected = None
-        if self.indexer is not None:
-            assert cache.index is not None
-            selected = self.indexer.choose(tuple(index), rotary, step, cache.index)
+        selected = self.selected(tuple(index), rotary, step, cache)
         latents = ops.latent_attention.unchecked(
             self.absorbed(q, rotary),
             cache.latent,
@@ -185,6 +192,13 @@ class Attention(Mixer):
             value_dim=self.rank,
         )
         return self.kv_b_proj.values(latents).flatten(1)
+
+    def selected(self, index: tuple[Tensor, ...], rotary: Tensor, step: Step, cache: LatentCache) -> Tensor | None:
+        """Return the positions of the keys that tokens attend to, [T, topk]; None: all. index: of `Indexer.project`."""
+        if self.indexer is None:
+            return None
+        assert cache.index is not None
+        return self.indexer.choose(index, rotary, step, cache.index)
 
     def absorbed(self, q: Tensor, rotary: Tensor) -> Tensor:
         """Return queries [T, H, Dc + R]: absorbed into the latent space, then the rotated channels."""

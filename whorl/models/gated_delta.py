@@ -185,22 +185,32 @@ class GatedDelta(Mixer):
         of_rows = CHUNK * (2 * sizes.key_dim / group + 2 * sizes.value_dim)
         return 2.0 * num_tokens * self.num_value_heads * (of_state + of_rows)
 
-    def mix(self, qkv: Tensor, ba: Tensor, rotary: Any, step: Step, cache: Mapping[str, Tensor]) -> Tensor:  # type: ignore[override]
-        """Return the heads' outputs, [T, value channels], and bring the states in the sequences' lanes up to date."""
+    def mix(  # type: ignore[override]
+        self, qkv: Tensor, ba: Tensor, gate: Tensor, rotary: Any, step: Step, cache: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the heads' outputs with norm and gate, [T, value channels], and bring the states in the sequences'
+        lanes up to date."""
         assert step.lanes is not None, "a recurrence needs the lanes of its sequences"
         where = step.lanes, step.query_starts, step.context_lens
+        states, gate = [cache[name] for name in _OF_THE_RULE], self._by_head(gate)
+        out = torch.empty(gate.shape, dtype=qkv.dtype, device=qkv.device)
+        if step.is_decode:
+            parameters = self._taps, self.decays.A_log, self.decays.dt_bias, self.norm.weight
+            conv, options = (cache["tail"], cache["inputs"]), {"scale": self.scale, "eps": self.norm.eps}
+            options["most"] = MOST_ROWS if step.may_draft else 1
+            ops.gated_delta_step.unchecked(qkv, ba, gate, *parameters, out, *conv, *states, *where, **options)
+            return out.flatten(1)
         y = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         ops.causal_conv_lanes.unchecked(qkv, self._taps, y, cache["tail"], cache["inputs"], *where)
-        inputs = self._heads(y, ba)
-        out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
-        states = [cache[name] for name in _OF_THE_RULE]
-        most = MOST_ROWS if step.is_decode else 0
-        ops.gated_delta_lanes.unchecked(*inputs, out, *states, *where, scale=self.scale, most=most)
-        return out.flatten(1)
+        ops.gated_delta_lanes.unchecked(*self._heads(y, ba), out, *states, *where, scale=self.scale)
+        return self.norm(out, gate).flatten(1)  # type: ignore[no-any-return]
 
-    def mix_packed(self, qkv: Tensor, ba: Tensor, rotary: Any, packed: Packed) -> Tensor:  # type: ignore[override]
+    def mix_packed(  # type: ignore[override]
+        self, qkv: Tensor, ba: Tensor, gate: Tensor, rotary: Any, packed: Packed
+    ) -> Tensor:
         y = ops.causal_conv(qkv, self._taps, packed.starts)
-        return ops.gated_delta(*self._heads(y, ba), packed.starts, scale=self.scale).flatten(1)  # type: ignore[no-any-return]
+        out = ops.gated_delta(*self._heads(y, ba), packed.starts, scale=self.scale)
+        return self.norm(out, self._by_head(gate)).flatten(1)  # type: ignore[no-any-return]
 
     @property
     def scale(self) -> float:
@@ -217,16 +227,18 @@ class GatedDelta(Mixer):
         """
         keys = self.num_key_heads * self.sizes.key_dim
         qk = ops.l2_norm.unchecked(qkv[:, : 2 * keys].unflatten(1, (2 * self.num_key_heads, -1)))
-        v = qkv[:, 2 * keys :].unflatten(1, (self.num_value_heads, -1))
+        v = self._by_head(qkv[:, 2 * keys :])
         b, a = ba.split(self.num_value_heads, -1)
         g, beta = ops.delta_gates.unchecked(a, b, self.decays.A_log, self.decays.dt_bias)
         return qk[:, : self.num_key_heads], qk[:, self.num_key_heads :], v, g, beta
 
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (self.num_value_heads, -1))
+
     def _mixed(self, qkvz: Tensor, x: Tensor, mix: Mix) -> Tensor:
         """Return the layer's output. qkvz: q, k, v and z of x."""
         inner = self.mixed_size
-        y = mix(self, qkvz[:, :-inner], self.in_proj_ba(x)).unflatten(1, (self.num_value_heads, -1))
-        return self.out_proj(self.norm(y, qkvz[:, -inner:].unflatten(1, (self.num_value_heads, -1))).flatten(1))
+        return self.out_proj(mix(self, qkvz[:, :-inner], self.in_proj_ba(x), qkvz[:, -inner:]))
 
 
 class GatedDeltaByHead(GatedDelta):

@@ -17,14 +17,23 @@ _DEFAULTS = {
 }
 
 
+def dense_layers(values: Mapping[str, Any], default: int) -> Any:
+    """Return how many layers have no experts, which a file may say by the kinds of layers instead.
+
+    default: that of Hugging Face's class.
+    """
+    kinds, dense = values.get("mlp_layer_types"), values.get("first_k_dense_replace")
+    if dense is None:
+        return kinds.index("sparse") if isinstance(kinds, list) and "sparse" in kinds else default
+    return dense
+
+
 class Glm4MoeLiteConfig(deepseek.DeepSeekConfig):
     """config.json of GLM-4.7-Flash, read as DeepSeek-V3's."""
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> "Glm4MoeLiteConfig":
-        kinds, dense = values.get("mlp_layer_types"), values.get("first_k_dense_replace")
-        if dense is None:  # the file may say it by the kinds of layers instead, and Hugging Face's class has one
-            dense = kinds.index("sparse") if isinstance(kinds, list) and "sparse" in kinds else 1
+        dense = dense_layers(values, 1)
         partial = values.get("partial_rotary_factor")  # of the channels that rotate, all of them do
         if partial not in (None, 1):
             raise ValueError(f"config.json: partial_rotary_factor is {partial!r}, expected 1")

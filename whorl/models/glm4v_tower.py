@@ -97,6 +97,7 @@ class Embeddings(Module):
 
 
 @functools.lru_cache(maxsize=CACHED_SIZES)
+@torch.inference_mode(False)  # a later call may save it for backward
 def centers(rows: int, columns: int, merge: int, device: torch.device) -> Tensor:
     """Return the centers of the patches of a frame, [P, 2]: column and row, from -1 to 1 along each side."""
     sides = [((torch.arange(size) + 0.5) / size) * 2 - 1 for size in (rows, columns)]

@@ -17,6 +17,7 @@ from whorl.nn import (
     Formats,
     KVCache,
     Normed,
+    Packed,
     PlainLinear,
     Ranks,
     Step,
@@ -94,6 +95,11 @@ class Attention(llama.Attention):
         part, _ = ranks.heads(config.num_attention_heads, config.num_key_value_heads)
         self.sinks = Sinks(config.num_attention_heads, part)
 
+    def mix_packed(self, qkv: Tensor, rotary: Tensor, packed: Packed) -> Tensor:
+        options = {"scale": self.scale, "window": self.window or 0}
+        sinks = self.sinks.weight
+        return ops.causal_attention(*self.heads(qkv, rotary), packed.starts, sinks, **options)[0].flatten(1)  # type: ignore[no-any-return]
+
     def mix(self, qkv: Tensor, rotary: Tensor, step: Step, cache: KVCache) -> Tensor:
         q = self.rotate(qkv, rotary, step, cache)
         sinks = self.sinks.weight
@@ -137,8 +143,6 @@ class GptOss(llama.Llama):
 
     config_class: type[GptOssConfig] = GptOssConfig
     layer_class = Layer
-    # Attention with sinks and the clipped experts have no backward.
-    no_gradient = "gpt-oss has no gradient here; take another model to train"
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:

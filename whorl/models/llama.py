@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from whorl import ops
+from whorl.models.checkpoint_tensors import Tensors
 from whorl.models.llama_config import LlamaConfig
 from whorl.models.one_call import OneCall, plain_form
 from whorl.nn import (
@@ -32,6 +33,7 @@ from whorl.nn import (
     attend,
     check_training,
     scores,
+    tempered,
 )
 
 # Projections that are separate in a checkpoint and one matrix product here.
@@ -105,7 +107,7 @@ class Attention(Mixer):
         return self.o_proj(mix(self, self.qkv_proj(x)))
 
     def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-        qkv, _, residual = self.qkv_proj.after_norm(norm, x, residual)
+        qkv, _, residual = self.qkv_proj.after_norm(norm, x, residual, reads_alone=True)
         (mix,) = arguments
         return self.o_proj(mix(self, qkv)), residual
 
@@ -129,7 +131,7 @@ class MLP(Normed):
         return self.down_proj(self.gated(self.gate_up_proj(x)))
 
     def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-        gate_up, _, residual = self.gate_up_proj.after_norm(norm, x, residual)
+        gate_up, _, residual = self.gate_up_proj.after_norm(norm, x, residual, reads_alone=True)
         return self.down_proj(self.gated(gate_up)), residual
 
 
@@ -200,8 +202,7 @@ class Llama(Module):
     layer_class: type[Layer] = Layer
     # Ends of the names of tensors that some checkpoints have and that are not loaded, because they are computed here.
     ignored = ("rotary_emb.inv_freq",)
-    # Beginnings of names that some checkpoints have, each with the one that the model has in its place.
-    renamed: tuple[tuple[str, str], ...] = ()
+    tensors: Tensors | None = None  # of a model whose checkpoints have other names or stacks
     # Why `logprobs` has no gradient, and what to do instead; "": it has one.
     no_gradient: str = ""
 
@@ -282,12 +283,17 @@ class Llama(Module):
         def mix(mixer: Mixer, *projected: Tensor) -> Tensor:
             return mixer.mix_packed(*projected, rotary, packed)
 
-        hidden = self.hidden(packed.token_ids, mix)
-        logits = self.logits(hidden[packed.scored - 1])
-        if temperature == 1:
-            return logits
-        # By a tensor: torch multiplies by the inverse of a number, which has other bits.
-        return logits.float() / torch.tensor([temperature], device=logits.device)
+        hidden = self.hidden(packed.token_ids, mix, self.inserted(packed))
+        return tempered(self.logits(hidden[packed.scored - 1]), temperature)
+
+    def inserted(self, packed: Packed) -> Inserted | None:
+        """Return the features of the pictures of packed sequences; ValueError for a model that takes none."""
+        if not packed.pictures:
+            return None
+        tower = getattr(self, "tower", None)
+        if tower is None:
+            raise ValueError(f"logprobs: {type(self).__name__} takes no pictures; pack the sequences without them")
+        return tower.insert(packed, self.config.hidden_size)  # type: ignore[no-any-return]
 
     @plain_form
     def hidden(self, token_ids: Tensor, mix: Mix, inserted: Inserted | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 from torch.nn import Module
 
 from whorl.models import llama, qwen2
+from whorl.models.checkpoint_tensors import renamed
 from whorl.models.fields import count, flag, section
 from whorl.models.qwen2_vl_tower import Tower, TowerConfig, WindowedTower, WindowedTowerConfig
 from whorl.models.vision_tower import VisionTower
@@ -59,7 +60,7 @@ class Qwen2VL(qwen2.Qwen2):
 
     config_class = Qwen2VLConfig
     config: Qwen2VLConfig
-    renamed = (("model.visual.", "visual."), ("model.language_model.", "model."))
+    tensors = staticmethod(renamed(("model.visual.", "visual."), ("model.language_model.", "model.")))
     visual: VisionTower
 
     def __init__(self, config: Qwen2VLConfig, **options: Any) -> None:

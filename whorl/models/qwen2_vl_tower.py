@@ -205,6 +205,7 @@ class WindowedTower(VisionTower):
 
 
 @functools.lru_cache(maxsize=CACHED_SIZES)
+@torch.inference_mode(False)  # a later call may save it for backward
 def windows(rows: int, columns: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the tokens of a frame in the order of windows, [N], and how many each window has, [W].
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from whorl import ops
 from whorl.models import llama, qwen3
+from whorl.models.checkpoint_tensors import separated
 from whorl.models.deepseek import MLP
 from whorl.models.gated_delta import GatedDelta, GatedDeltaByHead, shifted
 from whorl.models.qwen3_next_config import LINEAR, Qwen3NextConfig
@@ -40,7 +41,7 @@ class Attention(qwen3.Attention):
         return self._gated(self.qkv_proj(x), mix)
 
     def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-        projected, _, residual = self.qkv_proj.after_norm(norm, x, residual)
+        projected, _, residual = self.qkv_proj.after_norm(norm, x, residual, reads_alone=True)
         return self._gated(projected, *arguments), residual
 
     def _gated(self, projected: Tensor, mix: Mix) -> Tensor:
@@ -88,7 +89,7 @@ class Qwen3Next(qwen3.Qwen3):
 
     config_class: type[Qwen3NextConfig] = Qwen3NextConfig
     layer_class: type[Layer] = Layer
-    separates_experts = True  # where a checkpoint has stacks of them, each is read by itself
+    tensors = staticmethod(separated)
 
     def __init__(self, config: Any, *, ranks: Ranks = ONE, **options: Any) -> None:
         super().__init__(config, ranks=ranks, **options)

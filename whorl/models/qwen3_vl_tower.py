@@ -109,6 +109,7 @@ class Tower(VisionTower):
 
 
 @functools.lru_cache(maxsize=CACHED_SIZES)
+@torch.inference_mode(False)  # a later call may save it for backward
 def nearest(side: int, merge: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the indices of the four learned positions nearest to each patch, [P, 4], and their weights, [P, 4].
 

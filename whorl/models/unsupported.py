@@ -43,7 +43,6 @@ UNSUPPORTED: dict[str, Known] = {
     "GlmForCausalLM": Known("rotation of half a head, in pairs", _LLAMA),
     "Glm4ForCausalLM": Known(_HALF, _GEMMA, ("glm4", "chatglm")),
     "GlmOcrForConditionalGeneration": Known("GLM-OCR's vision tower", "Glm4vForConditionalGeneration"),
-    "GlmMoeDsaForCausalLM": Known("an indexer that rotates pairs", "DeepseekV32ForCausalLM"),
     "GPTJForCausalLM": Known(_PARALLEL, _LLAMA, ("gptj",)),
     "GPTNeoXForCausalLM": Known(_PARALLEL, _LLAMA, ("gptneox",)),
     "FalconH1ForCausalLM": Known(_STATE, _LLAMA, ("falcon-h1",)),

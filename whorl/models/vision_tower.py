@@ -16,7 +16,7 @@ from torch.nn import Module, ModuleList
 
 from whorl import ops
 from whorl.models.vision_tower_config import Grid, TowerSizes
-from whorl.nn import Destination, Linear, PlainLinear
+from whorl.nn import Destination, Inserted, Linear, Packed, PlainLinear
 from whorl.rope_config import RopeConfig
 from whorl.rope_table import get_rope
 
@@ -165,6 +165,9 @@ class VisionTower(Module):
         patches: [P, V] fp32, in the order of `whorl.media.MediaItem`, on the tower's device; raises ValueError for
         another shape than that of the grid.
         """
+        return self._begin(patches, grid)
+
+    def _begin(self, patches: Tensor, grid: Grid) -> Encoding:
         frames, rows, columns = grid
         config, expected = self.config, (math.prod(grid), self.config.patch_values)
         if tuple(patches.shape) != expected:
@@ -181,6 +184,9 @@ class VisionTower(Module):
     @torch.inference_mode()
     def advance(self, encoding: Encoding, layers: int) -> Tensor | None:
         """Run `layers` more layers; returns features [1 + deepstack, N, text width] after the last one, else None."""
+        return self._advance(encoding, layers)
+
+    def _advance(self, encoding: Encoding, layers: int) -> Tensor | None:
         for i in range(encoding.layer, min(encoding.layer + layers, self.config.depth)):
             encoding.x = self.blocks[i](encoding.x, encoding.rotary, self.segments(encoding, i))
             encoding.layer = i + 1
@@ -210,6 +216,28 @@ class VisionTower(Module):
             encoding.x, encoding.layer, encoding.merged = x, joined.layer, [parts[i] for parts in merged]
         return [None] * len(encodings)
 
+    def insert(self, packed: Packed, width: int) -> Inserted:
+        """Encode the pictures of packed sequences with a gradient, for a text model of this width.
+
+        Their bits are those of `encode`, one picture at a time.
+        """
+        device, encoded = packed.token_ids.device, []
+        for picture in packed.pictures:
+            features = self._advance(self._begin(picture.patches.to(device), picture.grid), self.config.depth)
+            assert features is not None
+            if features.shape[1] != len(picture.tokens):
+                raise ValueError(
+                    f"tower: a picture of grid {picture.grid} has {features.shape[1]} tokens, expected "
+                    f"{len(picture.tokens)}, the places for them"
+                )
+            encoded.append(features)
+        tokens = torch.cat([picture.tokens for picture in packed.pictures])
+        mask = torch.zeros(len(packed.token_ids), 1, dtype=torch.bool, device=device)
+        mask[tokens] = True
+        joined = torch.cat(encoded, 1)
+        placed = joined.new_zeros(len(joined), len(mask), width).index_copy(1, tokens, joined)
+        return Inserted(mask=mask, features=tuple(placed))
+
     def encode(self, patches: Tensor, grid: Grid) -> Tensor:
         """Encode one image or video in one call; returns features [1 + deepstack, N, text width]."""
         return self.encode_all([(patches, grid)])[0]
@@ -228,6 +256,7 @@ CACHED_SIZES = 8
 
 
 @functools.lru_cache(maxsize=CACHED_SIZES)
+@torch.inference_mode(False)  # a later call may save it for backward
 def rotary(head_dim: int, theta: float, merge: int, rows: int, columns: int, device: torch.device) -> Tensor:
     """Return cos and sin of the patches of one frame, [P, R]: half of the angles follow the row, half the column.
 

@@ -43,19 +43,27 @@ class Rope:
 
         Raises ValueError for a position past `max_length`.
         """
-        if step.max_position > self.max_length:
+        self.check(step.max_position)
+        return self.at(step.positions)
+
+    def check(self, length: int) -> None:
+        """Raise ValueError for a sequence of more than `max_length` tokens."""
+        if length > self.max_length:
             raise ValueError(
-                f"position {step.max_position - 1} is past the {self.max_length} tokens this model was loaded for; "
+                f"position {length - 1} is past the {self.max_length} tokens this model was loaded for; "
                 f"load it with a larger max_length"
             )
-        if self._cos_sin is None or self._cos_sin.device != step.positions.device:
-            self._cos_sin = self.table.cos_sin(step.positions.device, seq_len=self.max_length)
-        if step.positions.dim() == 1:
-            return self._cos_sin[step.positions]
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Return cos and sin of positions [T], or [A, T] where they have several axes: [T, R]."""
+        if self._cos_sin is None or self._cos_sin.device != positions.device:
+            self._cos_sin = self.table.cos_sin(positions.device, seq_len=self.max_length)
+        if positions.dim() == 1:
+            return self._cos_sin[positions]
         sections, layout = self.table.config.sections, self.table.config.layout
         if sections is None or layout is None:
-            raise ValueError(f"positions have {len(step.positions)} axes, and config.json names no mrope_section")
-        return ops.merge_mrope(self._cos_sin, step.positions, sections, layout)
+            raise ValueError(f"positions have {len(positions)} axes, and config.json names no mrope_section")
+        return ops.merge_mrope(self._cos_sin, positions, sections, layout)
 
 
 def attend(

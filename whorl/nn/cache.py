@@ -191,6 +191,15 @@ class States:
         """The bytes of all lanes and snapshots."""
         return self._lanes.nbytes + self._snapshots.nbytes
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """The bytes of a snapshot."""
+        return self._snapshots.shape[1]
+
+    def snapshot(self, index: int) -> Tensor:
+        """Return the bytes of a snapshot."""
+        return self._snapshots[index]
+
     def clear(self, lane: int) -> None:
         """Zero all states of a lane."""
         self._lanes[lane].zero_()

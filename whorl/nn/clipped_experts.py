@@ -45,7 +45,12 @@ class ClippedExperts(Experts):
         ranks: Ranks = ONE,
     ) -> None:
         Weighted.__init__(self)
-        self.num_experts, self.per_token, self.ranks = num_experts, per_token, ranks
+        if ranks.experts is not None:
+            raise ValueError("ep: experts of gpt-oss cannot be divided among ranks; shard them (tp)")
+        self.own = slice(0, num_experts)
+        if ranks.segments:
+            raise ValueError("tp_segments: experts with a bias, such as gpt-oss's, are not cut into segments")
+        self.num_experts, self.per_token, self.ranks, self.segments = num_experts, per_token, ranks, 0
         self.alpha, self.limit, self.width, self.full_inner = alpha, limit, width, inner
         self.inner = ranks.share("expert size", inner, unit=ranks.cut)
         rows, columns = slice(2 * self.inner.start, 2 * self.inner.stop), slice(0, width)

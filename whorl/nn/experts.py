@@ -1,6 +1,6 @@
 """A mixture of experts: the feed-forward networks, and a router that is balanced by a bias."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import MappingProxyType
 
 import torch
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from whorl import ops
 
-from .ranks import ONE, Ranks
+from .ranks import ONE, SHARED, Ranks
+from .segments import expert_segments
 from .weight import Destination, Format, Formats, Forms, Index, Matrix, Part, Plain, Routing, Weighted
 
 
@@ -16,24 +17,29 @@ class Experts(Weighted):
     """E feed-forward networks (SwiGLU) of C -> F -> C channels, of which each token uses `per_token`.
 
     num_experts: E; width: C; inner: F. The matrices of all experts are stacked, gate above up: gate_up_proj
-    [E, 2 F, C] and down_proj [E, C, F]. Ranks shard F; the output is summed over ranks.
+    [E, 2 F, C] and down_proj [E, C, F]. Ranks shard F; the output is summed over ranks. With `ranks.experts` each rank
+    has E / ranks whole experts instead, and the outputs of choices are exchanged: the bits are those of one rank.
     """
 
     def __init__(self, num_experts: int, width: int, inner: int, *, per_token: int, ranks: Ranks = ONE) -> None:
         super().__init__()
         self.num_experts, self.per_token, self.ranks = num_experts, per_token, ranks
-        self.inner = ranks.share("expert size", inner, unit=ranks.cut)
+        self.own = _own_experts(num_experts, ranks)
+        self.inner = ranks.share("expert size", inner, unit=ranks.cut) if ranks.experts is None else slice(0, inner)
+        self.segments = ranks.own_segments("expert size", inner, self.inner) if ranks.segments else 0
         inner_size, all_columns = self.inner.stop - self.inner.start, slice(0, width)
         gate_up, down = [], []
-        for entry in range(num_experts):
+        for entry, expert in enumerate(range(num_experts)[self.own]):
             for first, name in ((0, "gate_proj"), (inner_size, "up_proj")):
-                shape, source = (inner, width), f"{entry}.{name}"
+                shape, source = (inner, width), f"{expert}.{name}"
                 part = Part(name=source, shape=shape, rows=self.inner, columns=all_columns, first=first, entry=entry)
                 gate_up.append(part)
-            name, shape = f"{entry}.down_proj", (width, inner)
+            name, shape = f"{expert}.down_proj", (width, inner)
             down.append(Part(name=name, shape=shape, rows=all_columns, columns=self.inner, entry=entry))
-        self.gate_up_proj = Matrix((num_experts, 2 * inner_size, width), gate_up)
-        self.down_proj = Matrix((num_experts, width, inner_size), down)
+        num_own = self.own.stop - self.own.start
+        self.gate_up_proj = Matrix((num_own, 2 * inner_size, width), gate_up)
+        self.down_proj = Matrix((num_own, width, inner_size), down)
+        self.gate_up_proj.takes_adapters = self.down_proj.takes_adapters = ranks.experts is None
 
     def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         self.gate_up_proj.create_parameters(f"{name}.gate_up_proj", formats, dtype)
@@ -45,8 +51,36 @@ class Experts(Weighted):
             )
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, [T, C]; x: [T, C]; weights, ids: [T, K], of `ops.route`."""
-        return self.ranks.sum(self.matmuls(x, weights, ids))
+        """Return the weighted sum of each token's experts, [T, C]; x: [T, C]; weights, ids: [T, K], of `ops.route`.
+
+        Inside `sharing` it is that of this rank's tokens.
+        """
+        if self.segments:
+            return self.ranks.sum_segments(self._segments(x, weights, ids))
+        if self.ranks.experts is None:
+            return self.ranks.sum(self.matmuls(x, weights, ids))
+        own = self.ranks.experts.padded(self._divided(self.ranks.experts, x, weights, ids), len(x))
+        return own if SHARED.get() is not None else self.ranks.experts.all_rows(own)[: len(x)]
+
+    def _divided(self, ranks: Ranks, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Return the output of this rank's tokens: each rank computes the choices of its experts, for all tokens, and
+        adds the choices of its tokens, in the order of one rank."""
+        num_own, k = self.own.stop - self.own.start, ids.shape[1]
+        owners = ids // num_own
+        choices = (owners.flatten() == ranks.rank).nonzero().flatten()
+        rows, places, counts = ops.permute(x[choices // k], ids.flatten()[choices, None] - self.own.start, num_own)
+        hidden = ops.glu(self.gate_up_proj.format.grouped(self.gate_up_proj, rows, counts))
+        outputs = self.down_proj.format.grouped(self.down_proj, hidden, counts)[places.flatten()]
+        outputs = ranks.exchange(outputs, owners)
+        order = torch.arange(len(outputs), dtype=torch.int32, device=x.device).view(-1, k)
+        return ops.unpermute(outputs, order, ranks.own_rows(weights)[: len(order)])  # type: ignore[no-any-return]
+
+    def _segments(self, x: Tensor, weights: Tensor, ids: Tensor) -> list[Tensor]:
+        stacks = self.gate_up_proj, self.down_proj
+        if any(stack.adapter is not None or not stack.format.has_weight for stack in stacks):
+            raise ValueError("tp_segments: experts must be plain, without adapters")
+        gate_up, down = (stack.format.values(stack) for stack in stacks)
+        return expert_segments(x, gate_up, down, weights, ids, self.segments)
 
     def matmuls(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Return this rank's summand of the output.
@@ -60,6 +94,10 @@ class Experts(Weighted):
         rows, *routing = ops.permute(x, ids, self.num_experts)
         hidden = ops.glu(_adapted(gate_up, rows, Routing(*routing)))
         return ops.unpermute(_adapted(down, hidden, Routing(*routing)), routing[0], weights)  # type: ignore[no-any-return]
+
+    def elsewhere(self, name: str) -> Iterable[str]:
+        own = range(self.num_experts)[self.own]
+        return (f"{name}.{expert}." for expert in range(self.num_experts) if expert not in own)
 
     def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         yield from self.gate_up_proj.destinations(f"{name}.gate_up_proj")
@@ -75,7 +113,7 @@ class Experts(Weighted):
     def stacked(self) -> tuple[Destination, Destination]:
         """Return the destinations of gate_up_proj [E, 2 F, C] and down_proj [E, C, F], which may come transposed."""
         num, width, inner = self.num_experts, self.down_proj.shape[1], self.down_proj.parts[0].shape[1]
-        all_experts, all_columns, shard = slice(0, num), slice(0, width), self.inner
+        all_experts, all_columns, shard = self.own, slice(0, width), self.inner
         gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
         if shard == slice(0, inner):
             first = _stacked(gate_up, (num, 2 * inner, width), (all_experts, slice(0, 2 * inner), all_columns))
@@ -105,7 +143,13 @@ class Experts(Weighted):
 
     def read_bytes(self, num_distinct: float) -> float:
         """Return the bytes of so many experts."""
-        return sum(parameter.nbytes for parameter in self.parameters()) * num_distinct / self.num_experts
+        num_own = self.own.stop - self.own.start
+        return sum(parameter.nbytes for parameter in self.parameters()) / num_own * num_distinct / self._num_shares
+
+    @property
+    def _num_shares(self) -> int:
+        """How many ranks divide the experts."""
+        return 1 if self.ranks.experts is None else self.ranks.experts.size
 
     def independent(self, batch: int) -> float:
         """Return how many different experts `batch` tokens use, in the mean, if they choose uniformly and independently
@@ -134,6 +178,15 @@ class StackedExperts(Experts):
         gate_up, down = self.stacked()
         yield f"{name}.gate_up_proj", gate_up
         yield f"{name}.down_proj", down
+
+
+def _own_experts(num_experts: int, ranks: Ranks) -> slice:
+    """Return the experts that this rank has; ValueError if they cannot be divided equally."""
+    if ranks.experts is None:
+        return slice(0, num_experts)
+    if num_experts % ranks.experts.size:
+        raise ValueError(f"ep is {ranks.experts.size}, expected a divisor of the model's {num_experts} experts")
+    return ranks.experts.share("experts", num_experts)
 
 
 def _adapted(stack: Matrix, rows: Tensor, routing: Routing) -> Tensor:

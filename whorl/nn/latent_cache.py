@@ -27,7 +27,7 @@ class LatentKV:
     rotary_dim: int
     dtype: torch.dtype
     index_dim: int = 0
-    topk: int = 0  # keys that a token attends to, where an indexer selects them
+    topk: int = 0  # keys that a token attends to, where an indexer, of this layer or another, selects them
 
     def quantised(self, format: str) -> "LatentKV":
         """Return the same spec in 8 bits; raises ValueError for a format other than "fp8"."""
@@ -79,7 +79,7 @@ class LatentKV:
 
         The indexer reads its keys of all tokens, attention the latents of the selected ones; the new token is written.
         """
-        read = min(num_keys, self.topk) if self.index_dim else num_keys
+        read = min(num_keys, self.topk or num_keys)
         return read * self.latent_bytes + num_keys * self.index_bytes + self.token_bytes
 
     def block_size(self, device: str) -> int:

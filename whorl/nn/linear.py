@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .ranks import ONE, SHARED, Ranks
+from .segments import linear_segments
 from .weight import Destination, Formats, Matrix, Norm, Part, by_tensor
 
 
@@ -54,10 +55,16 @@ class Linear(Matrix):
             ],
         )
         self.ranks, self.splits, self.has_bias = ranks, splits, bias
-        self.is_partial = shard == "row" and ranks.size > 1  # the outputs of the ranks are summed
+        self.segments = 0
+        if shard == "row" and ranks.segments:
+            self.segments = ranks.own_segments("inputs of a row-parallel matmul", inputs, columns)
+        # Outputs are summed, over ranks or over segments.
+        self.is_partial = (shard == "row" and ranks.size > 1) or self.segments > 0
 
     def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         super().create_parameters(name, formats, dtype)
+        if self.segments and not self.format.has_weight:
+            raise ValueError(f"{name}: tp_segments needs plain weights, and these are {self.format}")
         self.bias = None  # a plain attribute, which is looked up faster than a parameter
         if self.has_bias:
             self.bias = nn.Parameter(torch.empty(self.shape[0], dtype=dtype), requires_grad=False)
@@ -65,39 +72,53 @@ class Linear(Matrix):
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_partial:
             return self.matmul(x)[0]
-        if (shared := SHARED.get()) is not None and self.adapter is None:
+        if self.segments:
+            y = self.ranks.sum_segments(self._segments(x))
+        elif (shared := SHARED.get()) is not None and self.adapter is None:
             y = shared.scatter_matmul(lambda rows: self.matmul(rows)[0], x, self.shape[0])
         else:
             y = self.ranks.sum(self.matmul(x)[0])
         return y if self.bias is None else y + self.bias
 
+    def _segments(self, x: Tensor) -> list[Tensor]:
+        if self.adapter is not None or SHARED.get() is not None:
+            raise ValueError("tp_segments: neither adapters nor sequence parallelism are possible with it")
+        return linear_segments(x, self.format.values(self), self.segments)
+
     def matmul(
-        self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None
+        self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None, *, reads_alone: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (y, normed, total): total = x + residual, normed = norm(total), and y = normed W^T + b.
 
         This is the one place where the layer multiplies, with the norm before it fused or not, and where an adapter
         adds to the result. norm None: x is multiplied as it is. Where the output is summed over ranks, y is this rank's
         summand, without the bias. Where ranks share tokens, x, residual and total are of this rank's tokens.
+        reads_alone: the caller does not use `normed`, so ranks may exchange it as the codes that the format multiplies.
         """
         bias = None if self.is_partial else self.bias
         if norm is None:
             y, normed, total = self.format.linear(self, x, bias), x, x
         elif (shared := SHARED.get()) is not None:
             normed, total = norm(x, residual)
-            y, normed = shared.gather_matmul(lambda rows: self.format.linear(self, rows, bias), normed, self.shape[0])
+            as_codes = reads_alone and self.adapter is None and self.format.multiplies_codes
+            bias = bias.float() if as_codes and bias is not None else bias
+            y, normed = shared.gather_matmul(
+                lambda rows: self.format.linear(self, rows, bias), normed, self.shape[0], as_codes=as_codes
+            )
         else:
             y, normed, total = self.format.norm_linear(self, norm, x, residual, bias)
         return (y if self.adapter is None else self.adapter(y, normed)), normed, total
 
-    def after_norm(self, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def after_norm(
+        self, norm: Norm, x: Tensor, residual: Tensor | None, *, reads_alone: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (y, normed, total): total = x + residual, normed = norm(total), and y, this layer's output for normed.
 
         One kernel computes all of them where there is one. It is not for layers whose output is summed over ranks,
-        because their input is a shard. residual None: total is x.
+        because their input is a shard. residual None: total is x. reads_alone: as for `matmul`.
         """
         assert not self.is_partial, "the input of a row-sharded layer is a shard, which cannot be normalised"
-        return self.matmul(x, norm, residual)
+        return self.matmul(x, norm, residual, reads_alone=reads_alone)
 
     def destinations(self, name: str) -> Iterator[tuple[str, Destination]]:
         yield from super().destinations(name)

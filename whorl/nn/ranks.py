@@ -8,14 +8,17 @@ what is gathered.
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from whorl import collectives
+
+from .segments import tree_sum
 
 _FEW_BYTES = 1 << 19  # gathered by a rank: with fewer, a second collective costs more than the bytes it saves
 
@@ -38,10 +41,31 @@ class Ranks:
     size: int = 1
     group: Any = None  # a process group of torch.distributed; None: all processes
     unit: Unit = Unit()  # noqa: RUF009 (a tuple); common to all formats of the model's weights
+    experts: "Ranks | None" = None  # among whom whole experts are divided; None: every rank has a shard of each
+    segments: int = 0  # into which row-parallel matmuls cut K, see segments.py; 0: one for each rank, in rank order
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"tensor parallel: rank {self.rank} of {self.size}; expected 0 <= rank < size")
+        if self.segments and (self.segments & (self.segments - 1) or self.segments % self.size):
+            raise ValueError(
+                f"tensor parallel: {self.segments} segments for {self.size} ranks, expected a power of two that is a "
+                f"multiple of the ranks"
+            )
+
+    def own_segments(self, name: str, total: int, share: slice) -> int:
+        """Return how many segments of `total` channels this rank has; share: its channels.
+
+        Raises ValueError where `share` is not a branch of the tree.
+        """
+        size = total // self.size
+        if total % self.segments or share != slice(self.rank * size, (self.rank + 1) * size):
+            raise ValueError(
+                f"tensor parallel: {name}: {total} channels cannot be cut into {self.segments} equal segments of which "
+                f"rank {self.rank} of {self.size} has channels {share.start} to {share.stop}: take fewer ranks, or "
+                f"none of tp_segments"
+            )
+        return self.segments // self.size
 
     @property
     def cut(self) -> int:
@@ -105,11 +129,52 @@ class Ranks:
         summands = collectives.gather_rows(x, self.size, self.group)
         return collectives.sum_in_rank_order(summands.view(self.size, *x.shape), x.dtype)
 
+    def sum_segments(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum of all ranks' segments in one tree; parts: this rank's, [T, N] each. Rounded once."""
+        own = tree_sum(parts)
+        if self.size == 1:
+            return own.to(parts[0].dtype)
+        # A single segment is sent as it is; a sum of several has more bits than their dtype.
+        sent = parts[0] if len(parts) == 1 else own
+        totals = collectives.gather_rows(sent, self.size, self.group).view(self.size, *own.shape)
+        return tree_sum(totals.unbind()).to(parts[0].dtype)
+
     def gather(self, x: Tensor) -> Tensor:
         """Return the x [T, N] of all ranks next to each other, in rank order: [T, size * N]."""
         if self.size == 1:
             return x
         return collectives.gather_rows(x, self.size, self.group).view(self.size, *x.shape).transpose(0, 1).flatten(1)
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Return the rows of x [T, ...] that are this rank's; fewer on the last ranks."""
+        count = collectives.rows_per_rank(x.shape[0], self.size)
+        return x[self.rank * count : (self.rank + 1) * count]
+
+    def padded(self, x: Tensor, total: int) -> Tensor:
+        """Return this rank's rows of `total` with zeros, so that every rank has as many."""
+        missing = collectives.rows_per_rank(total, self.size) - x.shape[0]
+        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+    def all_rows(self, x: Tensor) -> Tensor:
+        """Return the rows of all ranks, one after the other."""
+        return x if self.size == 1 else collectives.gather_rows(x, self.size, self.group)
+
+    def exchange(self, rows: Tensor, owners: Tensor) -> Tensor:
+        """Return the rows of all choices of this rank's tokens, [tokens * K, C], from the ranks that computed them.
+
+        owners: [T, K], the rank that computed each choice, known to all. rows: [n, C], those of this rank's choices in
+        the order of `owners`. A rank's tokens are those of `collectives.local_rows`. Rows are moved, never added.
+        """
+        per_rank = collectives.rows_per_rank(owners.shape[0], self.size) * owners.shape[1]
+        flat = owners.flatten()
+        own = flat[self.rank * per_rank : (self.rank + 1) * per_rank]
+        readers = (flat == self.rank).nonzero().flatten() // per_rank
+        places = [(own == rank).nonzero().flatten() for rank in range(self.size)]
+        sent = readers.bincount(minlength=self.size).tolist()
+        received = collectives.exchange_rows(rows, sent, [len(place) for place in places], self.group)
+        out = rows.new_empty(len(own), rows.shape[1])
+        out[torch.cat(places)] = received
+        return out
 
 
 ONE = Ranks()
@@ -154,13 +219,23 @@ class SharedTokens:
             return collectives.all_gather_quantized(x, self.tokens, self.group, format)
         return collectives.all_gather(x, self.tokens, self.group)
 
-    def gather_matmul(self, multiply: collectives.Multiply, x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Return multiply of `gather` of x, [T, width], and `gather` of x."""
-        if not self.fuse:
+    def gather_matmul(
+        self, multiply: collectives.Multiply, x: Tensor, width: int, *, as_codes: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return multiply of `gather` of x, [T, width], and `gather` of x. as_codes: multiply quantises its rows, which
+        are gathered as these codes; then the second is not exact."""
+        if not self.fuse and not as_codes:
             x = self.gather(x)
             return multiply(x), x
+        if as_codes:
+            format = "codes"
+            self.gathered.append(x.shape[1] + collectives.SCALE_BYTES)
+        else:
+            format = self._format(x)
+        if not self.fuse:
+            rows = collectives.all_gather_quantized(x, self.tokens, self.group, format)
+            return multiply(rows).to(x.dtype), rows
         self.num_fused += 1
-        format = self._format(x)
         x, y = collectives.overlapped_all_gather(x, [(multiply, width)], self.tokens, self.group, format)
         return y, x
 

@@ -39,6 +39,7 @@ class Step:
     max_position: highest position + 1, known on the host so that nothing waits for the device. decoding_from: in a call
     of prompts and decoding sequences, the first token and the first sequence of those that decode, which come last.
     is_decode: all sequences decode, a token and the draft after it, for which a layer may have another kernel.
+    may_draft: whether there may be a draft.
     """
 
     token_ids: Tensor  # [T] int64
@@ -53,6 +54,7 @@ class Step:
     decoding_from: tuple[int, int] | None = None
     lanes: Tensor | None = None  # [B] int64: the lane of each sequence, where layers have a state (`StateSpec`)
     is_decode: bool = False
+    may_draft: bool = True
 
     def parts(self) -> tuple["Step", ...]:
         """Return the prompts and the decoding sequences as steps of their own; the step itself if it has only one kind.

@@ -144,6 +144,11 @@ class Format(ABC):
     is_weight_only = True  # products equal those of `values`, so the matrix may be unpacked to the model's dtype
     has_weight = False  # values lie in a parameter `weight` of the matrix's shape
 
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether products quantize their input by `ops.dynamic_quant`."""
+        return False
+
     @abstractmethod
     def tensors(self, matrix: "Matrix") -> dict[str, Tensor]:
         """Return the parameters of a matrix by name, not initialised."""
@@ -207,6 +212,10 @@ class Weighted(nn.Module):
     """A layer with weights. It is built without them; `create_parameters` makes them."""
 
     has_layers = False  # whether modules inside it are layers of their own
+
+    def elsewhere(self, name: str) -> Iterable[str]:
+        """Return how the names of tensors begin that the layer has on other ranks only; name: of the layer."""
+        return ()
 
     def create_parameters(self, name: str, formats: Formats, dtype: torch.dtype) -> None:
         """Create the parameters, not initialised; name: of the layer in the model, dtype: the model's."""
@@ -347,7 +356,7 @@ class Matrix(Weighted):
 
     def replace(self, **tensors: Tensor) -> None:
         """Replace all parameters but the bias by these."""
-        _note_change()
+        note_change()
         for key in [key for key in self._parameters if key != "bias"]:
             delattr(self, key)
         for key, tensor in tensors.items():
@@ -365,11 +374,11 @@ _num_changes = 0
 
 
 def changes() -> int:
-    """Return a number that grows whenever a matrix gets other parameters."""
+    """Return a number that grows whenever a matrix gets other parameters, or parameters are elsewhere in memory."""
     return _num_changes
 
 
-def _note_change() -> None:
+def note_change() -> None:
     global _num_changes
     _num_changes += 1
 

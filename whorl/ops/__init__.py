@@ -32,6 +32,7 @@ from .gated_delta import delta_gates as delta_gates
 from .gated_delta import delta_tensors as delta_tensors
 from .gated_delta import gated_delta as gated_delta
 from .gated_delta import gated_delta_lanes as gated_delta_lanes
+from .gated_delta import gated_delta_step as gated_delta_step
 from .gated_delta import gated_rms_norm as gated_rms_norm
 from .gated_delta import l2_norm as l2_norm
 from .glu import glu as glu

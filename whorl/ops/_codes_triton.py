@@ -86,6 +86,49 @@ def pairs_bf16(words, zeros, scales):
 
 
 @triton.jit
+def pairs_e2m1(words, factors):
+    """Return the eight values of each word of codes of e2m1, in the order of pairs of quantised/layout.py.
+
+    factors: the bf16 bits of 2^126 times the scale, in both halves of a word. A code's sign and its other three bits,
+    as the lowest bits of an exponent and the highest of a mantissa, are the bf16 number 2^126 times smaller, of which
+    0.5 is a denormal number. The product is exact.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, t;
+        shl.b32 t, $8, 6;
+        and.b32 t, t, 0x01C001C0;
+        shl.b32 a, $8, 12;
+        lop3.b32 a, a, 0x80008000, t, 0xEA;
+        shl.b32 t, $8, 2;
+        and.b32 t, t, 0x01C001C0;
+        shl.b32 b, $8, 8;
+        lop3.b32 b, b, 0x80008000, t, 0xEA;
+        shr.u32 t, $8, 2;
+        and.b32 t, t, 0x01C001C0;
+        shl.b32 c, $8, 4;
+        lop3.b32 c, c, 0x80008000, t, 0xEA;
+        shr.u32 t, $8, 6;
+        and.b32 t, t, 0x01C001C0;
+        lop3.b32 d, $8, 0x80008000, t, 0xEA;
+        mul.rn.bf16x2 a, a, $9;
+        mul.rn.bf16x2 b, b, $9;
+        mul.rn.bf16x2 c, c, $9;
+        mul.rn.bf16x2 d, d, $9;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        mov.b32 {$4, $5}, c;
+        mov.b32 {$6, $7}, d;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        [words, factors],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def duplicate_halves(bits):
     """Copy 16 bits to both halves of a 32-bit word."""
     bits = bits.to(tl.int32) & 0xFFFF

@@ -232,9 +232,10 @@ def fits_one_warp(x: Tensor, weight: Tensor) -> bool:
     return count == 1 and is_even and _programs(weight) <= MULTIPROCESSORS * (SHARED // room)
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Return whether `linear` takes these."""
-    return _can_load(x, weight) and (fits_warpgroup(x, weight) or few_rows_large_hopper_triton.fits(x, weight))
+    is_for_warpgroup = bias is None and fits_warpgroup(x, weight)
+    return _can_load(x, weight) and (is_for_warpgroup or few_rows_large_hopper_triton.fits(x, weight))
 
 
 def fits_norm(x: Tensor, weight: Tensor) -> bool:
@@ -247,10 +248,10 @@ def _can_load(x: Tensor, weight: Tensor) -> bool:
     return x.element_size() == 2 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T, where `fits` is true."""
-    if not fits_warpgroup(x, weight):
-        return few_rows_large_hopper_triton.linear(x, weight)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias, where `fits` is true."""
+    if bias is not None or not fits_warpgroup(x, weight):
+        return few_rows_large_hopper_triton.linear(x, weight, None if bias is None else bias.contiguous())
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     _warpgroup(x, weight, y, (x, x, x, x, 0.0, False), normed=False)
     return y

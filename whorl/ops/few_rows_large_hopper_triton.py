@@ -27,6 +27,7 @@ from ._rows import ceil_div
 
 ROWS = 8  # rows of x, at most
 TILES = 4  # tiles of 64 channels in one slot of the ring
+LEAST = 64 * TILES  # channels of a weight, at least
 HEIGHTS = {64: (64, 1), 48: (16, 3), 32: (32, 1), 16: (16, 1)}  # rows of a program: as boxes of the copy engine
 ROOM = 205 * 1024  # bytes of shared memory of one program, which leaves 20 KB for a small kernel beside it
 
@@ -51,15 +52,16 @@ def _load_weight(
 
 
 @gluon.jit
-def _copy_rows(x_ptr, xs, x_stride, T, step, TURNS: gl.constexpr):
+def _copy_rows(x_ptr, xs, x_stride, T, step, TURNS: gl.constexpr, K: gl.constexpr):
     """Start copying a step's channels of x to its slot.
 
-    Rows past the last one keep what shared memory held: they are columns of the product that nobody reads.
+    Rows past the last one, and channels past K, keep what shared memory held: nobody reads what they would give.
     """
     wide: gl.constexpr = xs.shape[2]
     rows = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, COPY)), 1)
     k = gl.expand_dims(gl.arange(0, wide, gl.SliceLayout(0, COPY)), 0)
-    async_load(xs.index(step % xs.shape[0]), x_ptr + rows * (x_stride * 8) + step % TURNS * wide + k, rows < T)
+    k += step % TURNS * wide
+    async_load(xs.index(step % xs.shape[0]), x_ptr + rows * (x_stride * 8) + k, (rows < T) & (k < K))
 
 
 @gluon.jit
@@ -73,37 +75,43 @@ def _rows_of(weights, slot, tile: gl.constexpr, HIGH: gl.constexpr, TILES: gl.co
 
 
 @gluon.jit
-def _multiply(weights, xs, y, slot, HIGH: gl.constexpr, TILES: gl.constexpr):
-    """Return y with the product of a slot added."""
+def _multiply(weights, xs, y, slot, HIGH: gl.constexpr, TILES: gl.constexpr, COUNT: gl.constexpr):
+    """Return y with the product of a slot's first COUNT tiles added."""
     tiles_of_x = reinterpret(xs, xs.dtype, [xs.shape[0] * TILES, 8, 64], TILE)
-    for tile in gl.static_range(TILES):
+    for tile in gl.static_range(COUNT):
         x = tiles_of_x.index(slot * TILES + tile).permute((1, 0))
         y = warpgroup_mma(_rows_of(weights, slot, tile, HIGH, TILES), x, y, is_async=True)
     return warpgroup_mma_wait(0, [y])
 
 
 @gluon.jit
-def store(y_ptr, y, first, T, N, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Store y, [columns, rows], of which COLUMNS from column `first` on and T rows are real, to [T, N]."""
+def store(y_ptr, y, first, T, N, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, bias_ptr=None):
+    """Store y plus the bias, [columns, rows], to [T, N]; COLUMNS from column `first` on and T rows are real."""
     columns = gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT))
     rows = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))
     to = y_ptr + gl.expand_dims(rows.to(gl.int64) * N, 0) + gl.expand_dims(first + columns, 1)
-    mask = gl.expand_dims((columns < COLUMNS) & (first + columns < N), 1) & gl.expand_dims(rows < T, 0)
+    is_column = (columns < COLUMNS) & (first + columns < N)
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + first + columns, mask=is_column, other=0.0).to(gl.float32)
+        y = y + gl.expand_dims(bias, 1)
+    mask = gl.expand_dims(is_column, 1) & gl.expand_dims(rows < T, 0)
     gl.store(to, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
 def _ring_kernel(
-    x_ptr, weight, y_ptr, x_stride, T, N,
+    x_ptr, weight, bias_ptr, y_ptr, x_stride, T, N,
     K: gl.constexpr, BOX: gl.constexpr, HIGH: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Multiply up to 8 rows by every num_programs-th block of BOX * HIGH rows of the weight.
 
+    The last turn of a block may have fewer tiles than the others; the copy engine writes zeros for those past K.
     x_stride is in units of 8 channels, so that the compiler knows it to be a multiple of 16 bytes.
     """
     height: gl.constexpr = BOX * HIGH
-    turns: gl.constexpr = K // (64 * TILES)
+    turns: gl.constexpr = (K // 64 + TILES - 1) // TILES
+    last: gl.constexpr = K // 64 - (turns - 1) * TILES
     first, apart = gl.program_id(0) * height, gl.num_programs(0) * height
     steps = (N - first + apart - 1) // apart * turns
     weights = gl.allocate_shared_memory(weight.dtype, [SLOTS * TILES * HIGH + 64 // BOX - HIGH, BOX, 64], TILE)
@@ -118,42 +126,49 @@ def _ring_kernel(
     begin(OVERLAP)
     for step in gl.static_range(SLOTS):
         if step < steps:
-            _copy_rows(x_ptr, xs, x_stride, T, step, turns)
+            _copy_rows(x_ptr, xs, x_stride, T, step, turns, K)
         async_copy.commit_group()
     done = 0
     for row in range(first, N, apart):
         y = gl.zeros([64, 8], gl.float32, ACC)
-        for _ in range(turns):
+        for turn in range(turns):
             async_copy.wait_group(SLOTS - 2)
             fence_async_shared()
             sync()
             new = done + SLOTS - 1  # takes the slot of the step before, which all warps have multiplied
             if (done > 0) & (new < steps):
                 _load_weight(weight, weights, bars, new, first, apart, turns, BOX, HIGH, TILES, SLOTS)
-                _copy_rows(x_ptr, xs, x_stride, T, new, turns)
+                _copy_rows(x_ptr, xs, x_stride, T, new, turns, K)
             async_copy.commit_group()
             mbarrier.wait(bars.index(done % SLOTS), done // SLOTS & 1)
-            y = _multiply(weights, xs, y, done % SLOTS, HIGH, TILES)
+            if last == TILES:
+                y = _multiply(weights, xs, y, done % SLOTS, HIGH, TILES, TILES)
+            else:
+                if turn < turns - 1:
+                    y = _multiply(weights, xs, y, done % SLOTS, HIGH, TILES, TILES)
+                else:
+                    y = _multiply(weights, xs, y, done % SLOTS, HIGH, TILES, last)
             done += 1
-        store(y_ptr, y, row, T, N, height, ACC)
+        store(y_ptr, y, row, T, N, height, ACC, bias_ptr)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernel takes these: few rows of a weight that leaves no multiprocessor without work."""
+    """Return whether the kernel takes these: few rows of a weight that leaves no multiprocessor without work, or whose
+    length the other kernels for Hopper do not take."""
     count, length = x.shape
     is_aligned = not x.data_ptr() & 15 and (count == 1 or x.stride(0) % 8 == 0)
-    is_large = weight.shape[0] * 2 > MULTIPROCESSORS * min(HEIGHTS)
-    return is_aligned and 0 < count <= ROWS and length % (64 * TILES) == 0 and is_large
+    is_apt = weight.shape[0] * 2 > MULTIPROCESSORS * min(HEIGHTS) or length % 512 != 0
+    return is_aligned and 0 < count <= ROWS and length % 64 == 0 and length >= LEAST and is_apt
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T, where `fits` is true."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias, where `fits` is true."""
     columns, length = weight.shape
     height = _height(columns)
     box, high = HEIGHTS[height]
     y = torch.empty(x.shape[0], columns, dtype=x.dtype, device=x.device)
     _ring_kernel[(min(ceil_div(columns, height), MULTIPROCESSORS),)](
-        x, TensorDescriptor.from_tensor(weight, [box, 64], TILE.value), y, x.stride(0) // 8, *y.shape,
+        x, TensorDescriptor.from_tensor(weight, [box, 64], TILE.value), bias, y, x.stride(0) // 8, *y.shape,
         K=length, BOX=box, HIGH=high, TILES=TILES, SLOTS=_slots(height), num_warps=4, enable_fp_fusion=False,
         **overlap(x),
     )  # fmt: skip

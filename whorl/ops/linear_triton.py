@@ -5,7 +5,7 @@
 |---------------------------------------|------------------------------------------------------------------------|
 | more than 64 rows                     | torch's own product, where linear_library.py finds equal bits          |
 | fp32                                  | that of linear_fp32_triton.py                                          |
-| up to 8 rows without a bias on Hopper | those of few_rows_hopper_triton.py and few_rows_large_hopper_triton.py |
+| up to 8 rows on Hopper                | those of few_rows_hopper_triton.py and few_rows_large_hopper_triton.py |
 | up to 16 rows                         | `_few_kernel`                                                          |
 | all others                            | `_tile_kernel`                                                         |
 
@@ -151,8 +151,8 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `linear` by our kernels; x and weight have unit stride along K."""
     if x.element_size() == 4:
         return linear_fp32_triton.forward(x, weight, bias)
-    if bias is None and len(x) <= FEW and (hopper := few_rows_on_hopper(x, weight)) is not None:
-        return hopper.linear(x, weight)  # type: ignore[no-any-return]
+    if len(x) <= FEW and (hopper := few_rows_on_hopper(x, weight, bias)) is not None:
+        return hopper.linear(x, weight, bias)  # type: ignore[no-any-return]
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     if y.numel():
         launch = _launch(x.shape, weight.shape[0], x.stride(0), weight.stride(0), bias is not None, overlap_level(x))

@@ -93,9 +93,12 @@ def token_logprobs_backward(
     Returns dx contiguous. The bits are equal to those of `log_softmax_backward` of a dy that is 0 except at the id. The
     row's sum is recomputed from logits, which are read anyway.
     """
-    y = log_softmax.reference(logits)
+    return _spread(dy, log_softmax.reference(logits), logits, ids)
+
+
+def _spread(dy: Tensor, y: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
     spread = torch.zeros_like(y).scatter(-1, ids.long().unsqueeze(-1), dy.unsqueeze(-1))
-    return log_softmax_backward.reference(spread, y, dtype=logits.dtype)
+    return log_softmax_backward.reference(spread, y, dtype=logits.dtype)  # type: ignore[no-any-return]
 
 
 @token_logprobs.gradient(save=("logits", "ids"))
@@ -107,6 +110,10 @@ log_softmax.impl("triton", "log_softmax_triton:forward")
 log_softmax_backward.impl("triton", "log_softmax_triton:backward")
 token_logprobs.impl("triton", "log_softmax_triton:token_forward")
 token_logprobs_backward.impl("triton", "log_softmax_triton:token_backward")
+
+
+log_softmax.impl("cpp", "whorl.ops.cpu.log_softmax:log_softmax")
+token_logprobs.impl("cpp", "whorl.ops.cpu.log_softmax:token_logprobs")
 
 
 # torch_npu has no operator of its own for this; it implements torch's log_softmax on an NPU. AscendC has one.
@@ -122,6 +129,14 @@ def _(logits: Tensor, ids: Tensor) -> Tensor:
 
 for _op in (log_softmax_backward, token_logprobs_backward):
     _op.impl("torch_npu")(_op.reference)
+log_softmax_backward.impl("cpp", takes_fp64=False)(log_softmax_backward.reference)
+
+
+@token_logprobs_backward.impl("cpp", takes_fp64=False)
+def _(dy: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
+    from .cpu.log_softmax import log_softmax as forward
+
+    return _spread(dy, forward(logits), logits, ids)
 
 
 _CASES: list[Values] = [

@@ -1,4 +1,4 @@
-"""The options of `whorl train --plan`. This module does not import torch."""
+"""The options of `whorl train --plan` and `whorl plan`. This module does not import torch."""
 
 from dataclasses import dataclass
 
@@ -32,3 +32,17 @@ class PlanOptions:
         True, "Use full activation checkpointing.", "--checkpointing/--no-checkpointing", panel=PLAN
     )
     top: int = option(10, "Rows of each table.", panel=PLAN, least=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingOptions:
+    """Options of `whorl plan`."""
+
+    serve: str | None = option(None, "The model: deepseek-v3.2, a config.json or its folder.", metavar="MODEL")
+    cards: int | None = option(None, "Number of cards in the cluster.", least=1)
+    kind: str = option("H200", "Kind of card: H200 or 910C.")
+    seq: int = option(4096, "Tokens of a request that are in the cache while it decodes.", least=1)
+    batch: int = option(64, "Requests of an engine that decode at once; fewer where the cache is full.", least=1)
+    weights: str = option("bf16", "Format of the layers' weights: bf16, fp8, int8 or int4.")
+    kv: str = option("bf16", "Format of the KV cache: bf16 or fp8.")
+    top: int = option(10, "Rows of the table.", least=1)

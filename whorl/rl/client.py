@@ -6,15 +6,16 @@ It needs torch and the standard library only.
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
-from .senders import GlooSender, Sender, SharedMemorySender
+from .senders import GlooSender, IpcSender, Sender, SharedMemorySender
 
+Transfer = Literal["shm", "ipc", "gloo"]
 _CONCURRENT = 64
 
 
@@ -40,12 +41,11 @@ class Client:
     """The routes of one server.
 
     url: such as http://127.0.0.1:8000. key: its API key, if it has one. transfer: how weights are sent: "shm", shared
-    memory of one machine, or "gloo"; the server must have been started with the same backend.
+    memory of one machine, "ipc", the memory of one GPU, or "gloo"; the server must have been started with the same
+    backend.
     """
 
-    def __init__(
-        self, url: str, *, key: str | None = None, transfer: Literal["shm", "gloo"] = "shm", timeout: float = 600
-    ) -> None:
+    def __init__(self, url: str, *, key: str | None = None, transfer: Transfer = "shm", timeout: float = 600) -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._transfer = transfer
@@ -88,7 +88,8 @@ class Client:
         return str(self.post("/finish_weight_update", weight_version=version)["weight_version"])
 
     def _join(self) -> Sender:
-        sender: Sender = SharedMemorySender() if self._transfer == "shm" else GlooSender(self.timeout)
+        makers: dict[str, Callable[[], Sender]] = {"shm": SharedMemorySender, "ipc": IpcSender}
+        sender = makers.get(self._transfer, lambda: GlooSender(self.timeout))()
         with ThreadPoolExecutor(1) as pool:  # the server answers when both have met
             answer = pool.submit(self.post, "/init_weight_transfer_engine", init_info=sender.init_info)
             try:

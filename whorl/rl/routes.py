@@ -12,6 +12,7 @@ from fastapi import Body, Query
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from whorl.serve.adapters import AdaptersApi, LoadAdapter
 from whorl.serve.api_error import ApiError
 from whorl.serve.schema_parts import Strict
 
@@ -196,6 +197,10 @@ class Api:
             {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         )
 
+    async def load_lora_adapter(self, body: LoadAdapter) -> Response:
+        """prime-rl's, of every step: the adapter takes the place of the one that has its name."""
+        return await AdaptersApi(self._service).load(body.model_copy(update={"load_inplace": True}))
+
     # ---- memory
 
     async def sleep(
@@ -255,7 +260,8 @@ class Api:
         return await self.reset_prefix_cache()
 
     async def get_world_size(self, include_dp: bool = True) -> Response:
-        return JSONResponse({"world_size": self._sync.num_ranks})
+        """Say how many members of a trainer's group this server is: one, which sends weights on to its other ranks."""
+        return JSONResponse({"world_size": 1})
 
     async def server_info(self, config_format: Literal["text", "json"] = "text") -> Response:
         """Describe the server as vLLM does, as far as trainers read it."""
@@ -293,6 +299,7 @@ def add_routes(app: "FastAPI", service: "Service") -> None:
         "/reset_prefix_cache": api.reset_prefix_cache,
         "/reset_mm_cache": api.reset_mm_cache,
         "/init_broadcaster": api.init_broadcaster,
+        "/load_lora_adapter": api.load_lora_adapter,
     }
     gets: dict[str, Callable[..., Awaitable[Response]]] = {
         "/is_paused": api.is_paused,

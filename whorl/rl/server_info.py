@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def server_info(llm: "LLM", settings: "ServerSettings", backend: str) -> dict[str, Any]:
     """Return the answer of `/server_info`: vLLM's fields, and SGLang's beside them. backend: how weights come."""
-    ranks = llm.settings.tp or 1
+    ranks = llm.settings.num_ranks or 1
     dtype = str(llm.model.dtype)
     model = {
         "model": settings.names[-1],

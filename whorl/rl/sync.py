@@ -67,10 +67,6 @@ class Sync:
 
         self._use_stream = carried_over()
 
-    @property
-    def num_ranks(self) -> int:
-        return self._llm.settings.tp or 1
-
     # ---- what routes call
 
     async def begin_transfer(self, init_info: Mapping[str, Any]) -> None:
@@ -210,15 +206,15 @@ class Sync:
         if self.backend == "shm":
             return SharedMemoryTransfer()
         if self.backend == "ipc":
-            return IpcTransfer(self._device, packed=bool(info.get("packed", False)))
-        group = GroupInfo(info, rank=0, num_ranks=self.num_ranks, seconds=self._seconds)
+            return IpcTransfer(self._device)
+        group = GroupInfo(info, seconds=self._seconds)
         return GroupTransfer(self._wire(group), packed=group.packed, packed_bytes=group.packed_bytes)
 
     def _make_layers(self, info: dict[str, Any]) -> LayersTransfer:
         places = {"master_address": info["host"], "master_port": info["port"], "rank_offset": info["rank_offset"] + 1}
         places["world_size"] = info["inference_world_size"] + 1
         seconds = min(self._seconds, info["timeout"])
-        return LayersTransfer(self._wire(GroupInfo(places, rank=0, num_ranks=self.num_ranks, seconds=seconds)))
+        return LayersTransfer(self._wire(GroupInfo(places, seconds=seconds)))
 
     def _wire(self, group: GroupInfo) -> GlooWire | NcclWire:
         try:

@@ -7,7 +7,7 @@ Nothing of TRL is patched. With any model of transformers the server samples and
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from whorl import nn
 from whorl.engine.weights import load_model
 
-from .client import Client
+from .client import Client, Transfer
 
 _FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty")
 _IGNORED = -100  # the label of a token that is not scored
@@ -97,7 +97,7 @@ class Rollout:
         self.num_mismatches += sum(a != b for a, b in zip(sampled, logprobs[-len(sampled) :], strict=True))
 
 
-def rollout(url: str, *, key: str | None = None, transfer: Literal["shm", "gloo"] = "shm", seed: int = 0) -> Rollout:
+def rollout(url: str, *, key: str | None = None, transfer: Transfer = "shm", seed: int = 0) -> Rollout:
     """Return the `rollout_func` of TRL's GRPOTrainer for a server that was started with `whorl serve MODEL --rl`.
 
     Arguments: as for `Client`. Example: `GRPOTrainer(model, rewards, rollout_func=rollout("http://127.0.0.1:8000"))`

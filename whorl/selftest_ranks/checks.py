@@ -203,8 +203,11 @@ def _checkpoint(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def _check_engine(device: str, ranks: int, **options: Any) -> str:
-    """Compare the tokens and the log probabilities of the engine on several ranks with those on one rank."""
+def _check_engine(device: str, ranks: int, *, is_moe: bool = False, **options: Any) -> str:
+    """Compare the tokens and the log probabilities of the engine on several ranks with those on one rank.
+
+    is_moe: only of a model with experts.
+    """
     from whorl.engine.llm import LLM
     from whorl.engine.sequence import SamplingParams
     from whorl.models.llama import Llama
@@ -214,16 +217,18 @@ def _check_engine(device: str, ranks: int, **options: Any) -> str:
     sizes |= {"num_attention_heads": 2 * ranks, "num_key_value_heads": ranks}
     configs = {
         "Llama": Llama.tiny(**sizes, head_dim=16),
-        "Qwen3-MoE": Qwen3.tiny(**sizes, num_experts=8, norm_topk_prob=True),
+        "Qwen3-MoE": Qwen3.tiny(**sizes, num_experts=4 * ranks, norm_topk_prob=True),
     }
+    if is_moe:
+        del configs["Llama"]
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
     prompts: Any = [[3, 5, 8], [1, 2] * 9, [9] * 5]
     for name, config in configs.items():
         with tempfile.TemporaryDirectory() as folder:
             path = _checkpoint(Path(folder), config)
             outputs = []
-            for tp, extra in ((1, {}), (ranks, options)):
-                llm = LLM(path, device=device, dtype=torch.float32, tp=tp, max_model_len=64, num_blocks=64, **extra)
+            for extra in ({}, {"tp": ranks, **options}):
+                llm = LLM(path, device=device, dtype=torch.float32, max_model_len=64, num_blocks=64, **extra)
                 try:
                     outputs.append(llm.generate(prompts, params))
                 finally:
@@ -248,6 +253,11 @@ def tensor_parallel(device: str, ranks: int) -> str:
 
 def engine_sequence_parallel(device: str, ranks: int) -> str:
     return _check_engine(device, ranks, sp="on")
+
+
+def engine_expert_parallel(device: str, ranks: int) -> str:
+    _check_engine(device, ranks, is_moe=True, ep=ranks)
+    return _check_engine(device, ranks, is_moe=True, ep=ranks, tp=1)
 
 
 # ---- training
@@ -290,6 +300,7 @@ CHECKS: dict[str, Check] = {
     "fused products": Check(run=fused_products),
     "engine, tensor parallel": Check(run=tensor_parallel, starts_ranks=True),
     "engine, sequence parallel": Check(run=engine_sequence_parallel, starts_ranks=True),
+    "engine, expert parallel": Check(run=engine_expert_parallel, starts_ranks=True),
     "train, FSDP": Check(run=_training_check()),
     "train, FSDP, parameters freed": Check(run=_training_check(reshard="always")),
     "train, tensor parallel": Check(run=_training_check(tp=2)),

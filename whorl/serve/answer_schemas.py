@@ -54,11 +54,13 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class _Choice(Answer):
-    """token_ids: with return_token_ids; weight_versions: of a server with --rl."""
+    """token_ids: with return_token_ids; weight_versions: of a server with --rl; routed_experts: with --routed-experts,
+    [tokens, layers, experts of a token] as a file of numpy in base64."""
 
     index: int
     token_ids: list[int] = []
     weight_versions: list[WeightVersion] = []
+    routed_experts: str = ""
 
 
 class TopLogprob(Answer):
@@ -170,6 +172,7 @@ class IdChoice(Answer):
     logprobs: IdLogprobs | None
     finish_reason: Literal["stop", "length", "abort"]
     weight_versions: list[WeightVersion] = []
+    routed_experts: str = ""
 
 
 class GeneratedIds(Answer):
@@ -179,6 +182,14 @@ class GeneratedIds(Answer):
     prompt_logprobs: PromptLogprobs | None
     usage: Usage
     weight_version: str | None = None
+
+
+class Rendered(Answer):
+    request_id: str
+    model: str
+    token_ids: list[int]
+    features: dict[str, Any] | None
+    sampling_params: dict[str, Any]
 
 
 class Tokens(Answer):
@@ -336,3 +347,102 @@ class MessageAnswer(Answer):
 
 class MessageTokens(Answer):
     input_tokens: int
+
+
+# ---- Ollama's interface
+
+
+class OllamaError(Answer):
+    error: str
+
+
+class OllamaFunction(Answer):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(Answer):
+    id: str
+    function: OllamaFunction
+
+
+class OllamaMessage(Answer):
+    role: Literal["assistant"]
+    content: str
+    thinking: str = ""
+    tool_calls: list[OllamaCall] = []
+
+
+class _OllamaLine(Answer):
+    """Times are in nanoseconds; only the last line of a stream has them."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: str = ""
+    logprobs: list[TokenLogprob] = []
+    total_duration: int = 0
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+    prompt_eval_duration: int = 0
+    eval_count: int = 0
+    eval_duration: int = 0
+
+
+class OllamaMessageLine(_OllamaLine):
+    message: OllamaMessage
+
+
+class OllamaTextLine(_OllamaLine):
+    response: str
+    thinking: str = ""
+
+
+class OllamaVectors(Answer):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaVector(Answer):
+    embedding: list[float]
+
+
+class OllamaDetails(Answer):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(Answer):
+    """size_vram, context_length, expires_at: of a model that is loaded."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+    expires_at: str = ""
+    size_vram: int = 0
+    context_length: int = 0
+
+
+class OllamaModels(Answer):
+    models: list[OllamaModel]
+
+
+class OllamaShown(Answer):
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from pydantic import ValidationError
-
 from .schemas import ChatRequest
-from .validation import validation_error
+from .validation import validated
 
 Content = str | list[dict[str, Any]]
 
@@ -43,11 +41,7 @@ class Conversation:
 
     def to_request(self, **fields: Any) -> ChatRequest:
         """Build the chat request; fields that are None are left out. Raises ApiError for an invalid combination."""
-        present = {name: value for name, value in fields.items() if value is not None}
-        try:
-            return ChatRequest.model_validate({"messages": self.messages, **present})
-        except ValidationError as error:
-            raise validation_error(error.errors(), present) from None
+        return validated(ChatRequest, {"messages": self.messages, **fields})
 
     def _assistant(self) -> dict[str, Any]:
         if not self._is_last("assistant"):

@@ -20,6 +20,7 @@ class Dialect:
     event: the text of one event of a stream; done: the text that ends a stream; body: the JSON of an error response.
     """
 
+    media_type = "text/event-stream"
     done = "data: [DONE]\n\n"
     id_header = "x-request-id"  # a header for the request id beside x-request-id, which every response has
 
@@ -72,6 +73,21 @@ class Anthropic(NamedEvents):
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
+class Ollama(Dialect):
+    """Ollama's interface: a stream is lines of JSON, and an error is its message."""
+
+    media_type, done = "application/x-ndjson", ""
+
+    def event(self, chunk: Mapping[str, Any]) -> str:
+        return f"{_json(chunk)}\n"
+
+    def body(self, error: "ApiError", request_id: str | None) -> dict[str, Any]:
+        return {"error": error.body()["error"]["message"]}
+
+    def last_event(self, error: "ApiError", request_id: str | None) -> str:
+        return self.event(self.body(error, request_id))
+
+
 def error_event(error: "ApiError", sequence_number: int) -> dict[str, Any]:
     """Return the `error` event of `/v1/responses`.
 
@@ -82,12 +98,13 @@ def error_event(error: "ApiError", sequence_number: int) -> dict[str, Any]:
     return {"type": "error", **fields, "sequence_number": sequence_number, "error": body}
 
 
-_OPENAI, _RESPONSES, _ANTHROPIC = Dialect(), Responses(), Anthropic()
+_OPENAI = Dialect()
+_FAMILIES: Mapping[str, Dialect] = {"/v1/responses": Responses(), "/v1/messages": Anthropic(), "/api": Ollama()}
 
 
 def dialect_for(path: str) -> Dialect:
     """Return the dialect of a path."""
-    for family, dialect in (("/v1/responses", _RESPONSES), ("/v1/messages", _ANTHROPIC)):
+    for family, dialect in _FAMILIES.items():
         if path == family or path.startswith(f"{family}/"):
             return dialect
     return _OPENAI

@@ -78,6 +78,10 @@ class EmbeddingsApi:
 
     async def create(self, request: EmbeddingRequest, http: Request) -> Response:
         """Return a vector for each text."""
+        return await self.embed(request, http, EmbeddingReply)
+
+    async def embed(self, request: EmbeddingRequest, http: Request, reply: "type[EmbeddingReply]") -> Response:
+        """Embed the texts. reply: formats the vectors."""
         self._check()
         fields = {name: getattr(request, name) for name in ("model", "cache_salt", "priority")}
         completion = request.prompts.model_copy(update=fields)
@@ -86,9 +90,7 @@ class EmbeddingsApi:
             prepared = await self._service.preparer.completion(completion)
             return replace(prepared, params=replace(prepared.params, embed=True))
 
-        return await self._service.generate(
-            completion, http, prepare, lambda run: EmbeddingReply(request, completion, run)
-        )
+        return await self._service.generate(completion, http, prepare, lambda run: reply(request, completion, run))
 
     def _check(self) -> None:
         if self._pooling == LAST_TOKEN:

@@ -319,6 +319,7 @@ class EngineThread:
         stepped = {delta.sequence for delta in deltas}
         for seq in [seq for seq in self._queued if seq.block_table or seq in stepped]:
             self._queued.remove(seq)
+            seq.timings.admitted = started
             self.metrics.admitted(seq, started)
 
     def _publish(self, deltas: abc.Sequence[Any]) -> None:

@@ -30,7 +30,8 @@ _OPEN = ("/health", "/metrics", "/", "/docs", "/openapi.json")
 # Paths whose messages may contain pictures.
 _WITH_MEDIA = (
     *("/v1/chat/completions", "/tokenize", "/v1/responses", "/v1/responses/input_tokens"),
-    *("/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions/render", "/inference/v1/generate"),
+    *("/api/chat", "/api/generate"),
 )
 _WITH_HANDLES = ("/update_weights",)  # a handle for each of thousands of tensors, in base64
 # Exceptions that stop a task or the program; they are passed on. Every other one becomes an error response, including
@@ -113,7 +114,7 @@ class Gate:
         except BaseException as error:
             if answer.start is None:
                 await error_response(ApiError.from_exception(error), scope)(scope, receive, answer.send)
-            elif _is_stream(answer.start):
+            elif _is_stream(answer.start, scope):
                 await answer.end_stream(last_event(ApiError.from_exception(error), scope))
             else:
                 raise
@@ -249,8 +250,8 @@ async def _is_gone(request: Request) -> bool:
     return await request.is_disconnected()
 
 
-def _is_stream(start: Message) -> bool:
-    return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
+def _is_stream(start: Message, scope: Scope) -> bool:
+    return Headers(raw=start["headers"]).get("content-type", "").startswith(dialect_for(scope["path"]).media_type)
 
 
 def _check_content_type(scope: Scope, *, may_be_empty: bool) -> None:

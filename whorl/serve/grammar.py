@@ -85,10 +85,11 @@ class Grammars:
         if (refusal := self._proven[digest]) is not None:
             raise refusal
 
-    def compile(self, grammar: Grammar, *, is_thinking: bool) -> Allow:
-        """Compile a grammar. is_thinking: the prompt has opened a think tag, so the grammar starts after its end."""
-        native, size = self._native, self._vocab_size
-        return compiled(grammar.text, grammar.label, native, self._tokenizer, size, is_thinking=is_thinking)
+    def compile(self, grammar: Grammar, *, is_thinking: bool, may_think: bool = True) -> Allow:
+        """Compile a grammar. is_thinking: the prompt has opened a think tag, so the grammar starts after its end.
+        may_think: as in `compiled`."""
+        options = {"is_thinking": is_thinking, "may_think": may_think}
+        return compiled(grammar.text, grammar.label, self._native, self._tokenizer, self._vocab_size, **options)
 
     @functools.cached_property
     def _native(self) -> "LLTokenizer":

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # settings import this module, and must do so without the ser
 
 ANY = "*"
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]@]+))(?::[0-9]*)?")  # an address in brackets or a name, and a port
+_PEER = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 
 
 def check_address(host: str, port: int) -> None:
@@ -71,6 +72,12 @@ def check_origin(origin: str) -> None:
     is_origin = bool(parts.scheme and parts.netloc) and origin == f"{parts.scheme}://{parts.netloc}"
     if origin not in (ANY, "null") and not (is_origin and origin == origin.lower()):
         raise ValueError(f"serve: --allow-origin is {origin!r}, expected one such as http://localhost:3000, or *")
+
+
+def check_peer(url: str) -> None:
+    """Raise ValueError when it is no address of another server: it goes into the policy of the page as it is."""
+    if not _PEER.fullmatch(url):
+        raise ValueError(f"serve: --compare-with is {url!r}, expected one such as http://127.0.0.1:8001")
 
 
 def refused_origin(scope: "Scope", allowed: Sequence[str]) -> str | None:

@@ -34,6 +34,7 @@ class HttpServer(uvicorn.Server):
         # The gate writes one line for each request, with its id; what uvicorn logs looks as everything else does.
         # No WebSockets: an upgraded connection would bypass every check of requests.
         options |= {"access_log": False, "log_config": None, "ws": "none"}
+        options.setdefault("log_level", settings.log_level)
         options["timeout_graceful_shutdown"] = round(self._drain) + _GRACE
         super().__init__(uvicorn.Config(app, http=self.connections.protocol(), **options))
 

@@ -172,4 +172,13 @@ class DetailWriter:
         first = max(0, len(ids) - _MOST_PROMPT)
         detokenizer = self._tokenizer.detokenizer(skip_special=False)
         texts = [detokenizer.add(token_id) for token_id in ids[first:]]
-        return {"num_tokens": len(ids), "num_cached": seq.num_cached, "first": first, "texts": texts}
+        counts = {"num_tokens": len(ids), "num_cached": seq.num_cached, "first": first, "texts": texts}
+        return counts | {"seconds": _seconds(seq)}
+
+
+def _seconds(seq: Sequence) -> dict[str, float]:
+    """Return how long a sequence waited, and how long its prompt took."""
+    times = seq.timings
+    admitted = times.added if times.admitted is None else times.admitted
+    first = admitted if times.first_token is None else times.first_token
+    return {"queue": admitted - times.added, "prompt": first - admitted}

@@ -80,6 +80,10 @@ class MediaIntake:
         if len(parts) > self._limits.max_items:
             most = self._limits.max_items
             raise ApiError(400, f"{len(parts)} pictures and videos in one request; up to {most} are allowed")
+        for kind, most in self._limits.max_of_kind.items():
+            count = sum((kind == "image") == isinstance(part, ImagePart) for _, part in parts)
+            if count > most:
+                raise ApiError(400, f"the request has {count} parts of kind {kind}; up to {most} are allowed")
         client = CURRENT_CLIENT.get()
         if not has_room(self._num_requests, client, 1, self._max_queue):
             raise QueueFull(f"the pictures of {self._num_requests.total()} requests are being read already")

@@ -46,6 +46,15 @@ _STATE_METRICS: tuple[tuple[str, str, str, Callable[[Mapping[str, int]], float]]
     ("state_snapshots_saved", "Snapshots that were made.", "counter", lambda s: s["num_states_saved"]),
     ("state_snapshots_loaded", "Snapshots that prompts began with.", "counter", lambda s: s["num_states_loaded"]),
 )
+# Metrics of engines whose KV cache goes on beyond the device.
+_OFFLOAD_METRICS: tuple[tuple[str, str, str, Callable[[Mapping[str, int]], float]], ...] = (
+    ("kv_offload_memory_bytes", "Host memory with cached blocks.", "gauge", lambda s: s["num_host_bytes"]),
+    ("kv_offload_disk_bytes", "Files with cached blocks.", "gauge", lambda s: s["num_disk_bytes"]),
+    ("kv_offload_blocks_spilled", "Blocks copied to the host.", "counter", lambda s: s["num_blocks_spilled"]),
+    ("kv_offload_blocks_fetched", "Blocks copied to the device.", "counter", lambda s: s["num_blocks_fetched"]),
+    ("kv_offload_files_read", "Files of blocks that were read.", "counter", lambda s: s["num_files_read"]),
+    ("kv_offload_files_failed", "Files that could not be used.", "counter", lambda s: s["num_files_failed"]),
+)
 
 
 def _hits(stats: Mapping[str, int]) -> int:
@@ -87,10 +96,9 @@ class Metrics:
 
         kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         stats = self._stats()
-        of_model = (_PICTURE_METRICS if "num_encoded" in stats else ()) + (
-            _STATE_METRICS if "num_state_bytes" in stats else ()
-        )
-        for name, text, kind, value in _FROM_STATS + of_model:
+        keys = {"num_encoded": _PICTURE_METRICS, "num_state_bytes": _STATE_METRICS, "num_host_bytes": _OFFLOAD_METRICS}
+        more = [metric for key, metrics in keys.items() if key in stats for metric in metrics]
+        for name, text, kind, value in (*_FROM_STATS, *more):
             family = kinds[kind](f"whorl:{name}", text, labels=["model_name"])
             family.add_metric([self._model], value(stats))
             yield family

@@ -4,9 +4,10 @@ What `ServerSettings` has as well is declared here, once: `ServerFields`. A fiel
 the command, a row of its documentation and an argument of `build_server`, with the same default and bounds.
 """
 
+import json
 import os
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from whorl.fields import check, option
 
@@ -53,6 +54,15 @@ class ServerFields:
         vllm=("--reasoning-parser",),
         metavar="NAME",
     )
+    override_generation_config: str | None = option(
+        None,
+        'Sampling of requests that do not say it, over the model\'s: {"temperature": 0.6, "top_p": 0.9}.',
+        vllm=("--override-generation-config",),
+        metavar="JSON",
+    )
+    log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
+        "info", "Least level of the lines of the log.", vllm=("--uvicorn-log-level",)
+    )
     max_queue: int = option(1024, "Sequences that may wait; further requests get 429.", least=1)
     max_logprobs: int = option(
         20,
@@ -80,6 +90,19 @@ class ServerFields:
         "--allow-origin",
         metavar="URL",
     )
+    mcp_servers: tuple[str, ...] = option(
+        (),
+        "MCP server whose tools the page may call: its URL, or loopback for any of this machine; may be repeated. "
+        "Default: none.",
+        "--mcp-server",
+        metavar="URL",
+    )
+    compare_with: tuple[str, ...] = option(
+        (),
+        "Another whorl server that the page may compare this one with, such as http://127.0.0.1:8001; may be repeated. "
+        "It needs --allow-origin with the page's address.",
+        metavar="URL",
+    )
     media_hosts: tuple[str, ...] = option(
         (),
         "Host to fetch pictures and videos from, with its port unless default; may be repeated. Default: none, only "
@@ -99,6 +122,26 @@ class ServerFields:
             check(self)
         except ValueError as error:
             raise ValueError(f"serve: {error}") from None
+
+
+def read_counts(name: str, text: str | None) -> dict[str, int]:
+    """Return the counts of an option that is JSON, of images and videos; ValueError when it is something else."""
+    counts = {} if text is None else json_object(name, text)
+    for kind, count in counts.items():
+        if kind not in ("image", "video") or isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"serve: {name}: {kind} is {count!r}, expected image or video, and how many")
+    return counts
+
+
+def json_object(name: str, text: str) -> dict[str, Any]:
+    """Return the JSON object of an option; ValueError when it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"serve: {name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"serve: {name} is {text[:40]}, expected a JSON object")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +168,13 @@ class ServeOptions(ServerFields):
         1 << 30, "Pixels that the pictures of one request may declare together; more get 413.", least=1
     )
 
+    limit_mm_per_prompt: str | None = option(
+        None,
+        'Most pictures and videos of a request: {"image": 4, "video": 0}. Default: 64 together.',
+        vllm=("--limit-mm-per-prompt",),
+        metavar="JSON",
+    )
+
     def __post_init__(self) -> None:
         """Raise ValueError for a key that is meant but empty: the server would be open to everybody."""
         ServerFields.__post_init__(self)
@@ -141,6 +191,9 @@ class ServeOptions(ServerFields):
             "api_key": self.api_keys or None,
             "api_key_file": self.api_key_file,
             "chat_template": self.chat_template,
-            "media": Limits(max_request_pixels=self.max_request_pixels),
+            "media": Limits(
+                max_request_pixels=self.max_request_pixels,
+                max_of_kind=read_counts("--limit-mm-per-prompt", self.limit_mm_per_prompt),
+            ),
             "media_folder": self.media_folder or None,
         }

@@ -98,7 +98,10 @@ class Preparer:
         prompt = self._truncated(prompt, request, max_tokens)
         self._check_length(prompt, max_tokens)
         allow = await self._compile_grammar(
-            request, lambda worker: self._chat_grammar(request, worker), is_thinking=is_thinking
+            request,
+            lambda worker: self._chat_grammar(request, worker),
+            is_thinking=is_thinking,
+            may_think=rendered["may_think"],
         )
         return Prepared(
             prompts=[prompt],
@@ -139,8 +142,9 @@ class Preparer:
             raise ApiError(400, f"{where}: this model takes text only", param=where, code="text_only")
         return []
 
-    async def completion(self, request: CompletionRequest) -> Prepared:
-        """Prepare the prompts of a completion, which are texts or token ids."""
+    async def completion(self, request: CompletionRequest, messages: Sequence[ChatMessage] = ()) -> Prepared:
+        """Prepare the prompts of a completion, which are texts or token ids. messages: with the pictures and videos for
+        the placeholders of the one prompt."""
         params = self._params(
             request,
             max_tokens=None if request.max_tokens is None else max(request.max_tokens, 1),
@@ -149,13 +153,14 @@ class Preparer:
             if request.echo and request.logprobs is not None
             else request.prompt_logprobs,
         )
-        prompts, texts = await self._prompts.run(lambda worker: self._ids(request, worker))
+        items = await self.media(messages)
+        prompts, texts = await self._prompts.run(lambda worker: self._ids(request, worker, has_media=bool(items)))
         allow = await self._compile_grammar(
-            request, lambda worker: self._format_grammar(request, worker), is_thinking=False
+            request, lambda worker: self._format_grammar(request, worker), is_thinking=False, may_think=False
         )
-        return Prepared(prompts=prompts, params=replace(params, allow=allow), texts=texts)
+        return Prepared(prompts=prompts, params=replace(params, allow=allow), texts=texts, media=items)
 
-    def _ids(self, request: CompletionRequest, worker: Worker) -> tuple[list[list[int]], list[str]]:
+    def _ids(self, request: CompletionRequest, worker: Worker, *, has_media: bool) -> tuple[list[list[int]], list[str]]:
         """Return the ids of each prompt and, for echo, the text of each prompt."""
         inputs = _prompt_list(request.prompt)
         prompts: list[list[int]] = []
@@ -171,7 +176,7 @@ class Preparer:
             prompts = [list(ids) for ids in inputs]  # type: ignore[arg-type]
         prompts = [self._truncated(ids, request, request.max_tokens) for ids in prompts]
         for ids in prompts:
-            self._check_ids(ids)
+            self._check_ids(ids, has_media=has_media)
             self._check_length(ids, request.max_tokens)
         if request.echo and not texts:
             texts = worker.ask("decode", lists=prompts)
@@ -221,7 +226,7 @@ class Preparer:
         rendered = await self._prompts.run(work)
         if continues:
             text = messages[-1].text() or ""
-            rendered["is_thinking"] = text.rfind(THINK) > text.rfind(END_THINK)
+            rendered |= {"is_thinking": text.rfind(THINK) > text.rfind(END_THINK), "may_think": False}
         return rendered
 
     def _truncated(self, ids: list[int], request: Sampling, max_tokens: int | None) -> list[int]:
@@ -268,6 +273,7 @@ class Preparer:
             stop=tuple(stop),
             stop_token_ids=tuple(request.stop_token_ids or ()),
             include_stop=request.include_stop_str_in_output,
+            drafts=request.drafts,
             skip_special=request.skip_special_tokens,
             on_update=request.on_update,
             **fields,
@@ -295,10 +301,12 @@ class Preparer:
         schema = response_format.json_schema.schema_ if response_format.json_schema else None
         return self._grammars.json_schema({"type": "object"} if schema is None else schema)
 
-    async def _compile_grammar(self, request: Sampling, make: Callable[[Worker], Grammar], *, is_thinking: bool) -> Any:
+    async def _compile_grammar(
+        self, request: Sampling, make: Callable[[Worker], Grammar], *, is_thinking: bool, may_think: bool
+    ) -> Any:
         """Return which tokens the answer may have, as a grammar or `allowed_token_ids` says; None: any.
 
-        make: builds the grammar of a request that has one.
+        make: builds the grammar of a request that has one. is_thinking, may_think: as in `compiled`.
         """
         if request.allowed_token_ids is not None:
             return only(request.allowed_token_ids, self.vocab_size)
@@ -311,16 +319,16 @@ class Preparer:
         def compile_grammar(worker: Worker) -> Any:
             grammar = make(worker)
             self._grammars.prove(grammar, worker)
-            return self._grammars.compile(grammar, is_thinking=is_thinking)
+            return self._grammars.compile(grammar, is_thinking=is_thinking, may_think=may_think)
 
         return await self._schemas.run(compile_grammar)
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
+    def _check_ids(self, ids: Sequence[int], *, has_media: bool) -> None:
         if bad := [i for i in ids if i >= self.vocab_size]:
             raise ApiError(
                 400, f"prompt: ids {bad[:4]} are outside the vocabulary of {self.vocab_size}", param="prompt"
             )
-        if pads := [self._pads[i] for i in ids if i in self._pads]:
+        if not has_media and (pads := [self._pads[i] for i in ids if i in self._pads]):
             where = "pictures and videos are sent in messages, to /v1/chat/completions"
             raise ApiError(400, f"prompt: {pads[0]} stands for a picture or video, and there is none: {where}")
 

@@ -3,10 +3,14 @@
 The complete response is assembled from what the stream would have carried, so that the two cannot differ.
 """
 
+import base64
+import io
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from whorl import __version__
 from whorl.engine.call_forms import CallPart
@@ -45,7 +49,7 @@ class Reply:
         self.prepared, self.job, self.num_copies = run.prepared, run.job, request.n or 1
         self.texts = TokenNumbers.like(run.texts) if request.return_tokens_as_token_ids else run.texts
         self._has_ids, self._has_scores = request.return_token_ids, request.prompt_logprobs is not None
-        self._has_versions = run.has_versions
+        self._has_versions, self._routes_start = run.has_versions, request.routed_experts_prompt_start
         self._new_ids: list[list[int]] = [[] for _ in run.job.sequences]  # that no chunk has reported
         options = request.stream_options
         self._has_usage = options is not None and options.include_usage
@@ -62,7 +66,7 @@ class Reply:
         async for output in self.job.outputs(deadline):
             self.collect(output)
         indices = range(len(self.job.sequences))
-        choices = [self.choice(index) | self.for_trainers(index) | self.versions(index) for index in indices]
+        choices = [self.choice(index) | self.for_trainers(index) | self.at_end(index) for index in indices]
         answer = {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
         return answer | self.prompt_for_trainers() | self.version()
 
@@ -94,17 +98,30 @@ class Reply:
         spans = zip(seq.weight_versions, ends, strict=True)
         return {"weight_versions": [{"version": v, "start": start, "end": end} for (v, start), end in spans]}
 
+    def routes(self, index: int) -> dict[str, Any]:
+        """Return to which experts each token of a choice was sent, in vLLM's form: a file of numpy in base64."""
+        rows = self.job.sequences[index].routed_experts
+        if rows is None:
+            return {}
+        file = io.BytesIO()
+        np.save(file, rows[self._routes_start :], allow_pickle=False)
+        return {"routed_experts": base64.b64encode(file.getvalue()).decode()}
+
+    def at_end(self, index: int) -> dict[str, Any]:
+        """Return what is known of a choice when it has ended."""
+        return self.versions(index) | self.routes(index)
+
     def version(self) -> dict[str, Any]:
         """Return the version of the weights that the last token was sampled with."""
         all_versions = [v for seq in self.job.sequences for v, _ in seq.weight_versions]
         return {"weight_version": all_versions[-1] if all_versions else None} if self._has_versions else {}
 
     def _with_new_ids(self, choice: dict[str, Any], is_last: bool) -> dict[str, Any]:
-        """Add to a choice of a stream the ids of its new tokens, and at its end the versions."""
+        """Add to a choice of a stream the ids of its new tokens, and what `at_end` has."""
         index = choice["index"]
         if self._has_ids:
             choice, self._new_ids[index] = choice | {"token_ids": self._new_ids[index]}, []
-        return choice | (self.versions(index) if is_last else {})
+        return choice | (self.at_end(index) if is_last else {})
 
     async def chunks(self, deadline: float) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a streamed response."""

@@ -86,7 +86,8 @@ class LogLimit(logging.Filter):
 
 def begin_log(settings: ServerSettings) -> None:
     """Set up the log of a server, and warn when anybody may use it."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s: %(message)s")
+    level = logging.DEBUG if settings.log_level == "trace" else settings.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s: %(message)s")
     filters = (LogLimit(), RequestIdFilter())
     for name in _FILTERED:
         for each in filters:

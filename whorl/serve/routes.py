@@ -12,7 +12,9 @@ from .adapters import AdaptersApi
 from .embeddings import EmbeddingsApi
 from .message_schemas import MessagesError
 from .messages import MessagesApi
+from .ollama import OllamaApi
 from .refused_fields import REFUSED
+from .rendering import RenderApi
 from .responses import ResponsesApi
 from .schemas import ErrorResponse
 from .token_generation import TokensApi
@@ -42,14 +44,26 @@ def add_routes(app: "FastAPI", service: "Service") -> None:
     responses, messages = ResponsesApi(service), MessagesApi(service)
     adapters = AdaptersApi(service)
     embeddings = EmbeddingsApi(service, service.settings.pooling)
+    ollama = OllamaApi(service, embeddings)
+    theirs: dict[int | str, dict[str, Any]] = {code: {"model": answers.OllamaError} for code in usual}
+    lines = "application/x-ndjson"
     for path, method, function, answer, refusals in (
         ("/v1/chat/completions", "POST", service.chat_completions, _streamed(answers.ChatCompletion), usual),
+        ("/v1/chat/completions/render", "POST", RenderApi(service).render, {"model": answers.Rendered}, usual),
         ("/v1/completions", "POST", service.completions, _streamed(answers.Completion), usual),
         ("/v1/responses", "POST", responses.create, _streamed(answers.Response), usual),
         ("/v1/responses/input_tokens", "POST", responses.input_tokens, {"model": answers.InputTokens}, usual),
         ("/v1/messages", "POST", messages.create, _streamed(answers.MessageAnswer), anthropic),
         ("/v1/messages/count_tokens", "POST", messages.count_tokens, {"model": answers.MessageTokens}, anthropic),
         ("/v1/embeddings", "POST", embeddings.create, {"model": answers.Embeddings}, usual),
+        ("/api/chat", "POST", ollama.chat, _streamed(answers.OllamaMessageLine, lines), theirs),
+        ("/api/generate", "POST", ollama.generate, _streamed(answers.OllamaTextLine, lines), theirs),
+        ("/api/embed", "POST", ollama.embed, {"model": answers.OllamaVectors}, theirs),
+        ("/api/embeddings", "POST", ollama.embedding, {"model": answers.OllamaVector}, theirs),
+        ("/api/show", "POST", ollama.show, {"model": answers.OllamaShown}, theirs),
+        ("/api/tags", "GET", ollama.tags, {"model": answers.OllamaModels}, theirs),
+        ("/api/ps", "GET", ollama.running, {"model": answers.OllamaModels}, theirs),
+        ("/api/version", "GET", ollama.version, {}, theirs),
         ("/inference/v1/generate", "POST", TokensApi(service).generate, _streamed(answers.GeneratedIds), usual),
         ("/v1/load_lora_adapter", "POST", adapters.load, text, usual),
         ("/v1/unload_lora_adapter", "POST", adapters.unload, text, usual),
@@ -66,8 +80,10 @@ def add_routes(app: "FastAPI", service: "Service") -> None:
     app.add_api_route("/docs", lambda: HTMLResponse(reference(app.openapi())), include_in_schema=False)
 
 
-def _streamed(model: Any) -> dict[str, Any]:
+def _streamed(model: Any, media_type: str = "text/event-stream") -> dict[str, Any]:
     """Describe an answer that is one object, or with `stream` a series of events, of which the schema shows one."""
+    if media_type != "text/event-stream":  # lines, each like the whole
+        return {"model": model, "content": {media_type: {"schema": {"type": "object"}}}}
     lines = {"event": {"type": "string"}, "data": {"type": "string"}}
     event = {"type": "object", "properties": lines, "required": ["data"]}
     return {"model": model, "content": {"text/event-stream": {"schema": event}}}

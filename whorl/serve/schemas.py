@@ -51,6 +51,7 @@ class Sampling(Guided, SamplingFields, RefusedSampling):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="the prefix cache is shared only with requests of the same salt"
     )
+    drafts: bool = Field(True, description="false: this request has no drafts; its answer is the same")
     ignore_eos: bool = False
     logit_bias: (
         Annotated[
@@ -75,6 +76,9 @@ class Sampling(Guided, SamplingFields, RefusedSampling):
         "continue",
         description="when the weights change before its end, the answer goes on with the new ones, is computed again, "
         "or ends with the reason abort",
+    )
+    routed_experts_prompt_start: Count = Field(
+        0, description="with --routed-experts: leave out the experts of so many tokens of the prompt"
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None

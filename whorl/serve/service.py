@@ -21,6 +21,7 @@ from .engine_thread import EngineThread
 from .gate import KEY_INDEX, STEERING
 from .key_limits import KeyUse
 from .logprobs import DetailWriter, TokenTexts
+from .mcp import McpApi
 from .media_intake import MediaIntake
 from .metrics import Metrics
 from .prepare import Prepared, Preparer
@@ -59,6 +60,8 @@ class Service:
             raise ValueError(f"serve: {', '.join(names)} names the model and an adapter; give one another name")
         if settings.chat_template is not None:
             tokenizer = tokenizer.with_template(settings.chat_template)
+        if sampling := settings.sampling():
+            tokenizer = tokenizer.with_sampling(sampling)
         self.tokenizer: Tokenizer = tokenizer
         self.metrics = Metrics(settings.names[0], llm.stats)
         self.warmup: Kind = "off" if llm.warmed else kind_for(llm.settings.warmup, llm.runner.device, is_server=True)
@@ -83,6 +86,7 @@ class Service:
             tool_parser=settings.tool_parser,
             reasoning_parser=settings.reasoning_parser,
         )
+        self.mcp = McpApi(settings)
         self._texts = TokenTexts(tokenizer)
         self.drafted_by = None if llm.proposer is None else llm.proposer.source
         self._created = int(time.time())
@@ -90,6 +94,10 @@ class Service:
     @property
     def preparer(self) -> Preparer:
         return self._preparer
+
+    @property
+    def takes_media(self) -> bool:
+        return self._media is not None
 
     async def start(self) -> None:
         await self._prompts.start()
@@ -100,6 +108,7 @@ class Service:
         self._schemas.close()
         if self._media is not None:
             self._media.close()
+        self.mcp.close()
         await self.engine.stop()
 
     # ---- generating
@@ -273,13 +282,14 @@ class Service:
 
 
 class EventStream(StreamingResponse):
-    """Sends chunks as server-sent events in the dialect of the route.
+    """Sends chunks as events, in the dialect of the route.
 
     `close` runs when the stream is over, however it ends.
     """
 
     def __init__(self, chunks: AsyncIterator[dict[str, Any]], scope: Scope, close: Callable[[], None]) -> None:
-        super().__init__(_events(chunks, scope), media_type="text/event-stream", headers=_STREAM_HEADERS)
+        media_type = dialect_for(scope["path"]).media_type
+        super().__init__(_events(chunks, scope), media_type=media_type, headers=_STREAM_HEADERS)
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from whorl.engine.sampling_params import PARAMETERS, SamplingParams
 from whorl.fields import option
 from whorl.media import Limits
 
-from .hosts import check_origin
+from .hosts import check_origin, check_peer, is_loopback
 from .key_limits import ApiKey
-from .options import ServerFields
+from .mcp_client import check_servers
+from .options import ServerFields, json_object
 from .parsers import check_names
 from .worker import JOB_MEMORY, JOB_SECONDS
 
@@ -55,6 +57,21 @@ class ServerSettings(ServerFields):
     )
     job_memory: int = option(JOB_MEMORY, "Memory of a worker for the same; a schema gets a quarter of it.", least=1)
 
+    def sampling(self) -> dict[str, float]:
+        """Return the sampling parameters of `override_generation_config`; ValueError for one that is not known."""
+        name = "override_generation_config"
+        values = {} if self.override_generation_config is None else json_object(name, self.override_generation_config)
+        for key, value in values.items():
+            if key == "max_new_tokens":
+                raise ValueError(f"serve: {name}: clients say max_tokens: leave max_new_tokens out")
+            known = [parameter for parameter, (_, declared) in PARAMETERS.items() if declared.is_in_apis]
+            if key not in known:
+                raise ValueError(f"serve: {name}: {key} is not known. Has: {', '.join(known)}")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"serve: {name}: {key} is {value!r}, expected a number")
+        SamplingParams(**values)
+        return values
+
     @property
     def keys(self) -> tuple[str, ...]:
         """The secret of every API key."""
@@ -77,8 +94,12 @@ class ServerSettings(ServerFields):
                 "serve: rl needs the routes of trainers: set rl to True and more_routes to "
                 "(whorl.rl.routes.add_routes,), or neither"
             )
+        self.sampling()
         for origin in self.origins:
             check_origin(origin)
+        for peer in self.compare_with:
+            check_peer(peer)
+        check_servers(self.mcp_servers, is_private=is_loopback(self.host))
         if len(set(self.keys)) < len(self.keys):
             raise ValueError("serve: an API key is given twice")
         check_names(self.tool_parser, self.reasoning_parser)

@@ -16,6 +16,7 @@ from whorl.engine.sequence import Logprob
 from .engine_thread import StepOutput
 from .logprobs import finite
 from .refused_fields import Refused
+from .rendering import Features
 from .replies import Reply, Run
 from .schema_parts import Count, Ids, Priority, SamplingFields, StreamOptions, Strict, TokenId
 from .schemas import MAX_N, Alternatives, CompletionRequest
@@ -42,7 +43,9 @@ class GenerateParams(SamplingFields):
     logprobs: Alternatives | None = None
     prompt_logprobs: Alternatives | None = None
     output_kind: int | None = Field(None, description="no effect: `stream` says it")
-    routed_experts_prompt_start: Count | None = Field(None, description="no effect: see docs/rl.md")
+    routed_experts_prompt_start: Count = Field(
+        0, description="with --routed-experts: leave out the experts of so many tokens of the prompt"
+    )
     detokenize: bool = Field(False, description="no effect: there is no text")
     skip_special_tokens: bool = Field(True, description="no effect: there is no text")
     spaces_between_special_tokens: bool = Field(True, description="no effect: there is no text")
@@ -52,7 +55,7 @@ class GenerateRequest(Strict):
     token_ids: Annotated[Ids, Field(min_length=1)]
     sampling_params: GenerateParams = Field(default_factory=lambda: GenerateParams.model_validate({}))
     request_id: Annotated[str, Field(max_length=256)] | None = Field(None, description="the answer repeats it")
-    features: Annotated[None, Refused("this route takes no pictures: send messages to /v1/chat/completions")] = None
+    features: Features | None = Field(None, description="pictures, as /v1/chat/completions/render has returned them")
     kv_transfer_params: Annotated[None, Refused("this server keeps its cache to itself", ({},))] = None
     model: str | None = None
     cache_salt: str | None = None
@@ -63,8 +66,7 @@ class GenerateRequest(Strict):
 
     def completion(self) -> CompletionRequest:
         """Return the equivalent completion request, which validates the fields that both have."""
-        excluded = {"detokenize", "skip_special_tokens", "spaces_between_special_tokens"}
-        excluded |= {"output_kind", "routed_experts_prompt_start"}
+        excluded = {"detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"}
         fields = self.sampling_params.model_dump(exclude=excluded, exclude_none=True)
         fields["max_tokens"] = self.sampling_params.max_tokens
         outer = {name: getattr(self, name) for name in _SHARED}
@@ -83,9 +85,14 @@ class TokensApi:
 
     async def generate(self, request: GenerateRequest, http: Request) -> Response:
         """Continue token ids with token ids."""
-        completion = request.completion()
+        completion, preparer = request.completion(), self._service.preparer
+        messages = [] if request.features is None else request.features.messages()
+
         return await self._service.generate(
-            completion, http, self._service.preparer.completion, lambda run: TokensReply(request, completion, run)
+            completion,
+            http,
+            lambda completion: preparer.completion(completion, messages),
+            lambda run: TokensReply(request, completion, run),
         )
 
 
@@ -102,7 +109,7 @@ class TokensReply(Reply):
     async def complete(self, deadline: float) -> dict[str, Any]:
         async for output in self.job.outputs(deadline):
             self.collect(output)
-        choices = [self.choice(index) | self.versions(index) for index in range(len(self.job.sequences))]
+        choices = [self.choice(index) | self.at_end(index) for index in range(len(self.job.sequences))]
         prompt = self.prompt_logprobs(0)
         return {**self._header(), "choices": choices, "prompt_logprobs": prompt, "usage": self.usage()} | self.version()
 

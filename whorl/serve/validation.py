@@ -1,8 +1,21 @@
 """Turns the validation errors of a request's body into one API error."""
 
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from .api_error import ApiError
+
+_M = TypeVar("_M", bound=BaseModel)
+
+
+def validated(schema: type[_M], fields: dict[str, Any]) -> _M:
+    """Build a request from the fields that are not None; raise ApiError 400 for an invalid combination."""
+    present = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return schema.model_validate(present)
+    except ValidationError as error:
+        raise validation_error(error.errors(), present) from None
 
 
 def validation_error(errors: Any, body: Any) -> ApiError:

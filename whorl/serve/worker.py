@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from whorl.engine.grammar_masks import native_tokenizer
-from whorl.engine.reply_parser import THINK
+from whorl.engine.reply_parser import END_THINK, THINK
 from whorl.engine.tokenizer import Tokenizer
 from whorl.sandbox import START_SECONDS, Fence, read, write
 
@@ -52,7 +52,8 @@ class Jobs:
         places: Sequence[Any] | None,
         family: str | None,
     ) -> dict[str, Any]:
-        """Render and tokenize a conversation; `is_thinking` says if its prompt ends with an opening think tag.
+        """Render and tokenize a conversation; `is_thinking` says if its prompt ends with an opening think tag,
+        `may_think` if it does not end with a closing one.
 
         max_bytes, max_tokens: as in `encode`. places: where its pictures and videos stand, from `Placeholder.to_json`;
         None: the model takes text only. family: of a model that takes pictures, as in `expand`.
@@ -64,7 +65,8 @@ class Jobs:
 
             text = expand(text, [Placeholder.from_json(place) for place in places], family or DEFAULT)
         (ids,) = self.encode([text], False, max_bytes, max_tokens)
-        return {"ids": ids, "is_thinking": text.rstrip().endswith(THINK)}
+        end = text.rstrip()
+        return {"ids": ids, "is_thinking": end.endswith(THINK), "may_think": not end.endswith(END_THINK)}
 
     def write_prompt(
         self,

@@ -26,11 +26,11 @@ RESETS: Final = ("verl", "slime", "vime", "trl", "prime-rl", "nemo-rl")
 @pair_rule("sides-rotate-differently")
 def rotation_differs(pair: Pair) -> Iterator[Finding]:
     for aspect, codes in ROTATION.items():
-        if pair.differs(aspect) and not pair.codes.intersection(codes):
+        if not pair.codes.intersection(codes):
             trainer, rollout = pair.facts[aspect]
-            yield Finding(
-                where=pair.where(aspect),
-                found=f"{aspect}: {pair.sides(aspect)}",
+            yield from pair.difference(
+                aspect,
+                severity="error",
                 expected="the same on both sides, as in the checkpoint's config.json",
                 why="The rollout samples from a model that attends to other distances than the trained one. Nothing "
                 "fails: logprobs differ more with every position, and training learns the difference.",
@@ -40,13 +40,10 @@ def rotation_differs(pair: Pair) -> Iterator[Finding]:
 
 @pair_rule("sides-round-differently")
 def activations_differ(pair: Pair) -> Iterator[Finding]:
-    if not pair.differs("activations"):
-        return
     trainer, rollout = pair.facts["activations"]
     residuals = trainer.value.startswith(rollout.value)  # the same products, other sums
-    yield Finding(
-        where=pair.where("activations"),
-        found=f"activations: {pair.sides('activations')}",
+    return pair.difference(
+        "activations",
         expected="one dtype for products and for residuals",
         why="Under autocast the trainer adds its layers in fp32, while the rollout rounds every sum to 16 bits."
         if residuals
@@ -60,50 +57,40 @@ def activations_differ(pair: Pair) -> Iterator[Finding]:
 
 @pair_rule("sides-round-differently")
 def routers_differ(pair: Pair) -> Iterator[Finding]:
-    if pair.differs("router"):
-        yield Finding(
-            where=pair.where("router"),
-            found=f"router: {pair.sides('router')}",
-            expected="one precision of the router's logits",
-            why="Logits of experts that are close together swap places when they are rounded. One swapped expert "
-            "changes a token by far more than any other rounding: about 10% of choices differ in a forward.",
-            fix=("replay the rollout's routing in the trainer", "or give the trainer's router the rollout's precision"),
-            severity=pair.mild,
-        )
+    return pair.difference(
+        "router",
+        expected="one precision of the router's logits",
+        why="Logits of experts that are close together swap places when they are rounded. One swapped expert changes a "
+        "token by far more than any other rounding: about 10% of choices differ in a forward.",
+        fix=("replay the rollout's routing in the trainer", "or give the trainer's router the rollout's precision"),
+    )
 
 
 @pair_rule("sides-round-differently")
 def heads_differ(pair: Pair) -> Iterator[Finding]:
-    if pair.differs("head"):
-        wide = "rollout" if pair.facts["head"][1].value == "fp32" else "trainer"
-        yield Finding(
-            where=pair.where("head"),
-            found=f"logits of the head: {pair.sides('head')}",
-            expected="logits in fp32 on both sides",
-            why="A logit rounded to bf16 is off by up to 1 in 256 of its size, about 0.06 at a logit of 20, and so is "
-            "the logprob. With fp32 heads the sides' probabilities correlate far better (MiniMax-M1: 0.99, not 0.9).",
-            fix="cast_lm_head_to_fp32 (TRL), or fp32 logits in the trainer's loss"
-            if wide == "rollout"
-            else '--enable-fp32-lm-head (SGLang), or --hf-overrides \'{"head_dtype": "float32"}\' (vLLM)',
-            severity=pair.mild,
-        )
+    return pair.difference(
+        "head",
+        "logits of the head",
+        expected="logits in fp32 on both sides",
+        why="A logit rounded to bf16 is off by up to 1 in 256 of its size, about 0.06 at a logit of 20, and so is the "
+        "logprob. With fp32 heads the sides' probabilities correlate far better (MiniMax-M1: 0.99, not 0.9).",
+        fix="cast_lm_head_to_fp32 (TRL), or fp32 logits in the trainer's loss"
+        if pair.facts["head"][1].value == "fp32"
+        else '--enable-fp32-lm-head (SGLang), or --hf-overrides \'{"head_dtype": "float32"}\' (vLLM)',
+    )
 
 
 @pair_rule("sides-round-differently")
 def cos_and_sin_differ(pair: Pair) -> Iterator[Finding]:
-    if pair.differs("cos and sin"):
-        is_fused = pair.facts["cos and sin"][0].value == "fp32"
-        yield Finding(
-            where=pair.where("cos and sin"),
-            found=f"cos and sin: {pair.sides('cos and sin')}",
-            expected="one precision of cos and sin",
-            why="One side multiplies q and k by cos and sin in fp32, the other rounds them to 16 bits first: every "
-            "rotated channel differs in its last bits, on all positions.",
-            fix="apply_rope_fusion=False: the unfused rotation rounds them, as the rollout does"
-            if is_fused
-            else "apply_rope_fusion, if the trainer is Megatron: TransformerEngine's kernel keeps them in fp32",
-            severity=pair.mild,
-        )
+    return pair.difference(
+        "cos and sin",
+        expected="one precision of cos and sin",
+        why="One side multiplies q and k by cos and sin in fp32, the other rounds them to 16 bits first: every rotated "
+        "channel differs in its last bits, on all positions.",
+        fix="apply_rope_fusion=False: the unfused rotation rounds them, as the rollout does"
+        if pair.facts["cos and sin"][0].value == "fp32"
+        else "apply_rope_fusion, if the trainer is Megatron: TransformerEngine's kernel keeps them in fp32",
+    )
 
 
 @pair_rule("rollout-quantised")
@@ -140,16 +127,13 @@ def _correction_of(pair: Pair) -> str:
 
 @pair_rule("rollout-quantised")
 def cache_is_quantised(pair: Pair) -> Iterator[Finding]:
-    if pair.differs("KV cache"):
-        yield Finding(
-            where=pair.where("KV cache"),
-            found=f"KV cache: {pair.sides('KV cache')}",
-            expected="keys and values in 16 bits, or a correction of the loss",
-            why="The rollout attends to keys and values rounded to 8 bits; the trainer's are not, so logprobs differ "
-            "more the longer the sequence is.",
-            fix="leave --kv-cache-dtype out",
-            severity=pair.mild,
-        )
+    return pair.difference(
+        "KV cache",
+        expected="keys and values in 16 bits, or a correction of the loss",
+        why="The rollout attends to keys and values rounded to 8 bits; the trainer's are not, so logprobs differ more "
+        "the longer the sequence is.",
+        fix="leave --kv-cache-dtype out",
+    )
 
 
 @pair_rule("logprobs-mean-different-things")
@@ -215,16 +199,14 @@ def cache_outlives_weights(pair: Pair) -> Iterator[Finding]:
 
 @pair_rule("sides-sum-differently")
 def ranks_differ(pair: Pair) -> Iterator[Finding]:
-    if pair.differs("tensor parallel"):
-        yield Finding(
-            where=pair.where("tensor parallel"),
-            found=f"ranks of tensor parallelism: {pair.sides('tensor parallel')}",
-            expected="the same number on both sides, where equal bits matter",
-            why="A row of a split matmul is a sum over ranks, so another number of ranks adds the same products in "
-            "another order and rounds at other places. No engine but TBIK's makes that equal.",
-            fix="the same tensor parallel size on both sides",
-            severity=pair.mild,
-        )
+    return pair.difference(
+        "tensor parallel",
+        "ranks of tensor parallelism",
+        expected="the same number on both sides, where equal bits matter",
+        why="A row of a split matmul is a sum over ranks, so another number of ranks adds the same products in another "
+        "order and rounds at other places. No engine but TBIK's makes that equal.",
+        fix="the same tensor parallel size on both sides",
+    )
 
 
 @pair_rule("sides-sum-differently")

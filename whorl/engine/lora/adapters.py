@@ -4,7 +4,7 @@ A name that is loaded again, or unloaded, keeps its old slot until the last sequ
 a sequence has one adapter from its first token to its last, and a cached block belongs to one version of one adapter.
 """
 
-import itertools
+import hashlib
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from whorl.nn import LowRanks, Target, Update, Vocabulary
 
+from ..host_blocks import check_sums
 from ..memory import named_errors
 from ..sequence import Sequence
 from ..weights.checkpoint import some
@@ -27,21 +28,17 @@ Write = Callable[[int, Mapping[str, Update]], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """A loaded adapter. version: a number that no other adapter of the engine has. sequences: those that began with
-    it. sees: it updates the vision tower, so that an image's features depend on it."""
+    """A loaded adapter. identity: a digest of its updates, to which blocks and features that it has computed belong,
+    in this process and in others. sequences: those that began with it. sees: it updates the vision tower, so that an
+    image's features depend on it."""
 
     name: str
     path: str
-    version: int
+    identity: str
     slot: int
     rank: int
     sees: bool = False
     sequences: "weakref.WeakSet[Sequence]" = field(default_factory=weakref.WeakSet)
-
-    @property
-    def identity(self) -> str:
-        """What the blocks and features that it has computed belong to."""
-        return f"{self.name} {self.version}"
 
     def give(self, seq: Sequence) -> None:
         """Let a new sequence use this adapter."""
@@ -62,7 +59,6 @@ class Adapters:
         self.low_ranks = LowRanks(model, most)
         self.by_name: dict[str, Adapter] = {}
         self._unloaded: list[Adapter] = []  # those that sequences may still use
-        self._versions = itertools.count()
 
     def find(self, name: str) -> Adapter:
         """Return an adapter; ValueError if there is none of this name."""
@@ -91,7 +87,7 @@ class Adapters:
         self.unload(name, missing_ok=True)
         sees = any(_sees(key) for key in updates)
         rank = max(update.rank for update in updates.values())
-        adapter = Adapter(name, str(file.path), next(self._versions), slot, rank, sees)
+        adapter = Adapter(name, str(file.path), _digest(updates), slot, rank, sees)
         self.by_name[name] = adapter
         return adapter
 
@@ -116,6 +112,16 @@ class Adapters:
                 "unload one, or start with more (--max-loras)"
             )
         return free
+
+
+def _digest(updates: Mapping[str, Update]) -> str:
+    """Return a digest of the names and values of updates."""
+    sha = hashlib.sha256()
+    for name, update in sorted(updates.items()):
+        sha.update(f"{name} {update.scale!r}".encode())
+        for x in (update.a, update.b, update.bias):
+            sha.update(b"" if x is None else check_sums(x))
+    return sha.hexdigest()[:32]
 
 
 def _sees(key: str) -> bool:

@@ -43,6 +43,7 @@ class Proposer(Protocol):
     k: int  # longest draft
     source: str = "draft"  # name of the origin of drafted tokens in outputs
     wants_hidden: bool = False
+    has_weights: bool = False  # whether it drafts with a model or a head of its own
     draft_head: "Model | None" = None  # computes drafts from the target's hidden states
 
     def propose(self, sequences: abc.Sequence[Sequence], k: int) -> list[Draft]:

@@ -62,6 +62,8 @@ class DraftModel(Proposer):
     then some get no draft. Raises ValueError for sizes below 1. Example: `LLM(path, speculate=DraftModel(small, k=4))`
     """
 
+    has_weights = True
+
     def __init__(
         self,
         path: str | Path | None = None,

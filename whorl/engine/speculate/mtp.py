@@ -77,7 +77,7 @@ class MTP(Proposer):
     Example: `LLM(path, speculate=MTP(k=2))`
     """
 
-    wants_hidden = True
+    wants_hidden = has_weights = True
 
     def __init__(self, path: str | Path | None = None, *, layer: Model | None = None, k: int = 1) -> None:
         if k < 1:

@@ -5,7 +5,7 @@ small default model. No code from a checkpoint is ever run; the only pickle that
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,12 +27,11 @@ from ..settings import LoadOptions
 from . import dcp
 from .checkpoint import Checkpoint, read_config
 from .checkpoint import Source as Source
-from .converted import converted
 from .fill import check_fit, fill
 from .hub import resolve
+from .made import make
 from .quantize import quantized
 from .safetensors import open_safetensors
-from .stacks import separate
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -282,20 +281,10 @@ def open_checkpoint(
             sources = dcp.open_dcp(path, getattr(model_class, "trained_names", None), rename)
         else:
             sources = open_safetensors(path, torch.device(device), stack)
-        sources = separate(sources) if getattr(model_class, "separates_experts", False) else sources
-        sources = _renamed(sources, getattr(model_class, "renamed", ()))
-        if getattr(model_class, "is_converted", False):
-            sources = converted(config, sources)
+        tensors = getattr(model_class, "tensors", None)
+        if tensors is not None:
+            sources = make(tensors(config, {name: source.shape for name, source in sources.items()}), sources)
         yield _check_counts(Checkpoint(path=path, config=config, sources=sources))
-
-
-def _renamed(sources: dict[str, Source], beginnings: Sequence[tuple[str, str]]) -> dict[str, Source]:
-    """Return the tensors by the model's names. beginnings: of names in the file, and those of the model."""
-    names = {name: name for name in sources}
-    for name in sources:
-        old, new = next((pair for pair in beginnings if name.startswith(pair[0])), ("", ""))
-        names[name] = new + name.removeprefix(old)
-    return {names[name]: source for name, source in sources.items()}
 
 
 def _check_counts(checkpoint: Checkpoint) -> Checkpoint:

@@ -26,10 +26,18 @@ def check_fit(model: Any, checkpoint: Checkpoint) -> None:
 
 def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, Source]:
     """Return the tensors that the model loads: names that begin with `only`, less the endings in `ignored` and the
-    beginnings in `ignored_layers`, all of them attributes of the model."""
+    beginnings in `ignored_layers`, all of them attributes of the model, and less what only other ranks have."""
     layers, only = getattr(model, "ignored_layers", ()), getattr(model, "only", "")
     sources = {name: source for name, source in checkpoint.sources.items() if name.startswith(only)}
+    elsewhere = {beginning for name, layer in weighted(model) for beginning in layer.elsewhere(name)}
+    if elsewhere:
+        sources = {n: s for n, s in sources.items() if elsewhere.isdisjoint(_beginnings(n))}
     return {n: s for n, s in sources.items() if not n.endswith(model.ignored) and not n.startswith(layers)}
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    """Yield the beginnings of a name that end with a dot."""
+    return (name[: i + 1] for i, letter in enumerate(name) if letter == ".")
 
 
 def fill(model: Any, checkpoint: Checkpoint, *, progress: bool = False, unpack: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,23 @@ def _from_hub(name: str, revision: str | None, file: str | None) -> Path:
     """
     if not is_installed("huggingface_hub"):
         raise ValueError(f"{name}: no such folder; to use it as a Hugging Face id: pip install huggingface_hub")
+    is_new = not _cache(name).exists()
+    if is_new:
+        print(f"whorl: downloading {name} from huggingface.co, once", file=sys.stderr)
+    path = _fetched(name, revision, file)
+    if is_new:
+        print(f"whorl: {name} lies in {path}; whorl rm {name} deletes it", file=sys.stderr)
+    return path
+
+
+def _cache(name: str) -> Path:
+    """Return the folder of a model in the Hugging Face cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+
+
+def _fetched(name: str, revision: str | None, file: str | None) -> Path:
     if file is not None:
         return _gguf(name, revision, _listed(name, revision) or [file], file)
     folder = _download(name, revision, "config.json")

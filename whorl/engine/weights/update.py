@@ -45,6 +45,7 @@ class Places:
         self.pieces: list[_Piece] = []
         self.piece_of: dict[str, _Piece] = {}
         self.twins: dict[str, str] = {}  # the other name of a matrix that has two
+        self.checked: dict[str, Signature] = {}  # what fits, of earlier updates: there may be thousands of tensors
         self.ignored_ends = tuple(getattr(model, "ignored", ()))
         self.ignored_layers = tuple(getattr(model, "ignored_layers", ()))
         for name, layer in weighted(model) if isinstance(model, torch.nn.Module) else ():
@@ -75,7 +76,9 @@ class Places:
 
     def is_ignored(self, name: str) -> bool:
         """Return whether a checkpoint may have the tensor although the model does not read it."""
-        return name.endswith(self.ignored_ends) or name.startswith(self.ignored_layers)
+        return name not in self.destinations and (
+            name.endswith(self.ignored_ends) or name.startswith(self.ignored_layers)
+        )
 
 
 def _check_plain(name: str, layer: Weighted) -> None:
@@ -90,24 +93,23 @@ def _check_plain(name: str, layer: Weighted) -> None:
 class Update:
     """One update of a model's weights. `copy` as often as there are tensors, then `finish`.
 
-    is_partial: tensors may be missing; their old values stay. Attribute num_copied: tensors copied so far; while it is
-    0 the weights are the old ones, until `finish` they are a mixture.
+    is_partial: tensors may be missing; their old values stay. Attribute has_copied: whether the weights are a mixture
+    until `finish`, not the old ones.
     """
 
     def __init__(self, places: Places, *, is_partial: bool = False) -> None:
-        self.places, self.is_partial, self.num_copied = places, is_partial, 0
+        self.places, self.is_partial, self.has_copied = places, is_partial, False
         self._received: set[str] = set()
-        self._checked: dict[str, Signature] = {}
         self._has_warned = False
 
     def check(self, tensors: Mapping[str, Signature]) -> None:
         """Raise UpdateError unless every one of these tensors has a place, and was not sent before."""
         places = self.places
-        known, checked = places.destinations, self._checked
+        known, checked = places.destinations, places.checked
         sources = {
             name: _source(signature)
             for name, signature in tensors.items()
-            if checked.get(name) != signature and (name in known or not places.is_ignored(name))
+            if checked.get(name) != signature and not places.is_ignored(name)
         }
         lines = misfits(sources, known)
         if repeated := self._received & tensors.keys():
@@ -134,9 +136,9 @@ class Update:
     def copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Check tensors and copy them, all in one operation of the device."""
         known = self.places.destinations
-        named = {name: tensor for name, tensor in tensors if name in known or not self.places.is_ignored(name)}
+        named = {name: tensor for name, tensor in tensors if not self.places.is_ignored(name)}
         self.check({name: (tensor.shape, tensor.dtype) for name, tensor in named.items()})
-        self.num_copied += len(named)  # before the copy: it may fail half way
+        self.has_copied = self.has_copied or bool(named)  # before the copy: it may fail half way
         into: list[Tensor] = []
         parts: list[Tensor] = []
         for name, tensor in named.items():
@@ -152,7 +154,8 @@ class Update:
                     parts.append(_part_of(tensor, each))
                     into.append(each.into)
             if tensor.dtype != place.into.dtype:
-                self._check_range(name, parts[-1], place.into)
+                for each in _all(place):
+                    self._check_range(name, _part_of(tensor, each), each.into)
             self._received.add(name)
         _copy_all(into, parts)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from whorl import ops
 from whorl.nn import ONE, CacheSpec, PagedKV, Ranks, StateSpec, Step, attend
 
-from . import interface, replacing, trial
+from . import interface, names, replacing, trial
 from .interface import QKV, Caller
 from .row_invariant import guard
 from .skeleton import RefusedError as RefusedError
@@ -60,7 +60,7 @@ class AnyModel(nn.Module):
 
     config_class = AnyConfig
     ignored: tuple[str, ...] = ()
-    is_converted = True  # tensors of a checkpoint get the names of transformers' model
+    tensors = staticmethod(names.converted)
 
     def __init__(
         self,

@@ -2,25 +2,19 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from whorl.models.checkpoint_tensors import Made
 
 from .skeleton import skeleton
 
 _COMPUTED = ("rotary_emb.inv_freq",)  # ends of names of tensors that are computed here
 
 
-class Converted(NamedTuple):
-    """A tensor of the model that is made of tensors of the checkpoint. make: of these, in the order of `sources`."""
-
-    shape: tuple[int, ...]
-    sources: tuple[str, ...]
-    make: Callable[[list[Tensor]], Tensor] | None  # None: the one source itself
-
-
-def converted(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Converted]:
+def converted(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Made]:
     """Return the tensors of the model of a config.json by name, for the tensors of a checkpoint with these shapes.
 
     The stacks of a quantised checkpoint's experts are not made: their formats know the separate tensors.
@@ -35,7 +29,7 @@ def converted(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
     if values.get("quantization_config") or values.get("compression_config"):
         converters = []
     own, dropped, tied = hf.state_dict(), _dropped(hf), _tied(hf)
-    one: dict[str, Converted] = {}
+    one: dict[str, Made] = {}
     many: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for source in sorted(shapes, key=dot_natural_key):
         target, _ = rename_source_key(source, renamings, [], hf.base_model_prefix, own)
@@ -46,7 +40,7 @@ def converted(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
         elif target in tied:
             continue
         elif target in own or not dropped(target):
-            one[target] = Converted(shapes[source], (source,), None)
+            one[target] = Made(shapes[source], (source,))
     for (final, index), pairs in many.items():
         one |= _merged(hf, final, converters[index], pairs, shapes)
     return one
@@ -69,7 +63,7 @@ def _tied(hf: Any) -> set[str]:
 
 def _merged(
     hf: Any, final: str, converter: Any, pairs: list[tuple[str, str]], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Converted]:
+) -> dict[str, Made]:
     """Return the tensors that a converter of transformers makes of sources. pairs: their patterns and names."""
     patterns, sources = [pattern for pattern, _ in pairs], tuple(source for _, source in pairs)
 
@@ -95,4 +89,4 @@ def _merged(
         return lambda tensors: make_all(tensors)[name]
 
     sizes = make_all(torch.empty(shapes[source], device="meta") for source in sources)
-    return {name: Converted(tuple(each.shape), sources, maker(name)) for name, each in sizes.items()}
+    return {name: Made(tuple(each.shape), sources, maker(name)) for name, each in sizes.items()}

@@ -64,8 +64,8 @@ PRODUCTS: dict[Any, Function] = {
     Tensor.__matmul__: _matmul,
     torch.addmm: _addmm,
 }
-_SIGMOIDS = dict.fromkeys((torch.sigmoid, Tensor.sigmoid, F.sigmoid), _sigmoid)
-_TANHS = dict.fromkeys((torch.tanh, Tensor.tanh, F.tanh), _tanh)
+_SIGMOIDS: dict[Any, Function] = dict.fromkeys((torch.sigmoid, Tensor.sigmoid, F.sigmoid), _sigmoid)
+_TANHS: dict[Any, Function] = dict.fromkeys((torch.tanh, Tensor.tanh, F.tanh), _tanh)
 ELEMENTWISE: dict[Any, Function] = {**_SIGMOIDS, **_TANHS, F.silu: _silu, F.gelu: _gelu, F.softplus: _softplus}
 # Sums, whose order a library may choose by the number of rows.
 SUMS = {torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var, torch.norm, Tensor.norm, F.rms_norm}

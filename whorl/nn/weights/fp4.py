@@ -93,7 +93,7 @@ class Fp4(Quantised):
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
         codes, scales = matrix.codes[pick], matrix.scales.view(torch.uint8)[pick]
         if self.block == mx.BLOCK:
-            return mx.values(codes, scales, matrix.dtype)
+            return mx.values(codes, scales, matrix.dtype, matrix.shape[-1])
         numbers = mx.e2m1(codes).unflatten(-1, (-1, self.block)) * scales.view(E4M3).float().unsqueeze(-1)
         factors = matrix.factors[pick].unsqueeze(-1)
         numbers = numbers.flatten(-2)
@@ -138,10 +138,20 @@ class StackedMxfp4(Fp4):
         yield "scales", Destination(into=matrix.scales, shape=stored, index=at, dtype=torch.uint8)
 
     def finish(self, matrix: Any) -> None:
-        """Keep codes where Triton's kernels read them, and on a CPU; elsewhere unpack them."""
-        device = matrix.codes.device
-        if device.type not in (HOST, "meta") and not is_tiled_on(device):
-            warn_unpacked(device, "MXFP4 weights", "npu_grouped_matmul does not multiply by MXFP4")
+        """Lay codes out for Triton's kernels; keep them on a CPU, and unpack them elsewhere."""
+        codes, scales = matrix.codes.data, matrix.scales.data
+        device, reason = codes.device, None
+        if is_tiled_on(device) is None or codes.dtype != torch.uint8:
+            return
+        if not is_tiled_on(device):
+            reason = "npu_grouped_matmul does not multiply by MXFP4"
+        elif int(scales.max()) > mx.LARGEST:
+            reason = f"scales are at most {2.0 ** (mx.LARGEST - 127):g} in its kernels"
+        if reason is None:
+            tiles = [mx.tiled(*entry) for entry in zip(codes, scales, strict=True)]
+            matrix.replace(codes=torch.stack([each for each, _ in tiles]), scales=torch.stack([s for _, s in tiles]))
+        else:
+            warn_unpacked(device, "MXFP4 weights", reason)
             matrix.unpack(DENSE)
 
 

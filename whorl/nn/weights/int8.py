@@ -27,6 +27,10 @@ class Int8(Quantised):
     kind: Literal["row", "matrix"]
     is_weight_only: bool  # True: activations stay in the model's dtype; False: int8 with a scale per token
 
+    @property
+    def multiplies_codes(self) -> bool:
+        return not self.is_weight_only
+
     def tensors(self, matrix: Matrix) -> dict[str, Tensor]:
         count = matrix.shape[-2] if self.kind == "row" else self.part_starts(matrix, ONE_EACH)[1]
         return {

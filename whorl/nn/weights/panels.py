@@ -12,8 +12,7 @@ from torch import Tensor
 
 from whorl.nn.weight import Norm, Part
 from whorl.ops.cpu import norm as cpu_norm
-from whorl.ops.cpu.packed import KINDS, PackedMatrix, columns_per_block, interleave
-from whorl.ops.moe.routed import activate, run_routed
+from whorl.ops.cpu.packed import KINDS, PackedMatrix, PackedStack, columns_per_block, experts, interleave, trim
 
 from .gguf import GgufBlocks
 from .quantised import Pick
@@ -49,6 +48,10 @@ class GgufPanels(GgufBlocks):
             **{f"panels{e}_{n}": part.panels for e, entry in enumerate(entries) for n, part in enumerate(entry)}
         )
         matrix.products = [PackedMatrix(entry, columns, self.token_bits) for entry in entries]
+        if matrix.lead:
+            matrix.stack = PackedStack(matrix.products)
+        del stacks
+        trim()
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
         products = getattr(matrix, "products", None)
@@ -82,14 +85,10 @@ class GgufPanels(GgufBlocks):
         return products[0].norm_linear(x, residual, described, bias)
 
     def experts(self, gate_up: Any, down: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        first, second = (getattr(matrix, "products", None) for matrix in (gate_up, down))
+        first, second = (getattr(matrix, "stack", None) for matrix in (gate_up, down))
         if first is None or second is None:
             return GgufBlocks.experts(self, gate_up, down, x, weights, ids)
-
-        def run_expert(e: int, rows: Tensor) -> Tensor:
-            return second[e].linear(activate(first[e].linear(rows)))  # type: ignore[no-any-return]
-
-        return run_routed(x, weights, ids, run_expert)
+        return experts(first, second, x, weights, ids)
 
 
 def _rows(part: Part) -> int:

@@ -7,6 +7,7 @@ arithmetic that the Triton kernels share.
 """
 
 from .bidirectional import packed_attention as packed_attention
+from .bidirectional import packed_attention_backward as packed_attention_backward
 from .causal import causal_attention as causal_attention
 from .causal import causal_attention_backward as causal_attention_backward
 from .paged import paged_attention as paged_attention

@@ -1,14 +1,18 @@
 """Bidirectional attention within packed segments, such as the patches of one picture in a vision tower."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from .._draw import Draw
 from .._op import Values, narrow, operator, widen
+from ..sparse_attention.bits import causal_bits
+from ..sparse_attention.masked import masked_attention, masked_attention_backward
 from . import bidirectional_torch_npu
-from .packed import Starts, check_starts, head_reason, read, sequences, special_inputs
+from .packed import Gradients, Starts, check_starts, head_reason, read, sequences, special_inputs
 
 ROWS = 512  # queries whose scores are in memory at once
 
@@ -21,7 +25,7 @@ def _flops(values: Values) -> int:
     return 4 * pairs * values["q"].shape[1] * values["q"].shape[2]
 
 
-@operator(check=partial(check_starts, "packed_attention"), flops=_flops, forward_only=True)
+@operator(check=partial(check_starts, "packed_attention"), flops=_flops)
 def packed_attention(
     q: Annotated[Tensor, "[T, H, D] float"],
     k: Annotated[Tensor, "[T, H, D] q"],
@@ -35,7 +39,8 @@ def packed_attention(
     Segment b is tokens starts[b] to starts[b + 1] (exclusive); scale multiplies the scores; returns out contiguous.
     Tokens past the last start are zero. Scores, softmax and sums are in fp32, rounded once. The bits of a segment
     depend on that segment alone, not on what is packed beside it (not even a NaN) nor on where it lies. Ascend does not
-    promise this, since it promises no order of sums. No gradient.
+    promise this, since it promises no order of sums. Differentiable in q, k and v; the backward computes the attention
+    of each segment once more, to sum its weights.
 
     starts must begin at 0, must not decrease and must not exceed T. The CPU and Ascend raise ValueError otherwise; CUDA
     kernels do not check. On CUDA starts are not read back to the host; elsewhere they are, once, which waits for the
@@ -48,9 +53,68 @@ def packed_attention(
         heads = [widen(x[part]).transpose(0, 1).contiguous() for x in (q, k, v)]
         outs.append(_segment(heads[0], heads[1], heads[2], scale))
         end = part.stop
-    padding = q.new_zeros(q[end:].shape, dtype=outs[0].dtype if outs else q.dtype)
-    out = torch.cat([*outs, padding])
+    # The zeros of padding tokens are computed from q, k and v, so that autograd returns zeros for them, not None.
+    padding = widen(q[end:]) + widen(k[end:]) + widen(v[end:])
+    out = torch.cat([*outs, padding.masked_fill(torch.ones_like(padding, dtype=torch.bool), 0)])
     return narrow(out, q.dtype).contiguous()
+
+
+_HEADS_OF = Annotated[Tensor, "[T, H, D] float"]
+_LIKE = Annotated[Tensor, "[T, H, D] q"]
+
+
+@operator(check=partial(check_starts, "packed_attention_backward"))
+def packed_attention_backward(
+    dout: Annotated[Tensor, "[T, H, D] q"],
+    q: _HEADS_OF,
+    k: _LIKE,
+    v: _LIKE,
+    starts: Starts,
+    *,
+    scale: Annotated[float, "> 0"],
+) -> tuple[_LIKE, _LIKE, _LIKE]:
+    """Gradients of `packed_attention` with respect to q, k and v.
+
+    Each segment is computed by itself, its attention once more; sums are in fp32 and rounded once. The gradients of
+    tokens past the last start are zero. starts are read back to the host once.
+    """
+    return plain_backward(dout, q, k, v, read(starts, len(q)), scale)
+
+
+def plain_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: list[int], scale: float) -> Gradients:
+    """Return dq, dk and dv by torch's products."""
+    kernels = masked_attention.reference, masked_attention_backward.reference
+    return by_segment(*kernels, dout, q, k, v, starts, scale)
+
+
+def by_segment(
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., Gradients],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: list[int],
+    scale: float,
+) -> Gradients:
+    """Return dq, dk and dv. forward, backward: implementations of `masked_attention` and its backward."""
+    grads, end = [], 0
+    for part in sequences("packed_attention_backward", starts, len(q)):
+        count, end = part.stop - part.start, part.stop
+        bits = causal_bits(1, count, q.device).expand(count, -1).contiguous()  # every key
+        inputs = {"q": q[part], "k": k[part], "v": v[part], "bits": bits, "scale": scale}
+        out, lse = forward(**inputs)
+        grads.append(backward(dout=dout[part], out=out, lse=lse, dlse=None, **inputs))
+    padding = [torch.zeros_like(x[end:], memory_format=torch.contiguous_format) for x in (q, k, v)]
+    dq, dk, dv = (torch.cat(parts) for parts in zip(*grads, padding, strict=True))
+    return dq, dk, dv
+
+
+@packed_attention.gradient(save=("q", "k", "v", "starts"))
+def _(grads: tuple[Tensor, ...], args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    inputs = [args[name] for name in ("q", "k", "v", "starts")]
+    dq, dk, dv = packed_attention_backward(grads[0], *inputs, scale=args["scale"], backend=args["backend"])
+    return {"q": dq, "k": dk, "v": dv}
 
 
 def _segment(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -63,6 +127,8 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 packed_attention.impl("triton", "bidirectional_triton:forward", accepts=head_reason)
+packed_attention_backward.impl("triton", "bidirectional_triton:backward", accepts=head_reason)
+packed_attention_backward.impl("torch_npu", "bidirectional_torch_npu:backward")
 packed_attention.impl("torch_npu", "bidirectional_torch_npu:forward", accepts=bidirectional_torch_npu.reason)
 
 
@@ -79,6 +145,13 @@ _CASES: list[Values] = [
 ]
 _TOWER = {"heads": 16, "dim": 72}
 _BENCH: list[Values] = [{"lengths": (4096,) * 4, **_TOWER}, {"lengths": (1200,) * 16, **_TOWER}]
+# The towers of Qwen2-VL and of GLM-4V.
+_BENCH += [{"lengths": (5184,) * 4, "heads": heads, "dim": dim} for heads, dim in ((16, 80), (12, 128))]
 
 
 packed_attention.inputs(cases=_CASES, bench=_BENCH, words={"heads": "H", "dim": "D"})(special_inputs)
+
+
+@packed_attention_backward.inputs(cases=_CASES, bench=_BENCH, words={"heads": "H", "dim": "D"})
+def _(draw: Draw, lengths: tuple[int, ...], dim: int, idle: int = 0) -> Values:
+    return special_inputs(draw, lengths, dim, idle)

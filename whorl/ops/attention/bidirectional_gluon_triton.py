@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs
 """Bidirectional attention of segments on Hopper, in Gluon: a producer loads keys and values for two warpgroups.
 
-It takes heads of 64 or 72 channels. Tiles must be powers of two, so 72 channels are stored as 64 and a tail of 16:
-products then have 80 channels instead of 128. The unused columns of the values' tail are filled with ones, so that
-their column of the result is the sum of weights. A consumer starts the score product of a cut before it computes the
-exponentials of the cut before. The arithmetic is that of bidirectional_triton.py.
+It takes heads of 64, 72, 80 or 128 channels. Tiles must be powers of two, so 72 channels are stored as 64 and a tail of
+16: products then have 80 channels instead of 128. The unused columns of the values' tail are filled with ones, so that
+their column of the result is the sum of weights; with 80 channels that tail has 32 columns. A consumer starts the score
+product of a cut before it computes the exponentials of the cut before. The arithmetic is that of
+bidirectional_triton.py.
 """
 
 from triton.experimental import gluon
@@ -19,43 +20,38 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .._gluon_triton import add, async_load, barriers, sync
 
-STAGES = 3  # cuts in shared memory
-REGISTERS = 216  # per thread of a consumer; 72 are left for the producer's threads
+STAGES = {64: 3, 128: 2}  # cuts in shared memory, by the channels of the main part
+# Per thread of a consumer; 72 or 40 are left for the producer's threads.
+REGISTERS = {64: 216, 128: 232}
 
-MAIN = gl.constexpr(64)  # channels of the main part
-TAIL = gl.constexpr(16)  # columns of the tail: the other channels, then ones
+TAIL = gl.constexpr(16)  # columns of the tail of queries and keys; those of values may have more
 CUT = gl.constexpr(128)
 ROWS = gl.constexpr(64)  # queries of one consumer
 FEW = gl.constexpr(32)  # keys that the producer loads at once
 
 _MAIN = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-_TAIL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))
 _COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-_COPY_TAIL = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 _VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-_OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-_OUT_TAIL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 _ROW = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
-_ROW_OUT = gl.constexpr(gl.SliceLayout(1, _OUT.value))
-_ROW_TAIL = gl.constexpr(gl.SliceLayout(1, _OUT_TAIL.value))
-_WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, _OUT.value, 2))
-_WEIGHTS_TAIL = gl.constexpr(gl.DotOperandLayout(0, _OUT_TAIL.value, 2))
 
 
 @gluon.jit
 def _copy(main, tail, ptr, ones_ptr, first, length, stride, NUM: gl.constexpr, D: gl.constexpr, HAS_ONES: gl.constexpr):
     """Load NUM tokens of a head; zero past the end of the segment, where the next segment may hold anything."""
     step: gl.constexpr = FEW if NUM > FEW else NUM
+    MAIN: gl.constexpr = main.shape[1]
     channels = gl.expand_dims(gl.arange(0, MAIN, gl.SliceLayout(0, _COPY)), 0)
     for start in gl.static_range(0, NUM, step):
         rows = first + start + gl.arange(0, step, gl.SliceLayout(1, _COPY))
         at = gl.expand_dims(ptr + rows.to(gl.int64) * stride, 1) + channels
         async_load(main.slice(start, step, 0), at, gl.expand_dims(rows < length, 1))
     if D > MAIN or HAS_ONES:
-        columns = gl.expand_dims(gl.arange(0, TAIL, gl.SliceLayout(0, _COPY_TAIL)), 0)
+        width: gl.constexpr = tail.shape[1]
+        COPY_TAIL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+        columns = gl.expand_dims(gl.arange(0, width, gl.SliceLayout(0, COPY_TAIL)), 0)
         for start in gl.static_range(0, NUM, 64):
-            rows = first + start + gl.arange(0, 64, gl.SliceLayout(1, _COPY_TAIL))
+            rows = first + start + gl.arange(0, 64, gl.SliceLayout(1, COPY_TAIL))
             at = gl.expand_dims(ptr + MAIN + rows.to(gl.int64) * stride, 1) + columns
             mask = gl.expand_dims(rows < length, 1)
             if HAS_ONES:
@@ -87,7 +83,7 @@ def _start_scores(q, qt, ks, kt, stage, D: gl.constexpr):
     fence_async_shared()
     scores = gl.zeros([ROWS, CUT], gl.float32, _SCORES)
     scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
-    if D > MAIN:
+    if q.shape[1] < D:
         scores = warpgroup_mma(qt, kt.index(stage).permute((1, 0)), scores, is_async=True)
     return scores
 
@@ -107,8 +103,10 @@ def _weigh(scores, top, i, num_full, length, scale, dtype: gl.constexpr):
 def _start_values(out, tail, weights, vs, vt, stage):
     """Start adding the weighted values of a cut to the sums, without waiting for it."""
     fence_async_shared()
-    out = warpgroup_mma(gl.convert_layout(weights, _WEIGHTS), vs.index(stage), out, is_async=True)
-    tail = warpgroup_mma(gl.convert_layout(weights, _WEIGHTS_TAIL), vt.index(stage), tail, is_async=True)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 2)
+    WEIGHTS_TAIL: gl.constexpr = gl.DotOperandLayout(0, tail.type.layout, 2)
+    out = warpgroup_mma(gl.convert_layout(weights, WEIGHTS), vs.index(stage), out, is_async=True)
+    tail = warpgroup_mma(gl.convert_layout(weights, WEIGHTS_TAIL), vt.index(stage), tail, is_async=True)
     return out, tail
 
 
@@ -117,8 +115,12 @@ def _consumer(
     q, qt, ks, kt, vs, vt, k_ready, v_ready, k_free, v_free, length, num_full, stop, scale, y_ptr, y_stride, count,
     D: gl.constexpr, WHICH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    out = gl.zeros([ROWS, MAIN], gl.float32, _OUT)
-    tail = gl.zeros([ROWS, TAIL], gl.float32, _OUT_TAIL)
+    MAIN: gl.constexpr = vs.shape[2]
+    WIDTH: gl.constexpr = vt.shape[2]
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
+    OUT_TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    out = gl.zeros([ROWS, MAIN], gl.float32, OUT)
+    tail = gl.zeros([ROWS, WIDTH], gl.float32, OUT_TAIL)
     top = gl.full([ROWS], float("-inf"), gl.float32, _ROW)
     if stop > 0:
         mbarrier.wait(k_ready.index(0), 0)
@@ -139,17 +141,17 @@ def _consumer(
             mbarrier.wait(v_ready.index(last), (i - 1) // STAGES & 1)
             out, tail, weights = warpgroup_mma_wait(0, [out, tail, weights])
             mbarrier.arrive(v_free.index(last))
-            out = out * gl.expand_dims(gl.convert_layout(keep, _ROW_OUT), 1)
-            tail = tail * gl.expand_dims(gl.convert_layout(keep, _ROW_TAIL), 1)
+            out = out * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUT)), 1)
+            tail = tail * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUT_TAIL)), 1)
         last = (stop - 1) % STAGES
         mbarrier.wait(v_ready.index(last), (stop - 1) // STAGES & 1)
         out, tail = _start_values(out, tail, weights, vs, vt, last)
         out, tail = warpgroup_mma_wait(0, [out, tail])
-        columns = gl.expand_dims(gl.arange(0, TAIL, gl.SliceLayout(0, _OUT_TAIL)), 0)
+        columns = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, OUT_TAIL)), 0)
         total = gl.max(gl.where(columns >= D - MAIN, tail, 0.0), 1)
-        _store(out, gl.convert_layout(total, _ROW_OUT), y_ptr, y_stride, count, WHICH, MAIN, MAIN, _OUT)
+        _store(out, gl.convert_layout(total, gl.SliceLayout(1, OUT)), y_ptr, y_stride, count, WHICH, MAIN, MAIN, OUT)
         if D > MAIN:
-            _store(tail, total, y_ptr + MAIN, y_stride, count, WHICH, TAIL, D - MAIN, _OUT_TAIL)
+            _store(tail, total, y_ptr + MAIN, y_stride, count, WHICH, WIDTH, D - MAIN, OUT_TAIL)
 
 
 @gluon.jit
@@ -168,13 +170,16 @@ def _store(
 @gluon.jit
 def _bidirectional_gluon_kernel(
     q_ptr, k_ptr, v_ptr, starts_ptr, ones_ptr, y_ptr, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
-    v_stride_h, scale, B, H: gl.constexpr, D: gl.constexpr, BLOCK_B: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    v_stride_h, scale, B, H: gl.constexpr, D: gl.constexpr, MAIN: gl.constexpr, WIDTH: gl.constexpr,
+    BLOCK_B: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Two consumers of ROWS queries each, of one head of one segment.
 
-    Strides are in units of 8 channels, so that the compiler knows that they are multiples of 16 bytes.
+    Strides are in units of 8 channels, so that the compiler knows that they are multiples of 16 bytes. MAIN, WIDTH:
+    channels of the main part, columns of the values' tail.
     """
+    OF_TAIL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+    OF_VALUES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * WIDTH, element_bitwidth=16, rank=2)
     head, tile = gl.program_id(0), gl.program_id(1)
     index = gl.arange(0, BLOCK_B, _VECTOR)
     starts = gl.load(starts_ptr + index, mask=index < B, other=0)
@@ -199,12 +204,12 @@ def _bidirectional_gluon_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     q0 = gl.allocate_shared_memory(dtype, [ROWS, MAIN], _MAIN)
     q1 = gl.allocate_shared_memory(dtype, [ROWS, MAIN], _MAIN)
-    qt0 = gl.allocate_shared_memory(dtype, [ROWS, TAIL], _TAIL)
-    qt1 = gl.allocate_shared_memory(dtype, [ROWS, TAIL], _TAIL)
+    qt0 = gl.allocate_shared_memory(dtype, [ROWS, TAIL], OF_TAIL)
+    qt1 = gl.allocate_shared_memory(dtype, [ROWS, TAIL], OF_TAIL)
     ks = gl.allocate_shared_memory(dtype, [STAGES, CUT, MAIN], _MAIN)
-    kt = gl.allocate_shared_memory(dtype, [STAGES, CUT, TAIL], _TAIL)
+    kt = gl.allocate_shared_memory(dtype, [STAGES, CUT, TAIL], OF_TAIL)
     vs = gl.allocate_shared_memory(dtype, [STAGES, CUT, MAIN], _MAIN)
-    vt = gl.allocate_shared_memory(dtype, [STAGES, CUT, TAIL], _TAIL)
+    vt = gl.allocate_shared_memory(dtype, [STAGES, CUT, WIDTH], OF_VALUES)
     k_ready = barriers(STAGES, 128)
     v_ready = barriers(STAGES, 128)
     k_free = barriers(STAGES, 2)

@@ -17,10 +17,13 @@ from .._hopper import gluon_reason
 from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2, unit_stride
 from ..linear_triton import dot
+from ..sparse_attention import masked_triton
+from .bidirectional import by_segment
 from .cuts_triton import LOG2_E, cut_of, load_keys
+from .packed import Gradients, read
 
 _HOPPER_QUERIES = 128
-_HOPPER_DIMS = (64, 72)
+_HOPPER_DIMS = (64, 72, 80, 128)
 
 
 @triton.jit
@@ -114,9 +117,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Te
     if hopper_reason(q, k, v) is None:
         from .bidirectional_gluon_triton import REGISTERS, STAGES, _bidirectional_gluon_kernel
 
-        ones = torch.ones(8, dtype=q.dtype, device=q.device)
+        ones, main = torch.ones(8, dtype=q.dtype, device=q.device), 128 if dim == 128 else 64
+        sizes = {"MAIN": main, "WIDTH": 32 if dim == 80 else 16, "STAGES": STAGES[main], "REGISTERS": REGISTERS[main]}
         _bidirectional_gluon_kernel[(heads, ceil_div(tokens, _HOPPER_QUERIES) + count)](
-            *inputs, ones, y, *numbers, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4, **shapes
+            *inputs, ones, y, *numbers, **sizes, num_warps=4, **shapes
         )
         return y
     is_narrow, is_wide = q.element_size() == 2, dim > 128
@@ -137,10 +141,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Te
     return y
 
 
+def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Gradients:
+    return by_segment(masked_triton.forward, masked_triton.backward, dout, q, k, v, read(starts, len(q)), scale)
+
+
 def hopper_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return None where the Hopper kernel takes these, else the reason that the plain kernel runs."""
     if q.shape[2] not in _HOPPER_DIMS or q.element_size() != 2:
-        return f"takes {' or '.join(map(str, _HOPPER_DIMS))} channels of 16 bits, got {q.shape[2]} of {q.dtype}"
+        return f"takes {', '.join(map(str, _HOPPER_DIMS))} channels of 16 bits, got {q.shape[2]} of {q.dtype}"
     for x in (q, k, v):
         if x.stride(0) % 8 or x.stride(1) % 8 or (not x.is_meta and x.data_ptr() % 16):
             return "copies 16 bytes at a time, but rows are not aligned to 16 bytes"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .._draw import Draw
+from .._gradient import Arguments
 from .._op import Values, narrow, operator, widen
 from ..sparse_attention.contract import OutputGradients, attention_gradients
 from ..sparse_attention.masked import masked_attention_backward
@@ -41,19 +42,28 @@ def _flops(values: Values) -> int:
 
 @operator(check=partial(check_starts, "causal_attention"), flops=_flops)
 def causal_attention(
-    q: _QUERIES, k: _KEYS, v: _KEYS, starts: Starts, *, scale: _SCALE, window: _WINDOW = 0
+    q: _QUERIES,
+    k: _KEYS,
+    v: _KEYS,
+    starts: Starts,
+    sinks: Annotated[Tensor | None, "[G*HK] q or fp32"] = None,
+    *,
+    scale: _SCALE,
+    window: _WINDOW = 0,
 ) -> tuple[_OUT, _LSE]:
     """Causal attention within packed sequences.
 
     Sequence b is tokens starts[b] to starts[b + 1] (exclusive); scale multiplies the scores. A token attends to the
-    keys of its sequence up to its own; with window > 0 only to the last `window` of them. Returns out, contiguous, and
-    lse, the natural log-sum-exp of the scores. Tokens past the last start are padding: their out is zero and their lse
-    -inf. Scores, softmax and sums are in fp32, and out is rounded once.
+    keys of its sequence up to its own; with window > 0 only to the last `window` of them. sinks: as in
+    `paged_attention`. Returns out, contiguous, and lse, the natural log-sum-exp of the scores and the sink. Tokens past
+    the last start are padding: their out is zero and their lse -inf. Scores, softmax and sums are in fp32, and out is
+    rounded once.
 
     The bits of out are equal to those of `paged_attention` for the same tokens, whether it decodes them or prefills
     them whole or in chunks, and whatever else is packed with them. This does not hold on Ascend, where neither operator
-    promises its bits, nor for lse, which sums weights before they are rounded. Differentiable in q, k and v, through
-    lse too; the bits of the gradient are equal in every run, on Ascend only under torch.use_deterministic_algorithms.
+    promises its bits, nor for lse, which sums weights before they are rounded. Differentiable in q, k, v and sinks,
+    through lse too; the bits of the gradient are equal in every run, on Ascend only under
+    torch.use_deterministic_algorithms.
 
     starts must begin at 0, must not decrease and must not exceed T. The CPU and Ascend raise ValueError otherwise; CUDA
     kernels do not check. The forward on CUDA reads nothing back to the host. The backward reads starts once, so it
@@ -63,10 +73,11 @@ def causal_attention(
     """
     heads = k.shape[1]
     wide = widen(q).unflatten(1, (heads, q.shape[1] // heads))
+    tops = None if sinks is None else sinks.to(wide.dtype).view(wide.shape[1:3])
     outs, logs, end = [], [], 0
     for part in sequences("causal_attention", read(starts, len(q)), len(q)):
         keys, values = (widen(x[part].contiguous()).transpose(0, 1) for x in (k, v))
-        out, sums = attend(wide[part], keys, values, window, scale)
+        out, sums = attend(wide[part], keys, values, window, scale, sinks=tops)
         outs.append(out)
         logs.append(log_sum_exp(sums, out))
         end = part.stop
@@ -100,11 +111,23 @@ def causal_attention_backward(
     return backward_by_sequence(backward, dout, q, k, v, read(starts, len(q)), out, lse, dlse, scale, window)
 
 
-@causal_attention.gradient(save=("q", "k", "v", "starts"), save_outputs=(0, 1))
-def _(grads: OutputGradients, args: Values, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
+@causal_attention.gradient(save=("q", "k", "v", "starts", "sinks"), save_outputs=(0, 1))
+def _(grads: OutputGradients, args: Arguments, outputs: dict[int, Tensor]) -> dict[str, Tensor | None]:
     tensors = ("q", "k", "v", "starts")
     dq, dk, dv = attention_gradients(causal_attention_backward, tensors, grads, args, outputs, window=args["window"])
-    return {"q": dq, "k": dk, "v": dv}
+    input_grads = {"q": dq, "k": dk, "v": dv}
+    if "sinks" in args.needs_grad:
+        input_grads["sinks"] = _sink_gradient(grads, args["sinks"], outputs[0], outputs[1])
+    return input_grads
+
+
+def _sink_gradient(grads: OutputGradients, sinks: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Return the gradient of sinks: each takes a share of the softmax, and gives no value for it."""
+    dout, dlse = grads
+    delta = torch.zeros_like(lse) if dout is None else (widen(dout) * widen(out)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    share = torch.exp(sinks.to(lse.dtype) - lse.masked_fill(lse == -torch.inf, torch.inf))  # 0 for padding
+    return -(share * delta).sum(0).to(sinks.dtype)
 
 
 causal_attention.impl("cpp", "whorl.ops.cpu.attention:causal_attention")
@@ -127,17 +150,24 @@ _CASES: list[Values] = [
     {"lengths": (20, 11), "sliced": True, "heads": 8, "kv_heads": 1, "dim": 64},
     {"lengths": (140, 20), "window": 100, **_HEADS},
     {"lengths": (8,), **_HEADS},
+    {"lengths": (12, 9), "idle": 2, "window": 4, "sinks": True, **_HEADS},
+    {"lengths": (30,), "sinks": True, "heads": 6, "kv_heads": 2, "dim": 40},
 ]
 _QWEN = {"heads": 32, "kv_heads": 4, "dim": 128}
 _BENCH: list[Values] = [{"lengths": (8192,), **_QWEN}, {"lengths": (4000, 1192, 3000), **_QWEN}]
 
 
 _WORDS = {"kv_heads": "HK", "heads": "G*HK", "dim": "D"}
-causal_attention.inputs(cases=_CASES, bench=_BENCH, words=_WORDS)(special_inputs)
+
+
+@causal_attention.inputs(cases=_CASES, bench=_BENCH, words=_WORDS)
+def _(draw: Draw, lengths: tuple[int, ...], dim: int, idle: int = 0, heads: int = 0, sinks: bool = False) -> Values:
+    return special_inputs(draw, lengths, dim, idle) | ({"sinks": draw.scaled(heads)} if sinks else {})
 
 
 @causal_attention_backward.inputs(cases=[*_CASES, {**_CASES[1], "dlse": True}], bench=_BENCH, words=_WORDS)
 def _(draw: Draw, dlse: bool = False, **case: Any) -> Values:
     args = causal_attention.draw(draw, **case)
     out, lse = causal_attention(**args)
+    args.pop("sinks", None)
     return {**args, "out": out, "lse": lse}

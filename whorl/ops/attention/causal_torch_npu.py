@@ -14,8 +14,10 @@ from ..sparse_attention import masked_torch_npu
 from .packed import Gradients, backward_by_sequence, sequences
 
 
-def reason(q: Tensor, k: Tensor, v: Tensor, window: int, **_: object) -> str | None:
+def reason(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None = None, **_: object) -> str | None:
     """Return None, or the reason that npu_fusion_attention cannot take these arguments."""
+    if sinks is not None:
+        return "npu_fusion_attention is called without sinks here"
     if window:
         return f"npu_fusion_attention is called without a sliding window here, got a window of {window}"
     return masked_torch_npu.reason(q, k, v, None)
@@ -28,7 +30,9 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, window: int, dlse: Tensor |
     return reason(q, k, v, window)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sinks: None, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     for part in sequences("causal_attention", _torch_npu.on_host(starts), len(q)):

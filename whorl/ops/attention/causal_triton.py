@@ -16,7 +16,9 @@ from .packed import Gradients, backward_by_sequence, read
 from .prompt_triton import prompt
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sinks: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     if not lse.numel() or len(starts) == 1:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
@@ -25,7 +27,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, windo
     # `prompt` takes a block table, which it does not read here, then query starts and lengths.
     tensors = [q, k[None], v[None], starts, starts, starts[1:] - starts[:-1]]
     strides = (*q.stride()[:2], 0, *k.stride()[:2], 0, *v.stride()[:2], 0)
-    return prompt(tensors, (None, None), strides, scale * LOG2_E, window, lse=lse), lse
+    return prompt(tensors, (None, None), strides, scale * LOG2_E, window, sinks=sinks, lse=lse), lse
 
 
 def backward(q: Tensor, starts: Tensor, **arguments: Any) -> Gradients:

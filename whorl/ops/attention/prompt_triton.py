@@ -74,7 +74,7 @@ def _prompt_kernel(
         q = tl.load(q_ptr + token[:, None] * q_stride_t + head * q_stride_h + channels[None, :], mask=mask, other=0.0)
         top, total = start_fold(sinks_ptr, head + tl.zeros((QUERIES,), tl.int32), True)
         out = tl.zeros((QUERIES, BLOCK_D), tl.float32)
-        mass = tl.zeros((QUERIES,), tl.float32)
+        mass = total  # that of the sink
         lowest = tl.min(position, 0)
         first = tl.maximum(lowest - window + 1, 0) // CUT * CUT if window > 0 else 0
         if HAS_LSE:  # training: keys lie beside their queries, without a block table

@@ -38,13 +38,15 @@ def paged_attention(
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float, window: int = 0
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sinks: Tensor | None = None, *, scale: float, window: int = 0
 ) -> tuple[Tensor, Tensor]:
+    tops = None if sinks is None else plain(sinks).contiguous()
     keys, values = plain(k), plain(v)
     cache = Cache(keys.data_ptr(), values.data_ptr(), 0, *keys.stride()[:2], 0, *values.stride()[:2])
     starts = starts.int().contiguous()
     lengths = starts.diff()
-    return _attend(q, cache, None, starts, lengths, kv_heads=k.shape[1], scale=scale, window=window, has_sums=True)
+    options = {"kv_heads": k.shape[1], "scale": scale, "window": window}
+    return _attend(q, cache, None, starts, lengths, sinks=tops, has_sums=True, **options)  # type: ignore[arg-type]
 
 
 def _attend(

@@ -45,81 +45,87 @@ struct Buffer {  // memory of a thread, which grows and is used again
 
 // ---- tokens in 8 or 16 bits
 
-void round_tokens(Rows x, const int32_t* indices, int64_t width, const Rounded& out, int64_t first, int64_t last) {
-  const int64_t blocks = width / BLOCK;
-  for (int64_t t = first; t < last; t++) {
-    const float* row = x.data + (indices ? indices[t] : t) * x.stride;
-    for (int64_t b = 0; b < blocks; b++) {
-      const F halves[] = {load(row + b * BLOCK), load(row + b * BLOCK + LANES)};
+template <int PLANES>
+void round_group(Rows x, const Rounded& out, int64_t first) {
+  const int64_t blocks = out.columns / BLOCK, size = least(out.count - first, GROUP);
+  int8_t* codes = out.codes + first * out.columns * PLANES;
+  float* scales = out.scales + 2 * first * blocks;
+  int32_t* sums = out.sums + 2 * PLANES * first * blocks;
+  for (int64_t b = 0; b < blocks; b++, codes += BLOCK * PLANES * size, scales += 2 * size, sums += 2 * PLANES * size)
+    for (int64_t t = 0; t < size; t++) {
+      const float* block = x.data + (first + t) * x.stride + b * BLOCK;
+      const F halves[] = {load(block), load(block + LANES)};
       const float top = greatest(greater(abs(halves[0]), abs(halves[1])));
       const float broken = sum(mul(add(halves[0], halves[1]), zero()));  // NaN where a number is not finite, else 0
       const bool is_zero = !(top > 1e-30f);
       const F inverse = set1(is_zero ? 0.0f : 127.0f / top);
       const float scale = is_zero ? broken : top / 127.0f + broken;
-      out.scales[t * blocks + b] = out.rest ? scale / float(STEPS) : scale;
-      for (int half = 0; half < 2; half++) {
-        const int64_t at = t * width + b * BLOCK + half * LANES;
-        const I code = round_int(mul(halves[half], inverse));
-        store_i8(out.codes + at, code);
-        int32_t total = 0, left = 0;
-        for (int i = 0; i < LANES; i++) total += out.codes[at + i];
-        if (out.rest) {
-          const F rest = fma(halves[half], inverse, sub(zero(), to_float(code)));
-          store_i8(out.rest + at, round_int(mul(rest, set1(float(STEPS)))));
-          for (int i = 0; i < LANES; i++) left += out.rest[at + i];
-          total = total * STEPS + left;
+      float total = 0;  // integers that fp32 has
+      UNROLL for (int half = 0; half < 2; half++) {
+        I code[2];
+        code[0] = round_int(mul(halves[half], inverse));
+        F whole[2] = {to_float(code[0]), zero()};
+        if (PLANES == 2) {
+          code[1] = round_int(mul(fma(halves[half], inverse, sub(zero(), whole[0])), set1(float(STEPS))));
+          whole[1] = to_float(code[1]);
         }
-        out.sums[(t * blocks + b) * 2 + half] = total;
+        UNROLL for (int p = 0; p < PLANES; p++) {
+          int8_t some[LANES];
+          store_i8(some, code[p]);
+          UNROLL for (int q = 0; q < 4; q++) memcpy(codes + ((p * 8 + half * 4 + q) * size + t) * 4, some + 4 * q, 4);
+          const float of_plane = broken == 0 ? sum(whole[p]) : 0.0f;
+          sums[(half * PLANES + p) * size + t] = int32_t(of_plane);
+          total += PLANES == 2 && p == 0 ? of_plane * float(STEPS) : of_plane;
+        }
       }
+      scales[t] = PLANES == 2 ? scale / float(STEPS) : scale;
+      scales[size + t] = scales[t] * total;
     }
-  }
 }
 
-// The integers of a block for each token, with both planes of codes.
-template <int BITS, int FIRST, int LAST, int COUNT, int PLANES>
-INLINE void whole_product(const uint8_t* at, const int8_t* const* codes, const int8_t* const* rest, I* whole) {
-  block_product<BITS, FIRST, LAST, COUNT>(at, codes, whole);
-  if (PLANES == 2) {
-    I left[COUNT];
-    block_product<BITS, FIRST, LAST, COUNT>(at, rest, left);
-    UNROLL for (int t = 0; t < COUNT; t++) whole[t] = iadd(imul(whole[t], iset(STEPS)), left[t]);
-  }
+void round_tokens(Rows x, const Rounded& out, int64_t first_group, int64_t last_group) {
+  for (int64_t g = first_group; g < last_group; g++) (out.planes == 2 ? round_group<2> : round_group<1>)(x, out, g * GROUP);
 }
 
 // ---- packed weights
 
-template <int BITS, int SCALES, bool MINIMA, int PLANES, int COUNT>
-INLINE void panel_product(const uint8_t* at, int64_t blocks, int zero_code, const Rounded& x, int64_t token, F* out) {
-  const int8_t *codes[COUNT], *rest[COUNT];
-  F y[COUNT];
+// The integers of the quads FIRST to LAST of a block, as fp32 of their exact sums. zero: log2 of what codes are above
+// their values, or -1.
+template <int BITS, int FIRST, int LAST, int COUNT, int PLANES>
+INLINE void whole_product(const uint8_t* at, const int8_t* codes, const int32_t* sums, int zero, F* total) {
+  I parts[COUNT * PLANES];
+  block_product<BITS, FIRST, LAST, COUNT, PLANES>(at, codes, parts);
+  constexpr int HALVES = LAST - FIRST == 8 ? 2 : 1;
+  if (zero >= 0)
+    UNROLL for (int half = 0; half < HALVES; half++)
+      UNROLL for (int i = 0; i < COUNT * PLANES; i++)
+        parts[i] = isub(parts[i], times_power(iset(sums[(FIRST / 4 + half) * COUNT * PLANES + i]), zero));
   UNROLL for (int t = 0; t < COUNT; t++) {
-    codes[t] = x.codes + (token + t) * x.columns, y[t] = zero();
-    rest[t] = PLANES == 2 ? x.rest + (token + t) * x.columns : codes[t];
+    total[t] = to_float(parts[t]);
+    if (PLANES == 2) total[t] = fma(total[t], set1(float(STEPS)), to_float(parts[COUNT * (PLANES - 1) + t]));
   }
-  const float* scales = x.scales + token * blocks;
-  const int32_t* sums = x.sums + token * blocks * 2;
-  const int shift = zero_code + code_shift<BITS>();
-  F d = zero(), d_min = zero();
+}
+
+template <int BITS, int SCALES, bool MINIMA, int PLANES, int COUNT>
+void panel_product(const uint8_t* at, int64_t blocks, int zero_code, const int8_t* codes, const float* scales,
+                          const int32_t* sums, F* out) {
+  F y[COUNT], d = zero(), d_min = zero();
+  UNROLL for (int t = 0; t < COUNT; t++) y[t] = zero();
+  const int zero_power = BITS == 8 ? (IS_SHIFTED ? 7 : -1) : zero_code ? 3 : -1;
   for (int64_t b = 0; b < blocks; b++) {
-    F scale, minimum = zero();
+    F scale, minimum = zero(), total[COUNT];
     if (SCALES != HALF_SCALES && b % (SUPER / BLOCK) == 0) {
       d = load_half((const uint16_t*)at);
-      if (SCALES == SUB_SCALES) d_min = load_half((const uint16_t*)(at + 32));
+      if (SCALES == SUB_SCALES) d_min = sub(zero(), load_half((const uint16_t*)(at + 32)));
       at += SCALES == SUB_SCALES ? 64 : 32;
     }
-    I whole[COUNT];
-    F total[COUNT];
     if (SCALES == PAIR_SCALES) {
       const F first = to_float(load_i8(at)), second = to_float(load_i8(at + 16));
       at += 32;
-      I low[COUNT], high[COUNT];
-      whole_product<BITS, 0, 4, COUNT, PLANES>(at, codes, rest, low);
-      whole_product<BITS, 4, 8, COUNT, PLANES>(at, codes, rest, high);
-      UNROLL for (int t = 0; t < COUNT; t++) {
-        const int32_t* pair = sums + (t * blocks + b) * 2;
-        const F a = to_float(isub(low[t], iset(shift * pair[0]))), c = to_float(isub(high[t], iset(shift * pair[1])));
-        total[t] = fma(first, a, mul(second, c));
-      }
+      F low[COUNT], high[COUNT];
+      whole_product<BITS, 0, 4, COUNT, PLANES>(at, codes, sums, zero_power, low);
+      whole_product<BITS, 4, 8, COUNT, PLANES>(at, codes, sums, zero_power, high);
+      UNROLL for (int t = 0; t < COUNT; t++) total[t] = fma(first, low[t], mul(second, high[t]));
       scale = d;
     } else {
       if (SCALES == SUB_SCALES) {
@@ -131,55 +137,49 @@ INLINE void panel_product(const uint8_t* at, int64_t blocks, int zero_code, cons
         if (MINIMA) minimum = load_half((const uint16_t*)(at + 32));
         at += MINIMA ? 64 : 32;
       }
-      whole_product<BITS, 0, 8, COUNT, PLANES>(at, codes, rest, whole);
-      UNROLL for (int t = 0; t < COUNT; t++) {
-        const int32_t* pair = sums + (t * blocks + b) * 2;
-        if (shift) whole[t] = isub(whole[t], iset(shift * (pair[0] + pair[1])));
-        total[t] = to_float(whole[t]);
-      }
+      whole_product<BITS, 0, 8, COUNT, PLANES>(at, codes, sums, zero_power, total);
     }
     at += BLOCK * BITS / 8 * PANEL;
     UNROLL for (int t = 0; t < COUNT; t++) {
-      const float of_token = scales[t * blocks + b];
-      y[t] = fma(mul(scale, set1(of_token)), total[t], y[t]);
-      if (MINIMA) {
-        const int32_t* pair = sums + (t * blocks + b) * 2;
-        const float of_sum = of_token * float(pair[0] + pair[1]);
-        y[t] = fma(minimum, set1(SCALES == SUB_SCALES ? -of_sum : of_sum), y[t]);
-      }
+      y[t] = fma(mul(scale, set1(scales[t])), total[t], y[t]);
+      if (MINIMA) y[t] = fma(minimum, set1(scales[COUNT + t]), y[t]);
     }
-    UNROLL for (int t = 0; t < COUNT; t++) codes[t] += BLOCK, rest[t] += BLOCK;
+    codes += BLOCK * PLANES * COUNT, scales += 2 * COUNT, sums += 2 * PLANES * COUNT;
   }
   UNROLL for (int t = 0; t < COUNT; t++) out[t] = y[t];
 }
 
+constexpr int64_t TILE_BYTES = 48 << 10;  // a quarter of the codes of a tile of tokens
+
 template <int BITS, int SCALES, bool MINIMA, int PLANES>
-void multiply_segment(const Segment& segment, const Rounded& x, int64_t first_token, int64_t last_token,
-                      int64_t first_panel, int64_t last_panel, Rows out) {
+void multiply_segment(const Segment& segment, const Rounded& x, int64_t first_panel, int64_t last_panel, Rows out) {
   const int64_t bytes = panel_bytes(segment.packing, x.columns), blocks = x.columns / BLOCK;
   const int zero_code = segment.packing.zero;
-  for (int64_t p = first_panel; p < last_panel; p++) {
-    const uint8_t* panel = segment.data + p * bytes;
-    const int left = int(least(segment.rows - p * PANEL, PANEL));
-    for (int64_t t = first_token; t < last_token;) {
-      F y[4];
-      int count = int(least(last_token - t, 4));
-      switch (count) {
-        case 1: panel_product<BITS, SCALES, MINIMA, PLANES, 1>(panel, blocks, zero_code, x, t, y); break;
-        case 2: panel_product<BITS, SCALES, MINIMA, PLANES, 2>(panel, blocks, zero_code, x, t, y); break;
-        case 3: panel_product<BITS, SCALES, MINIMA, PLANES, 3>(panel, blocks, zero_code, x, t, y); break;
-        default: panel_product<BITS, SCALES, MINIMA, PLANES, 4>(panel, blocks, zero_code, x, t, y);
+  // Tokens that stay in a cache while all panels pass.
+  const int64_t tile = most(TILE_BYTES / (x.columns * PLANES), 1) * GROUP;
+  for (int64_t first = 0; first < x.count; first += tile)
+    for (int64_t p = first_panel; p < last_panel; p++) {
+      const uint8_t* panel = segment.data + p * bytes;
+      const int left = int(least(segment.rows - p * PANEL, PANEL));
+      for (int64_t t = first; t < least(x.count, first + tile); t += GROUP) {
+        const int8_t* codes = x.codes + t * x.columns * PLANES;
+        const float* scales = x.scales + 2 * t * blocks;
+        const int32_t* sums = x.sums + 2 * PLANES * t * blocks;
+        F y[GROUP];
+        const int count = int(least(x.count - t, GROUP));
+        const auto product = count == 1   ? panel_product<BITS, SCALES, MINIMA, PLANES, 1>
+                             : count == 2 ? panel_product<BITS, SCALES, MINIMA, PLANES, 2>
+                             : count == 3 ? panel_product<BITS, SCALES, MINIMA, PLANES, 3>
+                                          : panel_product<BITS, SCALES, MINIMA, PLANES, GROUP>;
+        product(panel, blocks, zero_code, codes, scales, sums, y);
+        for (int i = 0; i < count; i++)
+          store_n(out.data + (t + i) * out.stride + segment.column + p * PANEL, y[i], left);
       }
-      for (int i = 0; i < count; i++)
-        store_n(out.data + (t + i) * out.stride + segment.column + p * PANEL, y[i], left);
-      t += count;
     }
-  }
 }
 
 template <int PLANES>
-void multiply_planes(const Segment& segment, const Rounded& x, int64_t first_token, int64_t last_token,
-                     int64_t first_panel, int64_t last_panel, Rows out) {
+void multiply_planes(const Segment& segment, const Rounded& x, int64_t first_panel, int64_t last_panel, Rows out) {
   const Packing& p = segment.packing;
   const bool is_small = p.bits == 4;
   const auto multiply =
@@ -187,12 +187,11 @@ void multiply_planes(const Segment& segment, const Rounded& x, int64_t first_tok
       : p.scales == SUB_SCALES ? (is_small ? multiply_segment<4, SUB_SCALES, true, PLANES> : multiply_segment<8, SUB_SCALES, true, PLANES>)
       : p.has_minima ? (is_small ? multiply_segment<4, HALF_SCALES, true, PLANES> : multiply_segment<8, HALF_SCALES, true, PLANES>)
                      : (is_small ? multiply_segment<4, HALF_SCALES, false, PLANES> : multiply_segment<8, HALF_SCALES, false, PLANES>);
-  multiply(segment, x, first_token, last_token, first_panel, last_panel, out);
+  multiply(segment, x, first_panel, last_panel, out);
 }
 
-void multiply_packed(const Segment& segment, const Rounded& x, int64_t first_token, int64_t last_token,
-                     int64_t first_panel, int64_t last_panel, Rows out) {
-  (x.rest ? multiply_planes<2> : multiply_planes<1>)(segment, x, first_token, last_token, first_panel, last_panel, out);
+void multiply_packed(const Segment& segment, const Rounded& x, int64_t first_panel, int64_t last_panel, Rows out) {
+  (x.planes == 2 ? multiply_planes<2> : multiply_planes<1>)(segment, x, first_panel, last_panel, out);
 }
 
 // Writes the values of a row. They are those of the format, rounded as llama.cpp rounds them.
@@ -291,16 +290,12 @@ void multiply_tile(const Plain& w, const float* const* x, int64_t first_row, int
 }
 
 template <int TYPE>
-void multiply_rows(const Plain& w, Rows x, const int32_t* indices, int64_t first_token, int64_t last_token,
-                   int64_t first_row, int64_t last_row, Rows out, int64_t column) {
-  for (int64_t t = first_token; t < last_token;) {
+void multiply_rows(const Plain& w, Rows x, int64_t first_row, int64_t last_row, Rows out) {
+  for (int64_t t = 0; t < x.count;) {
     const float* from[TILE_TOKENS];
     float* to[TILE_TOKENS];
-    const int count = int(least(last_token - t, TILE_TOKENS));
-    for (int i = 0; i < count; i++) {
-      from[i] = x.data + (indices ? indices[t + i] : t + i) * x.stride;
-      to[i] = out.data + (t + i) * out.stride + column;
-    }
+    const int count = int(least(x.count - t, TILE_TOKENS));
+    for (int i = 0; i < count; i++) from[i] = x.data + (t + i) * x.stride, to[i] = out.data + (t + i) * out.stride;
     if (count == TILE_TOKENS)
       multiply_tile<TYPE, TILE_TOKENS>(w, from, first_row, last_row, to);
     else
@@ -309,10 +304,9 @@ void multiply_rows(const Plain& w, Rows x, const int32_t* indices, int64_t first
   }
 }
 
-void multiply_plain(const Plain& w, Rows x, const int32_t* indices, int64_t first_token, int64_t last_token,
-                    int64_t first_row, int64_t last_row, Rows out, int64_t column) {
+void multiply_plain(const Plain& w, Rows x, int64_t first_row, int64_t last_row, Rows out) {
   const auto multiply = w.type == FP32 ? multiply_rows<FP32> : w.type == BF16 ? multiply_rows<BF16> : multiply_rows<FP16>;
-  multiply(w, x, indices, first_token, last_token, first_row, last_row, out, column);
+  multiply(w, x, first_row, last_row, out);
 }
 
 // ---- norm, rotation, gate
@@ -400,30 +394,41 @@ void gate(const float* gates, const float* up, int64_t stride, int64_t width, in
   }
 }
 
-void soften(const float* x, int64_t width, float* y) {
-  float top = -INFINITY;
-  for (int64_t i = 0; i < width; i++) top = top < x[i] ? x[i] : top;
-  F total = zero();
-  for (int64_t i = 0; i < width; i += LANES) {
-    const int n = int(least(width - i, LANES));
-    float some[LANES];
-    fill(some, LANES, -INFINITY);
-    memcpy(some, x + i, n * sizeof(float));
-    const F weights = exp_of(sub(load(some), set1(top)));
-    store_n(y + i, weights, n);
-    total = add(total, weights);
-  }
-  const F whole = set1(sum(total));
-  for (int64_t i = 0; i < width; i += LANES) {
-    const int n = int(least(width - i, LANES));
-    store_n(y + i, div(load_n(y + i, n), whole), n);
-  }
+// The logarithm of x >= 1 to about 1 ulp.
+float log_of(float x) {
+  if (!(x < INFINITY)) return x;
+  const uint32_t bits = to_bits(x);
+  float power = float(int(bits >> 23) - 126), m = from_bits((bits & 0x7fffff) | 0x3f000000);  // from 1/2 to 1
+  if (m < 0.70710678f) power -= 1, m = m + m;
+  m -= 1;
+  const float terms[] = {7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
+                         -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
+  float p = terms[0];
+  for (int i = 1; i < 9; i++) p = fmaf(p, m, terms[i]);
+  const float square = m * m;
+  float y = m * square * p;
+  y = fmaf(power, -2.12194440e-4f, y);
+  y = fmaf(square, -0.5f, y);
+  return fmaf(power, 0.693359375f, m + y);
 }
 
-void add_scaled(const float* x, float scale, int64_t width, float* y) {
+// y = (x - top) - log(sum of exp(x - top)); minus infinity stays what it is.
+void log_softmax(const float* x, int64_t width, float* y) {
+  float none[LANES];
+  fill(none, LANES, -INFINITY);
+  auto part = [&](int64_t i) {
+    if (width - i >= LANES) return load(x + i);
+    memcpy(none, x + i, (width - i) * sizeof(float));
+    return load(none);
+  };
+  F highest = set1(-INFINITY), total = zero();
+  for (int64_t i = 0; i < width; i += LANES) highest = greater(highest, part(i));
+  const F top = set1(greatest(highest));
+  for (int64_t i = 0; i < width; i += LANES) total = add(total, exp_of(sub(part(i), top)));
+  const F log = set1(log_of(sum(total)));
   for (int64_t i = 0; i < width; i += LANES) {
-    const int n = int(least(width - i, LANES));
-    store_n(y + i, fma(load_n(x + i, n), set1(scale), load_n(y + i, n)), n);
+    const F value = part(i), result = sub(sub(value, top), log);
+    store_n(y + i, if_less(value, set1(-FLT_MAX), value, result), int(least(width - i, LANES)));
   }
 }
 
@@ -459,41 +464,40 @@ float rounded_to(float x, int32_t type) {
   return x;
 }
 
-// Reads one key or value head of a token as fp32.
-void read_head(const Cache& c, bool is_value, int64_t block, int64_t offset, int64_t head, int64_t kv_heads, int64_t dim,
-               float* out) {
+// Returns one key or value head of a token as fp32, padded with zeros to `width` numbers: where it lies, or a copy.
+const float* read_head(const Cache& c, bool is_value, int64_t block, int64_t offset, int64_t head, int64_t kv_heads,
+                       int64_t dim, int64_t width, float* copy) {
   const int64_t at = is_value ? block * c.v_block_stride + offset * c.v_slot_stride + head * c.v_head_stride
                               : block * c.block_stride + offset * c.slot_stride + head * c.head_stride;
   const void* from = is_value ? c.v : c.k;
-  if (c.type == FP32) {
-    memcpy(out, (const float*)from + at, dim * sizeof(float));
-    return;
-  }
+  if (c.type == FP32 && dim == width) return (const float*)from + at;
   const float* scales = is_value ? c.v_scale : c.k_scale;
   const float scale = scales ? scales[(block * kv_heads + head) * c.size + offset] : 1.0f;
   for (int64_t i = 0; i < dim; i++) {
     const float value = element(from, at + i, c.type);
-    out[i] = scales ? rounded_to(value * scale, c.rounding) : value;
+    copy[i] = scales ? rounded_to(value * scale, c.rounding) : value;
   }
+  fill(copy + dim, width - dim, 0.0f);
+  return copy;
 }
 
-struct Keys {  // a block of 16 keys of one head
+struct Keys {  // a block of 16 keys of one head, and their values
   Buffer<float> memory;
-  float *transposed, *values;
+  float* transposed;
+  const float* values[LANES];
   void read(const Attention& a, int64_t sequence, int64_t head, int64_t first, int64_t count, int64_t width) {
-    transposed = memory.get(width * (2 * LANES + 1)), values = transposed + width * LANES;
-    float* row = values + width * LANES;
-    fill(transposed, width * LANES, 0.0f);
-    for (int64_t j = 0; j < count; j++) {
+    transposed = memory.get(width * 3 * LANES);
+    float* copies = transposed + width * LANES;
+    const float* rows[LANES];
+    for (int64_t j = 0; j < count; j++, copies += 2 * width) {
       const int64_t key = first + j;
       int64_t block = 0, offset = a.starts[sequence] + key;
       if (!a.is_contiguous) block = a.tables[sequence * a.table_stride + key / a.cache.size], offset = key % a.cache.size;
-      read_head(a.cache, false, block, offset, head, a.kv_heads, a.dim, row);
-      for (int64_t d = 0; d < a.dim; d++) transposed[d * LANES + j] = row[d];
-      float* value = values + j * width;
-      read_head(a.cache, true, block, offset, head, a.kv_heads, a.dim, value);
-      fill(value + a.dim, width - a.dim, 0.0f);
+      rows[j] = read_head(a.cache, false, block, offset, head, a.kv_heads, a.dim, width, copies);
+      values[j] = read_head(a.cache, true, block, offset, head, a.kv_heads, a.dim, width, copies + width);
     }
+    for (int64_t j = count; j < LANES; j++) rows[j] = rows[0];  // their scores are not used
+    for (int64_t d = 0; d < width; d += LANES) transpose(rows, d, transposed + d * LANES);
   }
 };
 
@@ -512,15 +516,35 @@ INLINE void scores_of(const float* queries, int64_t width, const float* transpos
   UNROLL for (int r = 0; r < ROWS; r++) out[r] = add(even[r], odd[r]);
 }
 
-template <int CHUNKS>
-INLINE void add_values(const float* weights, int low, int high, const float* values, int64_t width, float keep, float* out) {
-  F y[CHUNKS];
-  UNROLL for (int c = 0; c < CHUNKS; c++) y[c] = mul(load(out + c * LANES), set1(keep));
-  for (int j = low; j < high; j++) {
-    const F weight = set1(weights[j]);
-    UNROLL for (int c = 0; c < CHUNKS; c++) y[c] = fma(weight, load(values + j * width + c * LANES), y[c]);
-  }
-  UNROLL for (int c = 0; c < CHUNKS; c++) store(out + c * LANES, y[c]);
+// Adds the values from `low` to `high` to the sums of ROWS rows, `stride` numbers apart, of which it keeps a share.
+template <int ROWS, int CHUNKS>
+INLINE void add_values(const float (*weights)[LANES], int low, int high, const float* const* values, int64_t at,
+                       const float* keep, float* out, int64_t stride) {
+  F y[ROWS][CHUNKS];
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < CHUNKS; c++) y[r][c] = mul(load(out + r * stride + at + c * LANES), set1(keep[r]));
+  for (int j = low; j < high; j++)
+    UNROLL for (int c = 0; c < CHUNKS; c++) {
+      const F value = load(values[j] + at + c * LANES);
+      UNROLL for (int r = 0; r < ROWS; r++) y[r][c] = fma(set1(weights[r][j]), value, y[r][c]);
+    }
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < CHUNKS; c++) store(out + r * stride + at + c * LANES, y[r][c]);
+}
+
+#if defined(WHORL_AVX512)
+constexpr int VALUE_CHUNKS = 4;
+#else
+constexpr int VALUE_CHUNKS = 1;
+#endif
+
+template <int ROWS>
+INLINE void add_all_values(const float (*weights)[LANES], int low, int high, const float* const* values, int64_t width,
+                           const float* keep, float* out, int64_t stride) {
+  int64_t at = 0;
+  for (; at + VALUE_CHUNKS * LANES <= width; at += VALUE_CHUNKS * LANES)
+    add_values<ROWS, VALUE_CHUNKS>(weights, low, high, values, at, keep, out, stride);
+  for (; at < width; at += LANES) add_values<ROWS, 1>(weights, low, high, values, at, keep, out, stride);
 }
 
 // tanh to about 1 ulp: a polynomial where a difference of exponentials would cancel.
@@ -542,25 +566,47 @@ struct RowState {
   float weights[LANES];  // sums by lane
 };
 
-INLINE void add_block(F scores, int low, int high, const Keys& keys, int64_t width, RowState& state, float* out) {
-  if (low > 0 || high < LANES) {
-    float some[LANES];
-    store(some, scores);
-    for (int j = 0; j < LANES; j++)
-      if (j < low || j >= high) some[j] = -INFINITY;
-    scores = load(some);
+struct Bounds {  // of the keys of a block that a row attends to
+  int low, high;
+};
+
+// Adds a block of keys to ROWS rows, each with the operations that it has alone.
+template <int ROWS>
+void add_block(const Attention& a, const float* queries, const Bounds* bounds, const Keys& keys, int64_t width,
+                      RowState* states, float* sums) {
+  F scores[ROWS];
+  float weights[ROWS][LANES], keep[ROWS];
+  const int64_t stride = 2 + width;
+  bool is_alike = true;
+  scores_of<ROWS>(queries, width, keys.transposed, scores);
+  UNROLL for (int r = 0; r < ROWS; r++) {
+    const int low = bounds[r].low, high = bounds[r].high;
+    is_alike = is_alike && low == bounds[0].low && high == bounds[0].high;
+    if (low >= high) continue;
+    F score = scores[r];
+    if (a.softcap > 0) score = mul(set1(a.softcap), tanh_of(div(score, set1(a.softcap))));
+    if (low > 0 || high < LANES) {
+      store(weights[r], score);
+      for (int j = 0; j < LANES; j++)
+        if (j < low || j >= high) weights[r][j] = -INFINITY;
+      score = load(weights[r]);
+    }
+    RowState& state = states[r];
+    const float block_top = greatest(score), top = state.top < block_top ? block_top : state.top;
+    keep[r] = top == state.top ? 1.0f : exp_of(state.top - top);
+    const F weight = exp_of(sub(score, set1(top)));
+    store(weights[r], weight);
+    store(state.weights, fma(load(state.weights), set1(keep[r]), weight));
+    state.top = top;
   }
-  const float block_top = greatest(scores), top = state.top < block_top ? block_top : state.top;
-  const float keep = top == state.top ? 1.0f : exp_of(state.top - top);
-  const F weights = exp_of(sub(scores, set1(top)));
-  float some[LANES];
-  store(some, weights);
-  store(state.weights, fma(load(state.weights), set1(keep), weights));
-  state.top = top;
-  int64_t c = 0;
-  for (; c + 4 * LANES <= width; c += 4 * LANES)
-    add_values<4>(some, low, high, keys.values + c, width, keep, out + c);
-  for (; c < width; c += LANES) add_values<1>(some, low, high, keys.values + c, width, keep, out + c);
+  if (is_alike) {
+    if (bounds[0].low < bounds[0].high)
+      add_all_values<ROWS>(weights, bounds[0].low, bounds[0].high, keys.values, width, keep, sums + 2, stride);
+  } else {
+    for (int r = 0; r < ROWS; r++)
+      if (const Bounds b = bounds[r]; b.low < b.high)
+        add_all_values<1>(weights + r, b.low, b.high, keys.values, width, keep + r, sums + r * stride + 2, stride);
+  }
 }
 
 // Folds a span's state into that of the spans before it.
@@ -607,19 +653,15 @@ void attend(const Attention& a, int64_t sequence, int64_t kv_head, int64_t first
     const int64_t end = least(last_key, (span + 1) * SPAN);
     for (int64_t key = most(span * SPAN, first_key / LANES * LANES); key < end; key += LANES) {
       keys.read(a, sequence, kv_head, key, least(end - key, LANES), width);
-      for (int64_t r = 0; r < rows;) {
-        F scores[2];
-        const int pair = r + 2 <= rows ? 2 : 1;
-        if (pair == 2)
-          scores_of<2>(&queries[r * width], width, keys.transposed, scores);
-        else
-          scores_of<1>(&queries[r * width], width, keys.transposed, scores);
-        for (int i = 0; i < pair; i++, r++) {
-          const int high = int(least(position(r) + 1 - key, LANES));
-          const int low = a.window ? int(most(0, position(r) - a.window + 1 - key)) : 0;
-          const F capped = a.softcap > 0 ? mul(set1(a.softcap), tanh_of(div(scores[i], set1(a.softcap)))) : scores[i];
-          if (low < high) add_block(capped, low, high, keys, width, states[r], &sums[r * (2 + width) + 2]);
+      for (int64_t r = 0; r < rows; r += 4) {
+        const int64_t some = least(rows - r, 4);
+        Bounds bounds[4];
+        for (int64_t i = 0; i < some; i++) {
+          bounds[i].high = int(least(position(r + i) + 1 - key, LANES));
+          bounds[i].low = a.window ? int(most(0, position(r + i) - a.window + 1 - key)) : 0;
         }
+        const auto add = some == 4 ? add_block<4> : some == 3 ? add_block<3> : some == 2 ? add_block<2> : add_block<1>;
+        add(a, &queries[r * width], bounds, keys, width, states + r, &sums[r * (2 + width)]);
       }
     }
     for (int64_t r = 0; r < rows; r++) {
@@ -648,14 +690,14 @@ void fold(const Attention& a, int64_t sequence, int64_t kv_head, int64_t row, co
   const F total = set1(state[1]);
   for (int64_t d = 0; d < a.dim; d += LANES)
     store_n(a.out + at * a.dim + d, div(load(&state[2 + d]), total), int(least(a.dim - d, LANES)));
-  if (a.lse) a.lse[at] = state[0] + logf(state[1]);
+  if (a.lse) a.lse[at] = state[0] + log_of(state[1]);
 }
 
 }  // namespace
 
 const Kernels JOIN(WHORL_VARIANT, _kernels) = {
     NAME_OF(WHORL_VARIANT), round_tokens, multiply_packed, multiply_plain, unpack_row, norm_row, rotate_head,
-    attend, fold, gate, soften, add_scaled,
+    attend, fold, gate, log_softmax,
 };
 
 }  // namespace whorl

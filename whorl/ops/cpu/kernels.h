@@ -40,15 +40,20 @@ struct Plain {  // [rows, columns] of fp32, bf16 or fp16
 };
 
 // Tokens in 8 bits, or in 16: a second plane of codes holds what the first has left, in steps of 1 / STEPS. A number is
-// scale * code or, with two planes, scale * (STEPS * first + second). For each block of 32 there are a scale and, for
-// each half, the sum of these integers.
+// scale * code or, with two planes, scale * (STEPS * first + second). Tokens lie in groups of GROUP, the last of which
+// may be smaller; a group of n tokens has, for each block of 32 columns:
+//   codes   [planes][8 quads of columns][n][4]
+//   scales  [n], and [n] sums of the block's numbers, for minima
+//   sums    [2 halves][planes][n], of codes
 struct Rounded {
-  int8_t *codes, *rest;  // [count, columns]; rest is null with one plane
+  int8_t* codes;
   float* scales;
   int32_t* sums;
-  int64_t columns;
+  int64_t columns, count;
+  int32_t planes;
 };
 constexpr int STEPS = 254;
+constexpr int64_t GROUP = 4;
 
 struct Rows {  // fp32 [count, width], `stride` numbers from row to row
   float* data;
@@ -108,11 +113,9 @@ struct Layer {
 
 struct Kernels {
   const char* name;
-  void (*round_tokens)(Rows x, const int32_t* indices, int64_t width, const Rounded& out, int64_t first, int64_t last);
-  void (*multiply_packed)(const Segment& segment, const Rounded& x, int64_t first_token, int64_t last_token,
-                          int64_t first_panel, int64_t last_panel, Rows out);
-  void (*multiply_plain)(const Plain& w, Rows x, const int32_t* indices, int64_t first_token, int64_t last_token,
-                         int64_t first_row, int64_t last_row, Rows out, int64_t column);
+  void (*round_tokens)(Rows x, const Rounded& out, int64_t first_group, int64_t last_group);
+  void (*multiply_packed)(const Segment& segment, const Rounded& x, int64_t first_panel, int64_t last_panel, Rows out);
+  void (*multiply_plain)(const Plain& w, Rows x, int64_t first_row, int64_t last_row, Rows out);
   void (*unpack_row)(const Segment& segment, int64_t row, int64_t columns, float* out);
   void (*norm_row)(const float* x, const float* residual, const Norm& norm, int64_t width, float* y, float* total);
   void (*rotate_head)(const float* x, const float* row, const Rotation& rotation, int64_t dim, float* y);
@@ -121,8 +124,7 @@ struct Kernels {
   void (*fold)(const Attention& a, int64_t sequence, int64_t kv_head, int64_t row, const float* partials, int64_t count,
                int64_t stride);
   void (*gate)(const float* gate, const float* up, int64_t stride, int64_t width, int32_t is_gelu, float* y);
-  void (*soften)(const float* x, int64_t width, float* y);
-  void (*add_scaled)(const float* x, float scale, int64_t width, float* y);
+  void (*log_softmax)(const float* x, int64_t width, float* y);
 };
 
 extern const Kernels plain_kernels;

@@ -76,9 +76,8 @@ INLINE F to_float(I x) { return {_mm512_cvtepi32_ps(x.v)}; }
 INLINE F exponent(I n) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))}; }
 INLINE I halve(I n) { return {_mm512_srai_epi32(n.v, 1)}; }
 INLINE I iset(int x) { return {_mm512_set1_epi32(x)}; }
-INLINE I iadd(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 INLINE I isub(I a, I b) { return {_mm512_sub_epi32(a.v, b.v)}; }
-INLINE I imul(I a, I b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+INLINE I times_power(I a, int power) { return {_mm512_slli_epi32(a.v, power)}; }
 INLINE I load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
 INLINE I load_i8(const uint8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
 INLINE void store_i8(int8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(x.v)); }
@@ -126,9 +125,8 @@ INLINE F exponent(I n) {
 }
 INLINE I halve(I n) { return {_mm256_srai_epi32(n.a, 1), _mm256_srai_epi32(n.b, 1)}; }
 INLINE I iset(int x) { const __m256i v = _mm256_set1_epi32(x); return {v, v}; }
-INLINE I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 INLINE I isub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
-INLINE I imul(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+INLINE I times_power(I x, int power) { return {_mm256_slli_epi32(x.a, power), _mm256_slli_epi32(x.b, power)}; }
 INLINE I load_u8(const uint8_t* p) {
   return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
 }
@@ -169,9 +167,8 @@ INLINE F to_float(I x) { EACH(F, vcvtq_f32_s32(x.v[i])); }
 INLINE F exponent(I n) { EACH(F, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23))); }
 INLINE I halve(I n) { EACH(I, vshrq_n_s32(n.v[i], 1)); }
 INLINE I iset(int x) { EACH(I, vdupq_n_s32(x)); }
-INLINE I iadd(I x, I y) { EACH(I, vaddq_s32(x.v[i], y.v[i])); }
 INLINE I isub(I x, I y) { EACH(I, vsubq_s32(x.v[i], y.v[i])); }
-INLINE I imul(I x, I y) { EACH(I, vmulq_s32(x.v[i], y.v[i])); }
+INLINE I times_power(I x, int power) { EACH(I, vshlq_s32(x.v[i], vdupq_n_s32(power))); }
 INLINE I load_u8(const uint8_t* p) { I r; for (int i = 0; i < 16; i++) ((int32_t*)r.v)[i] = p[i]; return r; }
 INLINE I load_i8(const uint8_t* p) { I r; for (int i = 0; i < 16; i++) ((int32_t*)r.v)[i] = int8_t(p[i]); return r; }
 INLINE void store_i8(int8_t* p, I x) {
@@ -209,9 +206,8 @@ INLINE F to_float(I x) { EACH(F, float(x.v[i])); }
 INLINE F exponent(I n) { EACH(F, from_bits(uint32_t(n.v[i] + 127) << 23)); }
 INLINE I halve(I n) { EACH(I, n.v[i] >> 1); }
 INLINE I iset(int x) { EACH(I, x); }
-INLINE I iadd(I x, I y) { EACH(I, x.v[i] + y.v[i]); }
 INLINE I isub(I x, I y) { EACH(I, x.v[i] - y.v[i]); }
-INLINE I imul(I x, I y) { EACH(I, x.v[i] * y.v[i]); }
+INLINE I times_power(I x, int power) { EACH(I, x.v[i] * (1 << power)); }
 INLINE I load_u8(const uint8_t* p) { EACH(I, p[i]); }
 INLINE I load_i8(const uint8_t* p) { EACH(I, int8_t(p[i])); }
 INLINE void store_i8(int8_t* p, I x) { for (int i = 0; i < 16; i++) p[i] = int8_t(x.v[i] < -128 ? -128 : x.v[i] > 127 ? 127 : x.v[i]); }
@@ -259,6 +255,49 @@ INLINE float greatest(F x) {
   float top = all[0];
   for (int i = 1; i < LANES; i++) top = top < all[i] ? all[i] : top;
   return top;
+#endif
+}
+
+// out[16 d + j] = rows[j][d] for 16 rows and as many columns.
+INLINE void transpose(const float* const* rows, int64_t at, float* out) {
+#if defined(WHORL_AVX512)
+  for (int d = 0; d < LANES; d += 4) {
+    __m512 z[4];
+    for (int i = 0; i < 4; i++) {
+      z[i] = _mm512_castps128_ps512(_mm_loadu_ps(rows[i] + at + d));
+      z[i] = _mm512_mask_broadcast_f32x4(z[i], 0x00f0, _mm_loadu_ps(rows[i + 4] + at + d));
+      z[i] = _mm512_mask_broadcast_f32x4(z[i], 0x0f00, _mm_loadu_ps(rows[i + 8] + at + d));
+      z[i] = _mm512_mask_broadcast_f32x4(z[i], 0xf000, _mm_loadu_ps(rows[i + 12] + at + d));
+    }
+    const __m512 a = _mm512_unpacklo_ps(z[0], z[1]), b = _mm512_unpackhi_ps(z[0], z[1]);
+    const __m512 c = _mm512_unpacklo_ps(z[2], z[3]), e = _mm512_unpackhi_ps(z[2], z[3]);
+    _mm512_storeu_ps(out + 16 * d, _mm512_shuffle_ps(a, c, 0x44));
+    _mm512_storeu_ps(out + 16 * d + 16, _mm512_shuffle_ps(a, c, 0xee));
+    _mm512_storeu_ps(out + 16 * d + 32, _mm512_shuffle_ps(b, e, 0x44));
+    _mm512_storeu_ps(out + 16 * d + 48, _mm512_shuffle_ps(b, e, 0xee));
+  }
+#elif defined(WHORL_AVX2)
+  for (int d = 0; d < LANES; d += 4)
+    for (int j = 0; j < LANES; j += 4) {
+      __m128 r[4];
+      for (int i = 0; i < 4; i++) r[i] = _mm_loadu_ps(rows[j + i] + at + d);
+      _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
+      for (int i = 0; i < 4; i++) _mm_storeu_ps(out + 16 * (d + i) + j, r[i]);
+    }
+#elif defined(WHORL_NEON)
+  for (int d = 0; d < LANES; d += 4)
+    for (int j = 0; j < LANES; j += 4) {
+      const float* const* four = rows + j;
+      const float32x4x2_t p = vtrnq_f32(vld1q_f32(four[0] + at + d), vld1q_f32(four[1] + at + d));
+      const float32x4x2_t q = vtrnq_f32(vld1q_f32(four[2] + at + d), vld1q_f32(four[3] + at + d));
+      for (int i = 0; i < 2; i++) {
+        vst1q_f32(out + 16 * (d + i) + j, vcombine_f32(vget_low_f32(p.val[i]), vget_low_f32(q.val[i])));
+        vst1q_f32(out + 16 * (d + i + 2) + j, vcombine_f32(vget_high_f32(p.val[i]), vget_high_f32(q.val[i])));
+      }
+    }
+#else
+  for (int d = 0; d < LANES; d++)
+    for (int j = 0; j < LANES; j++) out[16 * d + j] = rows[j][at + d];
 #endif
 }
 

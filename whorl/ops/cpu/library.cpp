@@ -11,6 +11,10 @@
 #include <sys/auxv.h>
 #endif
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
 #ifndef WHORL_SOURCES
 #define WHORL_SOURCES ""
 #endif
@@ -55,12 +59,11 @@ thread_local Scratch<float> scales_of_tokens, partials_of_rows;
 thread_local Scratch<int32_t> sums_of_tokens;
 
 Rounded rounded(Rows x, const Matrix& matrix) {
-  const int64_t width = matrix.columns, size = x.count * width, blocks = size / BLOCK;
-  int8_t* codes = codes_of_tokens.get(size * matrix.planes);
-  Rounded out{codes, matrix.planes == 2 ? codes + size : nullptr, scales_of_tokens.get(blocks),
-              sums_of_tokens.get(2 * blocks), width};
-  ranges(x.count, width,
-         [&](int64_t first, int64_t last) { kernels->round_tokens(x, nullptr, width, out, first, last); });
+  const int64_t size = x.count * matrix.columns, blocks = size / BLOCK, planes = matrix.planes;
+  const Rounded out{codes_of_tokens.get(size * planes), scales_of_tokens.get(2 * blocks),
+                    sums_of_tokens.get(2 * planes * blocks), matrix.columns, x.count, matrix.planes};
+  ranges(up(x.count, GROUP), GROUP * matrix.columns,
+         [&](int64_t first, int64_t last) { kernels->round_tokens(x, out, first, last); });
   return out;
 }
 
@@ -83,7 +86,7 @@ void multiply(const Matrix& matrix, const Rounded& x, Rows out, const float* bia
       const int64_t count = up(segment.rows, PANEL);
       const int64_t from = std::max<int64_t>(first - start, 0), to = std::min(last - start, count);
       if (from < to) {
-        kernels->multiply_packed(segment, x, 0, out.count, from, to, out);
+        kernels->multiply_packed(segment, x, from, to, out);
         if (bias) {
           const int64_t row = from * PANEL;
           add_bias(out, segment.column + row, std::min(segment.rows, to * PANEL) - row, bias);
@@ -94,13 +97,13 @@ void multiply(const Matrix& matrix, const Rounded& x, Rows out, const float* bia
   });
 }
 
-void multiply(const Plain& w, Rows x, const int32_t* indices, Rows out, const float* bias) {
+void multiply(const Plain& w, Rows x, Rows out, const float* bias) {
   ranges(w.rows, w.columns * std::max<int64_t>(1, out.count), [&](int64_t first, int64_t last) {
     // A block of weights stays in the cache while all tokens pass.
     const int64_t step = std::max<int64_t>(TILE_BYTES / (w.columns * 4), 12) / 12 * 12;
     for (int64_t row = first; row < last; row += step) {
       const int64_t end = std::min(last, row + step);
-      kernels->multiply_plain(w, x, indices, 0, out.count, row, end, out, 0);
+      kernels->multiply_plain(w, x, row, end, out);
     }
     if (bias) add_bias(out, first, last - first, bias);
   });
@@ -150,6 +153,13 @@ API int whorl_cpu_threads() { return num_threads(); }
 
 API void whorl_cpu_set_threads(int count) { set_num_threads(count); }
 
+// Returns memory between what is in use to the system: a copy of each matrix has come and gone while a file is read.
+API void whorl_cpu_trim() {
+#if defined(__GLIBC__)
+  malloc_trim(0);
+#endif
+}
+
 API int64_t whorl_cpu_panel_bytes(int32_t bits, int32_t scales, int32_t has_minima, int64_t columns) {
   return panel_bytes({bits, scales, has_minima, 0}, columns);
 }
@@ -170,7 +180,7 @@ API void whorl_cpu_norm(float* x, const float* residual, const float* weight, fl
 
 API void whorl_cpu_linear_plain(const Plain* w, float* x, int64_t count, int64_t stride, float* out, int64_t out_stride,
                                 const float* bias) {
-  multiply(*w, {x, count, stride}, nullptr, {out, count, out_stride}, bias);
+  multiply(*w, {x, count, stride}, {out, count, out_stride}, bias);
 }
 
 API void whorl_cpu_unpack(const Matrix* matrix, const int64_t* indices, int64_t count, float* out) {
@@ -216,7 +226,7 @@ void attend_all(const Attention& a) {
   const int64_t threads = work < WORTH ? 1 : num_threads();
   for (int64_t b = 0; b < a.num_sequences; b++) {
     const int64_t count = a.starts[b + 1] - a.starts[b], rows = count * group, length = a.lengths[b];
-    const int64_t tile = std::max<int64_t>(16 / group, 1) * group;
+    const int64_t tile = std::max<int64_t>(32 / group, 1) * group;
     for (int64_t h = 0; h < a.kv_heads; h++)
       for (int64_t row = 0; row < rows; row += tile) {
         const int64_t last = std::min(rows, row + tile);
@@ -297,7 +307,7 @@ int64_t rows_of(const Product& product) {
 void multiply(const Product& product, float* x, int64_t count, float* out) {
   const int64_t rows = rows_of(product);
   if (product.plain)
-    return multiply(*product.plain, {x, count, product.plain->columns}, nullptr, {out, count, rows}, product.bias);
+    return multiply(*product.plain, {x, count, product.plain->columns}, {out, count, rows}, product.bias);
   const int64_t columns = product.packed->columns;
   multiply(*product.packed, rounded({x, count, columns}, *product.packed), {out, count, rows}, product.bias);
 }
@@ -324,6 +334,39 @@ API void whorl_cpu_attention(const Attention* attention) { attend_all(*attention
 API void whorl_cpu_glu(const float* gates, const float* up, int64_t count, int64_t stride, int64_t step, int64_t width,
                        int32_t is_gelu, float* out) {
   gate_all(gates, up, count, stride, step, width, is_gelu, out);
+}
+
+// Routed experts. out[t] = the sum of weights[t, c] * down(gate(gate_up(x[t]))) over the choices c of token t, in their
+// order, with the matrices of expert ids[t, c]. All tensors are contiguous.
+API void whorl_cpu_experts(const Matrix* const* gate_up, const Matrix* const* down, int64_t num_experts, const float* x,
+                           int64_t count, int64_t num_choices, const float* weights, const int64_t* ids, float* out) {
+  const int64_t width = gate_up[0]->columns, inner = down[0]->columns;
+  static thread_local Scratch<float> arena[3];
+  std::vector<std::vector<int64_t>> choices(num_experts);  // of each expert
+  for (int64_t i = 0; i < count * num_choices; i++) choices[ids[i]].push_back(i);
+  float* parts = arena[0].get(count * num_choices * width);
+  for (int64_t e = 0; e < num_experts; e++) {
+    const int64_t rows = int64_t(choices[e].size());
+    if (!rows) continue;
+    float *some = arena[1].get(rows * width), *both = arena[2].get(rows * 3 * inner), *hidden = both + rows * 2 * inner;
+    for (int64_t i = 0; i < rows; i++)
+      memcpy(some + i * width, x + choices[e][i] / num_choices * width, width * sizeof(float));
+    multiply(*gate_up[e], rounded({some, rows, width}, *gate_up[e]), {both, rows, 2 * inner}, nullptr);
+    gate_all(both, both + inner, rows, 2 * inner, 1, inner, 0, hidden);
+    multiply(*down[e], rounded({hidden, rows, inner}, *down[e]), {some, rows, width}, nullptr);
+    for (int64_t i = 0; i < rows; i++)
+      memcpy(parts + choices[e][i] * width, some + i * width, width * sizeof(float));
+  }
+  std::fill(out, out + count * width, 0.0f);
+  for (int64_t i = 0; i < count * num_choices; i++)
+    for (int64_t j = 0; j < width; j++) out[i / num_choices * width + j] += parts[i * width + j] * weights[i];
+}
+
+// x, y: [count, width], contiguous.
+API void whorl_cpu_log_softmax(const float* x, int64_t count, int64_t width, float* y) {
+  ranges(count, width * 8, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++) kernels->log_softmax(x + t * width, width, y + t * width);
+  });
 }
 
 // Layers of a decoder, one after the other, with the bits of the calls by themselves. x: [T, width], the embeddings,

@@ -92,9 +92,12 @@ _FUNCTIONS = {
     "write": "piipiiiiipp",
     "attention": "p",
     "glu": "ppiiiinp",
+    "experts": "ppipiippp",
+    "log_softmax": "piip",
     "layers": "pipppppiip",
     "pack": "npiip",
     "set_threads": "n",
+    "trim": "",
 }
 _CODES = {"p": c_void_p, "i": c_int64, "n": c_int32, "f": c_float}
 

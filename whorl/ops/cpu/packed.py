@@ -8,7 +8,7 @@ rows, threads or the processor's instruction set.
 """
 
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import POINTER, byref, pointer
 from typing import Literal, NamedTuple
 
 import torch
@@ -50,6 +50,11 @@ def interleave(kind: str, blocks: Tensor, columns: int) -> Rows:
     use_threads()
     library().whorl_cpu_pack(KINDS.index(kind), blocks.data_ptr(), rows, columns, panels.data_ptr())
     return Rows(kind, rows, panels)
+
+
+def trim() -> None:
+    """Return memory that is free, between tensors that are not, to the system."""
+    library().whorl_cpu_trim()
 
 
 class PackedMatrix:
@@ -105,3 +110,26 @@ class PackedMatrix:
         use_threads()
         library().whorl_cpu_unpack(self._at, address(rows), count, out.data_ptr())
         return out
+
+
+class PackedStack:
+    """The matrices of a layer's experts, of equal shapes."""
+
+    def __init__(self, matrices: Sequence[PackedMatrix]) -> None:
+        self.shape = matrices[0].shape
+        self.matrices = (POINTER(Matrix) * len(matrices))(*(pointer(each.matrix) for each in matrices))
+        self._kept = matrices
+
+
+def experts(gate_up: PackedStack, down: PackedStack, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Return what `ops.experts` does, like x; weights, ids: [T, choices]."""
+    wide, scales, ids = plain(x).contiguous(), plain(weights).contiguous(), ids.long().contiguous()
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(gate_up.matrices):
+        raise ValueError(f"experts from {int(ids.min())} to {int(ids.max())} of {len(gate_up.matrices)}")
+    y = torch.empty(wide.shape)
+    use_threads()
+    library().whorl_cpu_experts(
+        *(gate_up.matrices, down.matrices, len(gate_up.matrices), wide.data_ptr(), *ids.shape),
+        *(scales.data_ptr(), ids.data_ptr(), y.data_ptr()),
+    )
+    return y if x.dtype == torch.float32 else y.to(x.dtype)

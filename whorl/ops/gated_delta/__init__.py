@@ -21,3 +21,4 @@ from .layout import delta_tensors as delta_tensors
 from .norm import gated_rms_norm as gated_rms_norm
 from .rule import gated_delta as gated_delta
 from .rule_backward import gated_delta_backward as gated_delta_backward
+from .step import gated_delta_step as gated_delta_step

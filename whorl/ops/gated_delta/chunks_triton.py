@@ -56,6 +56,15 @@ def load_rows(x_ptr, rows, stride, is_real, columns, size):
 
 
 @triton.jit
+def unknown_zeros(at, M: tl.constexpr, N: tl.constexpr):
+    """Return zeros [M, N] that the compiler does not see through; at: a number that is not negative.
+
+    What is added to a product that starts from known zeros becomes its start, and the sum is rounded in another place.
+    """
+    return tl.zeros((M, N), tl.float32) + tl.where(at < 0, 1.0, 0.0)
+
+
+@triton.jit
 def decays_of(g_ptr, first, count, stride):
     """Return the sums G [CHUNK] of a chunk from its start; those after `count` rows are as the last."""
     index = tl.arange(0, CHUNK)

@@ -27,14 +27,14 @@ def _sequence_of(starts_ptr, tokens, B, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def _input(
-    x_ptr, tail_ptr, inputs_ptr, token, first, row, lane, is_real, channels, stride, tail_stride, ring_stride, N,
-    RING: tl.constexpr, REACH: tl.constexpr,
+    x_ptr, tail_ptr, inputs_ptr, token, first, row, lane, is_real, channels, is_channel, stride, tail_stride,
+    ring_stride, N, RING: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
     """Load the inputs [tokens, channels] of tokens that may lie before the call's first of their sequence.
 
     first: that token; row: its place in its chunk. Without lanes what lies before is zero.
     """
-    is_channel, is_new = (channels < N)[None, :], is_real & (token >= first)
+    is_channel, is_new = is_channel[None, :], is_real & (token >= first)
     at = x_ptr + token.to(tl.int64)[:, None] * stride + channels[None, :]
     x = tl.load(at, mask=is_new[:, None] & is_channel, other=0.0)
     if tail_ptr is not None:
@@ -45,6 +45,36 @@ def _input(
         at = tail_ptr + lane[:, None] * tail_stride + (REACH + row)[:, None] * N + channels[None, :]
         x += tl.load(at, mask=(is_stored & (row < 0))[:, None] & is_channel, other=0.0)
     return x
+
+
+@triton.jit
+def convolved(
+    x_ptr, weight_ptr, tail_ptr, inputs_ptr, first, count, row, lane, channels, is_channel,
+    x_stride, tail_stride, ring_stride, N, ROWS: tl.constexpr, C: tl.constexpr, W: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Return the convolution of `count` tokens of a sequence, [ROWS, C], and keep their inputs in the sequence's lane.
+
+    They are all of the sequence's in this call, which does not go past the end of a chunk. first, row: the first of
+    them, and its place in its chunk.
+    """
+    index = tl.arange(0, ROWS)
+    lanes, is_real = tl.zeros((ROWS,), tl.int64) + lane, index < count
+    is_stored = is_real[:, None] & is_channel[None, :]
+    total = tl.zeros((ROWS, C), tl.float32)
+    for j in tl.static_range(W):
+        tap = tl.load(weight_ptr + channels * W + j, mask=is_channel, other=0.0).to(tl.float32)
+        x = _input(
+            x_ptr, tail_ptr, inputs_ptr, first + index - (W - 1 - j), first, row, lanes, is_real, channels,
+            is_channel, x_stride, tail_stride, ring_stride, N, RING, W - 1,
+        )  # fmt: skip
+        total += tap[None, :] * x.to(tl.float32)
+        if j == W - 1:  # where the chunk ends, the tail alone is kept
+            to = inputs_ptr + lane * ring_stride + ((row + index) % RING)[:, None] * N + channels[None, :]
+            tl.store(to, x, mask=is_stored & (index * 0 + row + count < CHUNK)[:, None])
+        if j > 0:
+            to = tail_ptr + lane * tail_stride + (j - 1) * N + channels[None, :] + index[:, None] * 0
+            tl.store(to, x, mask=is_stored & (row + index == CHUNK - 1)[:, None])
+    return tl.div_rn(total, 1.0 + tl.exp(-total)).to(x_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -92,8 +122,8 @@ def _conv_kernel(
     for j in tl.static_range(W):
         tap = tl.load(weight_ptr + channels * W + j, mask=channels < N, other=0.0).to(tl.float32)
         x = _input(
-            x_ptr, tail_ptr, inputs_ptr, tokens - (W - 1 - j), first, row, lane, is_real, channels, x_stride,
-            tail_stride, ring_stride, N, RING, W - 1,
+            x_ptr, tail_ptr, inputs_ptr, tokens - (W - 1 - j), first, row, lane, is_real, channels, channels < N,
+            x_stride, tail_stride, ring_stride, N, RING, W - 1,
         )  # fmt: skip
         total += tap[None, :] * x.to(tl.float32)
     y = tl.div_rn(total, 1.0 + tl.exp(-total))
@@ -133,8 +163,8 @@ def _conv_keep_kernel(
         is_kept = (index < W - 1) & (tl.zeros_like(index) + start < point)
         token = first + point - start - (W - 1) + index
         kept = _input(
-            x_ptr, tail_ptr, inputs_ptr, token, first, start % CHUNK, lanes, is_kept, channels, x_stride, tail_stride,
-            ring_stride, N, RING, W - 1,
+            x_ptr, tail_ptr, inputs_ptr, token, first, start % CHUNK, lanes, is_kept, channels, channels < N,
+            x_stride, tail_stride, ring_stride, N, RING, W - 1,
         )  # fmt: skip
         tl.debug_barrier()
         to = tail_ptr + lane * tail_stride + index[:, None] * N + channels[None, :]
@@ -182,7 +212,22 @@ def _conv_backward_kernel(
         for j in tl.static_range(W):
             tap = tl.load(weight_ptr + channels * W + j, mask=is_channel, other=0.0).to(tl.float32)
             x = _input(
-                x_ptr, None, None, other - (W - 1 - j), first, 0, 0, is_other, channels, x_stride, 0, 0, N, 1, W - 1
+                x_ptr,
+                None,
+                None,
+                other - (W - 1 - j),
+                first,
+                0,
+                0,
+                is_other,
+                channels,
+                is_channel,
+                x_stride,
+                0,
+                0,
+                N,
+                1,
+                W - 1,
             )
             total += tap[None, :] * x.to(tl.float32)
         share = tl.div_rn(1.0, 1.0 + tl.exp(-total))
@@ -194,7 +239,22 @@ def _conv_backward_kernel(
         if i == 0:
             for j in tl.static_range(W):
                 x = _input(
-                    x_ptr, None, None, tokens - (W - 1 - j), first, 0, 0, is_real, channels, x_stride, 0, 0, N, 1, W - 1
+                    x_ptr,
+                    None,
+                    None,
+                    tokens - (W - 1 - j),
+                    first,
+                    0,
+                    0,
+                    is_real,
+                    channels,
+                    is_channel,
+                    x_stride,
+                    0,
+                    0,
+                    N,
+                    1,
+                    W - 1,
                 )
                 share_of_tap = tl.sum(grad * x.to(tl.float32), 0)
                 to = partial_ptr + (tl.program_id(1).to(tl.int64) * W + j) * N + channels

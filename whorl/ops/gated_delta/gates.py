@@ -62,7 +62,7 @@ delta_gates_backward.impl("triton", "gates_triton:backward")
 
 
 _CASES: list[Values] = [
-    {"tokens": (1,), "heads": 4},
+    {"tokens": (1,), "heads": 40},
     {"tokens": (17,), "heads": 32, "scale": 0.01},
     {"tokens": (2, 13), "heads": 40, "a_log": torch.float32, "dt_bias": torch.float32},
     {"tokens": (7,), "heads": 48, "scale": 30.0},

@@ -22,6 +22,12 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + log
 
 
+@triton.jit
+def gates_of(a, b, a_log, bias):
+    """Return g and beta, from numbers in fp32."""
+    return -tl.exp(a_log) * _softplus(a + bias), tl.div_rn(1.0, 1.0 + tl.exp(-b))
+
+
 @launched
 @triton.jit
 def _gates_kernel(
@@ -35,8 +41,9 @@ def _gates_kernel(
     a_log = tl.load(a_log_ptr + heads, mask=heads < H, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + heads, mask=heads < H, other=0.0).to(tl.float32)
     to = rows.to(tl.int64) * H + heads
-    tl.store(g_ptr + to, -tl.exp(a_log) * _softplus(a + bias), mask=mask)
-    tl.store(beta_ptr + to, tl.div_rn(1.0, 1.0 + tl.exp(-b)), mask=mask)
+    g, beta = gates_of(a, b, a_log, bias)
+    tl.store(g_ptr + to, g, mask=mask)
+    tl.store(beta_ptr + to, beta, mask=mask)
 
 
 @launched

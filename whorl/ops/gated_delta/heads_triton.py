@@ -19,12 +19,19 @@ NUMBERS = 2048  # of a block
 
 
 @triton.jit
-def _inverse(x, eps, C: tl.constexpr, IS_MEAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def inverse_norm(x, eps, C: tl.constexpr, IS_MEAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Return 1 / the norm of rows, [ROWS, 1], correctly rounded."""
     total = row_sum(x * x, ROWS, BLOCK)
     if IS_MEAN:
         total = total / C
     return tl.div_rn(1.0, tl.sqrt_rn(total + eps))[:, None]
+
+
+@triton.jit
+def gated(x, gate, IS_SILU: tl.constexpr):
+    """Return x times silu(gate) or sigmoid(gate)."""
+    share = tl.div_rn(1.0, 1.0 + tl.exp(-gate))
+    return x * (gate * share if IS_SILU else share)
 
 
 @triton.jit
@@ -59,13 +66,11 @@ def _heads_kernel(
     mask = (rows < T) & (columns < C)
     y = _load(x_ptr, rows, B, x_stride_a, x_stride_b, columns, mask)
     if HAS_NORM:
-        y *= _inverse(y, eps, C, IS_MEAN, ROWS, BLOCK)
+        y *= inverse_norm(y, eps, C, IS_MEAN, ROWS, BLOCK)
     if weight_ptr is not None:
         y *= tl.load(weight_ptr + columns, mask=columns < C, other=0.0).to(tl.float32)
     if gate_ptr is not None:
-        gate = _load(gate_ptr, rows, B, gate_stride_a, gate_stride_b, columns, mask)
-        share = tl.div_rn(1.0, 1.0 + tl.exp(-gate))
-        y *= gate * share if IS_SILU else share
+        y = gated(y, _load(gate_ptr, rows, B, gate_stride_a, gate_stride_b, columns, mask), IS_SILU)
     tl.store(y_ptr + rows.to(tl.int64) * C + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -103,7 +108,7 @@ def _heads_backward_kernel(
     to = rows.to(tl.int64) * C + columns
     inverse = tl.full((ROWS, 1), 1.0, tl.float32)
     if HAS_NORM:
-        inverse = _inverse(x, eps, C, IS_MEAN, ROWS, BLOCK)
+        inverse = inverse_norm(x, eps, C, IS_MEAN, ROWS, BLOCK)
     unit = x * inverse
     active = tl.full((ROWS, BLOCK), 1.0, tl.float32)
     weight = tl.full((1, BLOCK), 1.0, tl.float32)

@@ -31,10 +31,10 @@ def _check(q: Tensor, lanes: Tensor, query_starts: Tensor, context_lens: Tensor,
                 )
 
 
-_NAMES = ("state", "rounded", "keys", "deltas", "decays", "errors", "inverses")
+NAMES = ("state", "rounded", "keys", "deltas", "decays", "errors", "inverses")
 
 
-@operator(check=_check, mutates=("out", *_NAMES), without=WITHOUT)
+@operator(check=_check, mutates=("out", *NAMES), without=WITHOUT)
 def gated_delta_lanes(
     q: Annotated[Tensor, "[T, HK>0, D] float"],
     k: Annotated[Tensor, "[T, HK>0, D] q"],
@@ -132,14 +132,18 @@ def _places(first: int, end: int, of_lane: Tensor) -> list[int]:
     return [i % of_lane.shape[1] for i in range(first, end)]
 
 
-def _triton_reason(q: Tensor, **arguments: Any) -> str | None:
-    for name in _NAMES:
-        x = arguments[name]
+def lanes_reason(stored: dict[str, Tensor], out: Tensor, q: Tensor) -> str | None:
+    """Return why the Triton kernels do not take these lanes, result and heads."""
+    for name, x in stored.items():
         if len(x) and not x[0].is_contiguous():
             return f"a lane's {name} must be contiguous, got strides {list(x.stride())}"
-    if arguments["out"].stride(-1) != 1:
-        return f"out must have unit stride along channels, got strides {list(arguments['out'].stride())}"
+    if out.stride(-1) != 1:
+        return f"out must have unit stride along channels, got strides {list(out.stride())}"
     return head_reason(q)
+
+
+def _triton_reason(q: Tensor, out: Tensor, **arguments: Any) -> str | None:
+    return lanes_reason({name: arguments[name] for name in NAMES}, out, q)
 
 
 gated_delta_lanes.impl("triton", "rows_triton:compute", accepts=_triton_reason)
@@ -175,15 +179,22 @@ def _(
     DV: int,
     idle: int = 0,
 ) -> Values:
-    """The rows of open chunks are those that `gated_delta_lanes` leaves: others may have no inverse."""
+    stored = draw_stored(draw, queries, contexts, HK, G, D, DV, idle)
+    return {**stored, **draw_rule(draw, stored["T"], HK, G * HK, D), "out": draw.normal}
+
+
+def draw_stored(
+    draw: Draw, queries: tuple[int, ...], contexts: tuple[int, ...], HK: int, G: int, D: int, DV: int, idle: int
+) -> Values:
+    """Return sizes and what lanes hold before a call; rows of open chunks are those that `gated_delta_lanes` leaves:
+    others may have no inverse."""
     lanes = draw_lanes(draw, queries, contexts, idle)
     sizes = {"HK": HK, "G": G, "D": D, "DV": DV, "scale": D**-0.5}
-    tensors = draw_rule(draw, lanes["T"], HK, G * HK, D)
     if draw.device == "meta":
-        return {**lanes, **sizes, **tensors, "out": draw.normal}
+        return {**lanes, **sizes}
     stored = Draw(draw.dtype, draw.device)
     kept, rows = delta_tensors(HK, G * HK, D, DV, 1, draw.dtype)
-    specs = {name: spec for name, spec in (kept | rows).items() if name not in ("tail", "inputs")}
+    specs = {name: spec for name, spec in (kept | rows).items() if name in NAMES}
     kind = {torch.float32: draw.wide}
     of_lanes = {
         name: torch.zeros(lanes["M"], *shape, dtype=kind.get(dtype, dtype), device=draw.device)
@@ -197,4 +208,4 @@ def _(
     gated_delta_lanes.reference(
         **earlier, v=v, out=torch.empty_like(v), **of_lanes, **{n: old[n] for n in _LENGTHS}, scale=D**-0.5
     )
-    return {**lanes, **sizes, **tensors, **of_lanes, "out": draw.normal}
+    return {**lanes, **sizes, **of_lanes}

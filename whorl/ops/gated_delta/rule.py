@@ -55,7 +55,7 @@ gated_delta.impl("triton", "rule_triton:forward", accepts=head_reason)
 
 _SMALL = {"HK": 1, "G": 1, "D": 16, "DV": 16}
 CASES: list[Values] = [
-    {"lengths": (9,), **_SMALL},
+    {"lengths": (7,), **_SMALL},
     {"lengths": (7, 5, 1), "HK": 2, "G": 2, "D": 32, "DV": 16},
     {"lengths": (12, 9), "HK": 1, "G": 3, "D": 16, "DV": 24, "scale": 0.01},
     {"lengths": (6, 0, 8), "idle": 3, "HK": 2, "G": 1, "D": 24, "DV": 40},

@@ -8,6 +8,7 @@ from torch import Tensor
 from .._draw import Draw
 from .._op import Values, narrow, operator, widen
 from ..rope import rope
+from ..rope.tables import Style
 from . import write_torch_npu
 from .codes import alignment_reason, index_bytes, store_index
 from .pages import check_pages, make_angles, make_pages, store
@@ -35,20 +36,21 @@ def index_write(
     slots: Annotated[Tensor, "[T] int, up to blocks*block_size - 1"],
     *,
     eps: Annotated[float, "> 0"] = 1e-6,
+    style: Style = "half",
 ) -> None:
     """Normalise the indexer's key of each new token by LayerNorm, rotate its first channels, and store it in the cache.
 
-    weight, bias: those of the norm; cos_sin: by which the first channels are rotated as in `rope` (style "half");
-    cache: D wide; slots: as in `write_kv`. Computed in fp32, rounded to k's dtype after the norm and again after the
-    rotation, as two operators would. A uint8 cache, D + 4 wide, stores the `hadamard` transform (D a power of two) as
-    e4m3 codes with one power-of-two scale, in two planes per block: see `codes.py`. Returns nothing.
+    weight, bias: those of the norm; cos_sin, style: by which the first channels are rotated, as in `rope`; cache:
+    D wide; slots: as in `write_kv`. Computed in fp32, rounded to k's dtype after the norm and again after the rotation,
+    as two operators would. A uint8 cache, D + 4 wide, stores the `hadamard` transform (D a power of two) as e4m3 codes
+    with one power-of-two scale, in two planes per block: see `codes.py`. Returns nothing.
 
         ops.index_write(k, weight, bias, cos_sin, cache, slots)
     """
     wide = widen(k)
     scale, shift = (x.to(wide.dtype) for x in (weight, bias))
     normed = narrow(torch.nn.functional.layer_norm(wide, weight.shape, scale, shift, eps), k.dtype)
-    rotated = rope.reference(normed[:, None], None, cos_sin)[0][:, 0]
+    rotated = rope.reference(normed[:, None], None, cos_sin, style=style)[0][:, 0]
     (store_index if cache.dtype == torch.uint8 else store)(rotated, cache, slots)
 
 
@@ -69,6 +71,7 @@ _CASES: list[Values] = [
     {"tokens": (0,), "dim": 16, "rotary": 8},
     {"tokens": (6,), "dim": 40, "rotary": 12, "sliced": True, "eps": 1e-3},
     {"tokens": (6,), "dim": 32, "rotary": 12, "skipped": True, "coded": True},
+    {"tokens": (6,), "dim": 40, "rotary": 12, "style": "pairs"},
 ]
 _BENCH: list[Values] = [
     {"tokens": (tokens,), "dim": 128, "rotary": 64, "block": 64, "coded": coded}

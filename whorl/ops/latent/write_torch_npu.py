@@ -79,7 +79,7 @@ def index_reason(k: Tensor, cos_sin: Tensor, cache: Tensor, **_: object) -> str 
 
 
 def index_write(
-    k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float
+    k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float, style: str
 ) -> None:
     normed = torch.nn.functional.layer_norm(k.float(), weight.shape, weight.float(), bias.float(), eps).to(k.dtype)
-    _store(_rotate(normed, cos_sin, "half"), cache, slots)
+    _store(_rotate(normed, cos_sin, style), cache, slots)

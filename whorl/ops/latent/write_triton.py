@@ -121,6 +121,7 @@ def _index_write_kernel(
     eps,
     D: tl.constexpr,
     HALF: tl.constexpr,
+    IS_PAIRS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -141,10 +142,14 @@ def _index_write_kernel(
         inverse = _inverse_root(row_sum(centred * centred, 1, BLOCK) / D, eps)[:, None]
         unrotated = _load_normed(k_ptr, weight_ptr, bias_ptr, channels, is_real, mean, inverse)
         is_rotary = channels < 2 * HALF
-        is_first = channels < HALF
-        other = tl.where(is_first, channels + HALF, channels - HALF)
+        if IS_PAIRS:
+            is_first, other, pair = channels % 2 == 0, channels ^ 1, channels // 2
+        else:
+            is_first = channels < HALF
+            other = tl.where(is_first, channels + HALF, channels - HALF)
+            pair = tl.where(is_first, channels, channels - HALF)
         partner = _load_normed(k_ptr, weight_ptr, bias_ptr, other, is_rotary, mean, inverse)
-        angle = angles_ptr + token * angles_stride + tl.where(is_first, channels, channels - HALF)
+        angle = angles_ptr + token * angles_stride + pair
         cos = tl.load(angle, mask=is_rotary, other=1.0).to(tl.float32)
         sin = tl.load(angle + HALF, mask=is_rotary, other=0.0).to(tl.float32)
         rotated = tl.where(is_rotary, _rotate(unrotated, partner, cos, sin, is_first), unrotated).to(
@@ -194,7 +199,7 @@ def latent_write(
 
 
 def index_write(
-    k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float
+    k: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, eps: float, style: str
 ) -> None:
     if not k.shape[0]:
         return
@@ -214,6 +219,7 @@ def index_write(
         eps,
         D=k.shape[1],
         HALF=angles.shape[1] // 2,
+        IS_PAIRS=style == "pairs",
         BLOCK_SIZE=cache.shape[1],
         BLOCK=power_of_2(k.shape[1]),
         num_warps=1,

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from .._draw import Draw
+from .._gradient import Arguments
 from .._op import Values, narrow, operator, widen
 from ..linear import multiply
 from ..quantised import mx
 from . import clipped_experts_torch_npu
-from .experts import WORDS, draw_routing, expert_bytes
+from .experts import WORDS, draw_routing, expert_bytes, recomputed_gradients
+from .grouped_matmul import grouped_matmul
+from .permute import permute, unpermute
 from .routed import run_routed
 
 
@@ -25,9 +28,13 @@ def _check(**values: Any) -> None:
             is_right = codes.dtype == x.dtype and codes.shape[2] == columns
             expected = f"[.., {columns}] {str(x.dtype).removeprefix('torch.')}"
         else:
-            sizes = codes.shape[2] * 2, scales.shape[2] * mx.BLOCK
-            is_right = codes.dtype == scales.dtype == torch.uint8 and sizes == (columns, columns)
-            expected = f"[.., {columns // 2}] uint8, and scales [.., {columns // mx.BLOCK}] uint8"
+            forms = mx.widths(columns)
+            sizes = codes.shape[2], scales.shape[2]
+            is_right = scales.dtype == torch.uint8 and forms.get(codes.dtype) == sizes and columns % mx.BLOCK == 0
+            expected = " or ".join(
+                f"[.., {n}] {str(dtype).removeprefix('torch.')} with scales [.., {groups}] uint8"
+                for dtype, (n, groups) in forms.items()
+            )
         if not is_right:
             raise ValueError(
                 f"clipped_experts: {name} is {list(codes.shape)} {str(codes.dtype).removeprefix('torch.')}"
@@ -50,7 +57,7 @@ def clip(both: Tensor, alpha: float, limit: float) -> Tensor:
     return narrow((up + 1) * (gate / (1 + torch.exp(-alpha * gate))), both.dtype)
 
 
-@operator(check=_check, bytes=expert_bytes, flops=_flops, forward_only=True)
+@operator(check=_check, bytes=expert_bytes, flops=_flops)
 def clipped_experts(
     x: Annotated[Tensor, "[T, C>0] float"],
     gate_up: Annotated[Tensor, "[E, 2*F, GK] any"],
@@ -70,18 +77,20 @@ def clipped_experts(
     y[t] = sum over j of weights[t, j] * (down[e] @ h + down_bias[e]), h = (up + 1) * gate * sigmoid(alpha * gate), and
     row 2 f of gate_up[e] @ x[t] + gate_up_bias[e] is gate, row 2 f + 1 is up, e = ids[t, j]; gate is at most `limit`,
     up within `limit` of 0. Without scales gate_up and down are [E, 2F, C] and [E, C, F] in x's dtype. With scales they
-    are MXFP4 codes [E, 2F, C / 2] and [E, C, F / 2] uint8, with scales [E, 2F, C / 32] and [E, C, F / 32] uint8, as
-    mx.py describes; the bits of y are those of their values in x's dtype, which are exact in bf16. weights and ids: as
-    `route` returns them. Returns y contiguous. Sums in fp32. gate, up, h and each expert's result are rounded to x's
-    dtype, after the bias was added in fp32; the choices are added in order, in fp32, and y is rounded once. A token's
-    bits do not depend on the other tokens. An id outside [0, E) raises ValueError on the CPU; other devices do not
-    check ids. No gradient.
+    are MXFP4 codes [E, 2F, C / 2] and [E, C, F / 2] uint8, or in tiles [E, 2F, 16 * ceil(C / 128)] and
+    [E, C, 16 * ceil(F / 128)] int32, with uint8 scales, one for 32 columns or four for a tile, as mx.py describes; the
+    bits of y are those of their values in x's dtype, which are exact in bf16. weights and ids: as `route` returns them.
+    Returns y contiguous. Sums in fp32. gate, up, h and each expert's result are rounded to x's dtype, after the bias
+    was added in fp32; the choices are added in order, in fp32, and y is rounded once. A token's bits do not depend on
+    the other tokens. An id outside [0, E) raises ValueError on the CPU; other devices do not
+    check ids. Differentiable in x, weights, biases and plain gate_up and down; the backward recomputes the matmuls of
+    the forward with `grouped_matmul`.
 
         y = ops.clipped_experts(x, codes, s1, b1, codes2, s2, b2, *ops.route(logits, k=4))
     """
 
     def product(rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor) -> Tensor:
-        plain = weight if scales is None else mx.values(weight, scales, x.dtype)
+        plain = weight if scales is None else mx.values(weight, scales, x.dtype, rows.shape[1])
         return narrow(multiply(widen(rows), widen(plain)) + bias.to(widen(rows).dtype), x.dtype)
 
     def run_expert(e: int, rows: Tensor) -> Tensor:
@@ -92,7 +101,54 @@ def clipped_experts(
     return run_routed(x, weights, ids, run_expert)
 
 
-clipped_experts.impl("triton", "clipped_experts_triton:experts")
+@clipped_experts.gradient(
+    save=(*("x", "gate_up", "gate_up_scales", "gate_up_bias", "down", "down_scales", "down_bias", "weights", "ids"),)
+)
+def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
+    names = ["x", "gate_up_bias", "down_bias", "weights"]
+    others = {"ids": args["ids"], "alpha": args["alpha"], "limit": args["limit"]}
+    if args["gate_up_scales"] is None:
+        names += ["gate_up", "down"]
+    else:
+        for name in ("gate_up", "down"):
+            columns = args["x"].shape[1] if name == "gate_up" else args["gate_up_bias"].shape[1] // 2
+            others[name] = mx.values(args[name], args[f"{name}_scales"], args["x"].dtype, columns)
+    return recomputed_gradients(_differentiable, names, grads[0], args, **others)
+
+
+def _differentiable(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor,
+    down: Tensor,
+    down_bias: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    alpha: float,
+    limit: float,
+    backend: str,
+) -> Tensor:
+    """Compute `clipped_experts` with operators that have gradients."""
+    rows, places, counts = permute(x, ids, len(gate_up), backend=backend)
+    index = torch.arange(len(gate_up), device=x.device)
+    experts = index.repeat_interleave(counts, output_size=len(rows))
+
+    def product(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        wide = widen(grouped_matmul(rows, weight, counts, backend=backend))
+        return narrow(wide + bias.to(wide.dtype)[experts], x.dtype)
+
+    wide = widen(product(rows, gate_up, gate_up_bias))
+    gate, up = wide[:, ::2].clamp(max=limit), wide[:, 1::2].clamp(-limit, limit)
+    # torch.sigmoid has a gradient where exp(-alpha * gate) is infinite.
+    hidden = narrow((up + 1) * gate * torch.sigmoid(alpha * gate), x.dtype)
+    return unpermute(product(hidden, down, down_bias), places, weights, backend=backend)  # type: ignore[no-any-return]
+
+
+def _triton_reason(gate_up: Tensor, **_: object) -> str | None:
+    return "reads MXFP4 in tiles, `mx.tiled`" if gate_up.dtype == torch.uint8 else None
+
+
+clipped_experts.impl("triton", "clipped_experts_triton:experts", accepts=_triton_reason)
 clipped_experts.impl("torch_npu", "clipped_experts_torch_npu:experts", accepts=clipped_experts_torch_npu.reason)
 
 
@@ -104,7 +160,7 @@ _CASES: list[Values] = [
     {"tokens": (19,), "hidden": 40, "width": 24, "experts": 5, "k": 2, "sliced": True},
     {"tokens": (5,), "hidden": 96, "width": 32, "experts": 3, "k": 1, "is_packed": True},
     {"tokens": (18,), "hidden": 64, "width": 96, "experts": 4, "k": 3, "is_packed": True, "weight_scale": 4.0},
-    {"tokens": (2,), "hidden": 32, "width": 64, "experts": 4, "k": 2, "is_packed": True, "scale": 0.01},
+    {"tokens": (2,), "hidden": 32, "width": 160, "experts": 4, "k": 2, "is_packed": True, "scale": 0.01},
 ]
 _OSS = {"hidden": 2880, "width": 2880, "experts": 32, "k": 4}
 _BENCH: list[Values] = [
@@ -126,7 +182,7 @@ def _(
     values: Values = draw_routing(draw, tokens, experts, k)
     for name, *shape in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
         weight = draw.scaled(experts, *shape) * (weight_scale * shape[1] ** -0.5)
-        codes, scales = mx.rounded(weight) if is_packed else (weight, None)
+        codes, scales = mx.tiled(*mx.rounded(weight)) if is_packed else (weight, None)
         bias = draw.scaled(experts, shape[0]) * weight_scale
         values |= {name: codes, f"{name}_scales": scales, f"{name}_bias": bias}
     return values

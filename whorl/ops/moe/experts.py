@@ -1,6 +1,7 @@
 """The fused experts of a mixture of experts: each token through its chosen SwiGLU networks, weighted and summed."""
 
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -56,14 +57,25 @@ def experts(
 
 @experts.gradient(save=("x", "gate_up", "down", "weights", "ids"))
 def _(grads: tuple[Tensor, ...], args: Arguments, outputs: dict[int, Tensor]) -> dict[str, Tensor]:
-    names, is_differentiated = args.needs_grad, torch.is_grad_enabled()
-    inputs = {n: args[n] for n in ("x", "gate_up", "down", "weights")}
+    names = ("x", "gate_up", "down", "weights")
+    return recomputed_gradients(_differentiable_experts, names, grads[0], args, ids=args["ids"])
+
+
+def recomputed_gradients(
+    function: Callable[..., Tensor], names: Sequence[str], grad: Tensor, args: Arguments, **others: Any
+) -> dict[str, Tensor]:
+    """Return the gradients of those of these arguments that need one, by autograd through `function` of all of them.
+
+    others: its further arguments.
+    """
+    needed, is_differentiated = args.needs_grad, torch.is_grad_enabled()
+    inputs = {n: args[n] for n in names}
     if not is_differentiated:
-        inputs = {n: x.detach().requires_grad_(n in names) for n, x in inputs.items()}
+        inputs = {n: x.detach().requires_grad_(n in needed) for n, x in inputs.items()}
     with torch.enable_grad():
-        y = _differentiable_experts(**inputs, ids=args["ids"], backend=args["backend"])
-        input_grads = torch.autograd.grad(y, [inputs[n] for n in names], grads[0], create_graph=is_differentiated)
-    return dict(zip(names, input_grads, strict=True))
+        y = function(**inputs, **others, backend=args["backend"])
+        input_grads = torch.autograd.grad(y, [inputs[n] for n in needed], grad, create_graph=is_differentiated)
+    return dict(zip(needed, input_grads, strict=True))
 
 
 def _differentiable_experts(

@@ -24,7 +24,7 @@ RUN = 32  # a word of 4-bit codes holds columns from within a run of this length
 
 
 @triton.jit
-def _pairs_plain(words):
+def pairs_plain(words):
     """Return the eight codes of each word, in the order of pairs."""
     return (
         words & 15,
@@ -39,7 +39,7 @@ def _pairs_plain(words):
 
 
 @triton.jit
-def _order_int4_columns(a, b, c, d, e, f, g, h, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+def order_int4_columns(a, b, c, d, e, f, g, h, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rearrange the eight values of each word to [ROWS, BLOCK_K] in column order.
 
     Each thread already holds the values that the tensor cores need from it, so no data moves between threads.
@@ -112,18 +112,18 @@ def _values(
             zeros = tl.full((1, 1), 0x43084308, tl.int32)
         zeros, scales = tl.broadcast_to(zeros, codes.shape), tl.broadcast_to(scales, codes.shape)
         a, b, c, d, e, f, g, h = pairs_bf16(codes, zeros, scales)
-        return _order_int4_columns(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
+        return order_int4_columns(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
     else:
         if IS_INT4:
             if IS_PLAIN:
-                a, b, c, d, e, f, g, h = _pairs_plain(codes)
+                a, b, c, d, e, f, g, h = pairs_plain(codes)
             else:  # zero 0 and scale 1: zeros and scales are applied below, in fp32
                 zero_offset, ones = (
                     tl.full(codes.shape, 0x43004300, tl.int32),
                     tl.full(codes.shape, 0x3F803F80, tl.int32),
                 )
                 a, b, c, d, e, f, g, h = pairs_bf16(codes, zero_offset, ones)
-            codes = _order_int4_columns(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
+            codes = order_int4_columns(a, b, c, d, e, f, g, h, ROWS, BLOCK_K)
         elif LAYOUT == "bytes_tiled":
             codes = _order_byte_columns(codes, ROWS, BLOCK_K)
         k = start + tl.arange(0, BLOCK_K)[None, :]

@@ -32,22 +32,25 @@ class Wire(Protocol):
 
 
 class GroupInfo:
-    """Where a group meets: the fields of vLLM's `init_info`. ValueError for wrong ones."""
+    """Where a group meets: the fields of vLLM's `init_info`. ValueError for wrong ones.
 
-    def __init__(self, info: Mapping[str, Any], *, rank: int, num_ranks: int, seconds: float) -> None:
+    A server is one member, whatever its tensor parallel degree: its rank 0 sends the tensors on.
+    """
+
+    def __init__(self, info: Mapping[str, Any], *, seconds: float) -> None:
         self.host = _field(info, "master_address", str)
         self.port = _field(info, "master_port", int)
         self.size = _field(info, "world_size", int)
-        self.rank = _field(info, "rank_offset", int) + rank
+        self.rank = _field(info, "rank_offset", int)
         self.packed = bool(info.get("packed", False))
         self.packed_bytes = info.get("packed_buffer_size_bytes", PACKED_BYTES)
         self.seconds = seconds
         if not _LEAST_PORT <= self.port <= _MOST_PORT:
             raise ValueError(f"init_info: master_port is {self.port}, expected 1 to 65535")
-        if not 1 <= self.rank < self.size or self.rank + num_ranks - rank > self.size:
+        if not 1 <= self.rank < self.size:
             raise ValueError(
                 f"init_info: rank_offset makes this rank {self.rank} of world_size {self.size}: the trainer is rank 0, "
-                f"and this server has {num_ranks} more"
+                "and each server is one more, with --tp as well"
             )
         if type(self.packed_bytes) is not int or self.packed_bytes < 1:
             raise ValueError(

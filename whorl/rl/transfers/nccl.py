@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .tensors import TransferError
 
-_UINT8, _INT32, _SUM = 1, 2, 0
+_UINT8, _FLOAT32, _SUM = 1, 7, 0
 _IN_PROGRESS = 7
 _POLL_SECONDS = 0.0005
 
@@ -44,9 +44,9 @@ class Communicator:
                 ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(unique_id), rank
             )
             self._check(joined)
-            one = torch.ones(1, dtype=torch.int32, device=device)
-            at = ctypes.c_void_p(one.data_ptr())
-            self._check(self._library.ncclAllReduce(at, at, 1, _INT32, _SUM, self._handle, self._stream()))
+            number = torch.zeros(1, device=device)
+            at = ctypes.c_void_p(number.data_ptr())
+            self._check(self._library.ncclAllReduce(at, at, 1, _FLOAT32, _SUM, self._handle, self._stream()))
             self._wait()
 
     def broadcast(self, tensor: Tensor) -> None:

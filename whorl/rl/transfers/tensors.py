@@ -39,16 +39,26 @@ class Announced:
         return flat.view(self.dtype).view(self.shape)
 
 
+_last: tuple[list[Any], list["Announced"]] = [], []  # a trainer announces the same tensors with every update
+
+
 def announced(update_info: Mapping[str, Any]) -> list[Announced]:
     """Return the tensors of `names`, `dtype_names` and `shapes`; ValueError if these are not three equal lists."""
-    names, dtypes, shapes = (update_info.get(key) for key in ("names", "dtype_names", "shapes"))
+    global _last
+    lists = [update_info.get(key) for key in ("names", "dtype_names", "shapes")]
+    if lists != _last[0]:
+        _last = lists, _announced(*lists)
+    return _last[1]
+
+
+def _announced(names: Any, dtypes: Any, shapes: Any) -> list[Announced]:
     if not (isinstance(names, list) and isinstance(dtypes, list) and isinstance(shapes, list)):
         raise ValueError("update_info: expected lists names, dtype_names and shapes")
     if not len(names) == len(dtypes) == len(shapes) or len(names) > MOST_TENSORS:
         raise ValueError(f"update_info: {len(names)} names, {len(dtypes)} dtype_names and {len(shapes)} shapes")
     tensors = []
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        if not isinstance(name, str) or dtype not in DTYPES:
+        if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES:
             raise ValueError(f"update_info: {name!r} has dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
             raise ValueError(f"update_info: {name!r} has shape {shape!r}, expected a list of sizes")

@@ -1,39 +1,61 @@
-"""The web page at `/`: one HTML file, and the numbers that it draws. It uses the API for everything else.
+"""The web page at `/`: one HTML document, and the numbers that it draws. It uses the API for everything else.
 
-The file contains its script and its style. The content security policy allows exactly these two by their digests, so
-that nothing that a model writes can run in the page.
+The document is put together from the files of this folder: `page.html`, a style, scripts, and the libraries in
+`vendor`. The content security policy allows exactly these by their digests, so that nothing that a model writes can run
+in the page.
 """
 
 import base64
 import functools
+import gzip
 import hashlib
 import re
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from whorl import __version__
 from whorl.engine.reply_parser import END_THINK
 from whorl.engine.roofline import decode_limit
 
-from .api_error import ApiError
+from ..api_error import ApiError
+from ..mcp import add_mcp
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from .service import Service
+    from ..service import Service
 
-_FILE = "page.html"
+_STYLE = "style.css"
+_LIBRARIES = ("markdown-it", "highlight", "temml")  # each a script of its own, in `vendor`
+# One script together, in this order.
+_SCRIPTS = (
+    "base",
+    "store",
+    "markdown",
+    "tree",
+    "mcp",
+    "ask",
+    "again",
+    "view",
+    "token",
+    "compare",
+    "engine",
+    "files",
+    "panels",
+)
 _EMBEDDED = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 _MOST_RUNS, _MOST_SEQUENCES = 256, 64  # how many runs of blocks and sequences are drawn
 _FRESH = 0.25  # seconds for which a snapshot is reused, however many pages are open: counting the blocks takes time
 _POLICY = {
     "default-src": "'none'",
-    "connect-src": "'self'",
     "img-src": "data: blob:",
+    "media-src": "data: blob:",
     "base-uri": "'none'",
     "form-action": "'none'",
     "frame-ancestors": "'none'",
@@ -43,19 +65,42 @@ _POLICY = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The page as it is sent. packed: the text, compressed."""
+
+    text: str
+    packed: bytes
+    headers: dict[str, str]
+
+
 @functools.cache
-def page() -> tuple[str, dict[str, str]]:
-    """Return the page's HTML and its HTTP headers."""
-    text = resources.files(__package__).joinpath(_FILE).read_text(encoding="utf-8")
-    policy = _POLICY | {f"{kind}-src": f"'sha256-{_digest(inner)}'" for kind, inner in _EMBEDDED.findall(text)}
-    return text, {
+def page(peers: tuple[str, ...] = ()) -> Page:
+    """Return the page. peers: other servers that it may ask."""
+    folder = resources.files(__package__)
+
+    def read(*path: str) -> str:
+        return folder.joinpath(*path).read_text(encoding="utf-8")
+
+    script = '"use strict";\n' + "\n".join(read(f"{name}.js") for name in _SCRIPTS)
+    scripts = [*(read("vendor", f"{name}.min.js") for name in _LIBRARIES), script]
+    text = read("page.html").replace("<!-- style -->", f"<style>{read(_STYLE)}</style>")
+    text = text.replace("<!-- scripts -->", "\n".join(f"<script>{script}</script>" for script in scripts))
+    policy = _POLICY | {"connect-src": " ".join(("'self'", *peers))}
+    for kind in ("script", "style"):
+        digests = [f"'sha256-{_digest(inner)}'" for tag, inner in _EMBEDDED.findall(text) if tag == kind]
+        policy[f"{kind}-src"] = " ".join(digests)
+    headers = {
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin",
         "Cross-Origin-Resource-Policy": "same-origin",
         "Cache-Control": "no-cache",
+        "ETag": f'"{_digest(text)}"',
+        "Vary": "Accept-Encoding",
     }
+    return Page(text, gzip.compress(text.encode(), mtime=0), headers)
 
 
 def _digest(text: str) -> str:
@@ -64,18 +109,29 @@ def _digest(text: str) -> str:
 
 def add_page(app: "FastAPI", service: "Service", *, takes_images: bool) -> None:
     """Add the routes of the page."""
-    from .schemas import ErrorResponse
+    from ..schemas import ErrorResponse
 
     numbers = PageNumbers(service, takes_images=takes_images)
     responses: dict[int | str, dict[str, Any]] = {code: {"model": ErrorResponse} for code in (401, 421, 500, 503)}
-    app.add_api_route("/", _serve_page, methods=["GET", "HEAD"], include_in_schema=False)
+    app.add_api_route("/", _serving(service.settings.compare_with), methods=["GET", "HEAD"], include_in_schema=False)
     app.add_api_route("/page/about", numbers.about, methods=["GET"], responses=responses)
     app.add_api_route("/page/stats", numbers.stats, methods=["GET"], responses=responses)
+    codes = (400, 403, 408, 409, 413, 415, 429, 502)
+    add_mcp(app, service.mcp, responses | dict.fromkeys(codes, responses[500]))
 
 
-async def _serve_page() -> Response:
-    text, headers = page()
-    return HTMLResponse(text, headers=headers)
+def _serving(peers: tuple[str, ...]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the function that sends the page, compressed if the browser can read that, or 304 if it has this one."""
+
+    async def serve(request: Request) -> Response:
+        whole = page(peers)
+        if request.headers.get("if-none-match") == whole.headers["ETag"]:
+            return Response(status_code=304, headers=whole.headers)
+        is_packed = "gzip" in request.headers.get("accept-encoding", "")
+        headers = whole.headers | ({"Content-Encoding": "gzip"} if is_packed else {})
+        return Response(whole.packed if is_packed else whole.text, media_type="text/html", headers=headers)
+
+    return serve
 
 
 @dataclass(slots=True)
@@ -106,8 +162,11 @@ class PageNumbers:
             "max_model_len": llm.max_model_len,
             "sees": self._takes_images,
             "thinks": service.tokenizer.token_id(END_THINK) is not None,
+            "tools": "tools" in (service.tokenizer.template.sources.get("default") or ""),
             "drafted_by": service.drafted_by,
             "sampling": service.tokenizer.sampling,
+            "mcp": service.mcp.about,
+            "peers": list(settings.compare_with),
             "max_body": settings.max_media_body if self._takes_images else settings.max_body,
         }
 
