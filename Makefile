@@ -22,7 +22,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfil
 help:
 	@echo "make run       a first look: the default model answers a question"
 	@echo "make test      the tests, on any machine, in minutes"
-	@echo "make test-more more variants of them, and those that take longer"
+	@echo "make test-more what make test leaves out: more variants, and tests that take longer"
 	@echo "make kernels   compile every Triton kernel for Hopper, without a GPU: registers, spills, widths of loads"
 	@echo "make test-all  the slow ones too; the result goes into bench/results/test_all.md"
 	@echo "make lint      ruff and mypy;  make format: apply ruff's formatting"
@@ -64,7 +64,7 @@ test: venv
 	@$(PYTEST) --quick --ignore=$(KERNELS)
 
 test-more: venv
-	@$(PYTEST) --ignore=$(KERNELS)
+	@$(PYTEST) --rest --ignore=$(KERNELS)
 
 kernels: venv
 	@$(PYTEST) $(KERNELS)

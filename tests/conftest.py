@@ -40,6 +40,7 @@ def runs_slow(config: pytest.Config) -> bool:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help=f"run the tests marked slow too (as does {RUN_ALL}=1)")
     parser.addoption("--quick", action="store_true", help="no long tests, and few variants of tests marked `sampled`")
+    parser.addoption("--rest", action="store_true", help="what --quick leaves out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,10 +66,10 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--quick"):
-        chosen = quick(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = [item for item in items if item in chosen]
+    if config.getoption("--quick") or config.getoption("--rest"):
+        chosen, is_quick = quick(items), bool(config.getoption("--quick"))
+        config.hook.pytest_deselected(items=[item for item in items if (item in chosen) is not is_quick])
+        items[:] = [item for item in items if (item in chosen) is is_quick]
     skip_slow = pytest.mark.skip(reason=f"slow: pass --slow or set {RUN_ALL}=1")
     skip_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
     run_slow = runs_slow(config)
