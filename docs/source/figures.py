@@ -31,6 +31,26 @@ def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+# ---- beside vLLM
+
+
+def _vllm() -> str:
+    rows = document("vllm_h200")["rows"]
+
+    def cells(name: str, ours: float) -> list[str]:
+        peers = (rows[side].get(name) for side in ("vllm", "vllm_invariant"))
+        return [name, f"**{ours}**", *(cell for peer in peers for cell in _beside(ours, peer))]
+
+    return _table(
+        ["tok/s", "whorl", "vLLM", "ratio", "vLLM, batch-invariant", "ratio"],
+        (cells(name, ours) for name, ours in rows["whorl"].items() if name != "ready, s"),
+    )
+
+
+def _beside(ours: float, peer: float | None) -> tuple[str, str]:
+    return ("", "") if peer is None else (str(peer), f"{ours / peer:.2f}")
+
+
 # ---- decode
 
 # The run that holds each row: a key of few_rows_h200.json.
@@ -208,6 +228,7 @@ def _code() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "vllm": _vllm,
     "decode": _decode,
     "prefill": _prefill,
     "operators": _operators,

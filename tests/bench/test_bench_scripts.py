@@ -22,7 +22,10 @@ from bench import (
     rope_lookup,
     sp,
     train_curve,
+    vllm_peer,
+    vllm_turn,
 )
+from whorl.bench.random_config import PRESETS
 from whorl.engine.runner import Runner
 from whorl.engine.settings import EngineSettings
 from whorl.engine.weights import random_model
@@ -88,6 +91,38 @@ def test_calls_with_a_wrong_answer_have_no_speed(monkeypatch: pytest.MonkeyPatch
     report: dict[str, Any] = {"rows": [row], "dtype": "float32"} | calls.provenance("cpu")
     assert "wrong answer" in calls.render(report)
     assert not calls.is_good(report)
+
+
+# ---- beside vLLM
+
+
+def test_every_row_beside_vllm_is_work_that_whorl_does(tmp_path: Path) -> None:
+    config = PRESETS["Qwen3-0.6B"] | {"vocab_size": 300, "num_hidden_layers": 1, "dtype": "float32"}
+    config |= {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = vllm_turn.whorl_engine(str(tmp_path), {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32})
+    sizes = {"decode": [2, 16, 4], "prefill": [40], "mixed": [3, 8, 20, 2, 6]}
+    assert {row["kind"] for row in vllm_peer.WORK} == set(sizes)
+    work = [{"name": kind, "kind": kind, "sizes": size, "turns": 1} for kind, size in sizes.items()]
+    rates = vllm_turn.measure(run, work, config["vocab_size"])
+    assert list(rates) == list(sizes)
+    assert all(rate != 0 for rate in rates.values())
+    with pytest.raises(SystemExit, match=r"have \[7\] tokens; asked for \[8\]"):
+        vllm_turn._check([7], [8])
+
+
+def test_ratios_to_vllm_are_above_one_where_whorl_is_faster() -> None:
+    rows = {"whorl": {"decode": 300.0, "ready, s": 10.0}, "vllm": {"decode": 200.0, "ready, s": 20.0}}
+    assert vllm_peer.table(rows).splitlines()[2:] == [
+        "| decode | 300 | 200 | 1.50 |",
+        "| ready, s | 10 | 20 | 2.00 |",
+    ]
 
 
 # ---- positions and rows of the table
