@@ -2,6 +2,7 @@
 
 import logging
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,11 @@ from test_delta_states import SIZES, lively
 
 from whorl import nn
 from whorl.engine import offload
-from whorl.engine.host_blocks import BlockFiles, Carry, HostBlocks, check_sums
+from whorl.engine.host_blocks import BlockFiles, Carry, FileMove, HostBlocks, check_sums
 from whorl.engine.llm import LLM
+from whorl.engine.offload import Offload, Sizes
 from whorl.engine.sequence import Content, SamplingParams, Sequence
+from whorl.engine.weights import build, random_model
 from whorl.models.deepseek import DeepSeek
 from whorl.models.qwen3 import Qwen3
 from whorl.models.qwen3_5 import Qwen3_5Text
@@ -191,6 +194,16 @@ def test_broken_and_foreign_files(warm: tuple[Any, Path, Run], caplog: pytest.Lo
     again.close()
 
 
+def test_files_that_vanish_while_they_are_listed(tmp_path: Path) -> None:
+    """Another engine makes room in the same folder; a link that leads nowhere looks the same."""
+    name = f"{'0' * 32}/{'1' * 32}.0"
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).symlink_to(tmp_path / "gone")
+    llm = engine(tiny(Qwen3), kv_offload_dir=str(tmp_path))
+    assert llm.stats()["num_disk_bytes"] == 0
+    llm.close()
+
+
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = tiny(Qwen3)
@@ -210,6 +223,36 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
     llm.close()
 
 
+@pytest.mark.parametrize("name", ["run", "move"])
+def test_moves_that_were_not_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error before the device has copied anything, no block is taken for one that was copied."""
+    torch.manual_seed(0)
+    model = tiny(Qwen3)
+    expected = alone(model, None, tokens(0), PARAMS)
+    llm = engine(model, kv_offload_memory=1 << 24)
+    if name == "run":
+        run(llm, tokens(0))
+        run(llm, tokens(1))
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for this")
+
+    def finish() -> None:
+        while llm.has_work:
+            llm.step()
+
+    (seq,) = llm.add(tokens(0), PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.runner, name, fail)
+        with pytest.raises(MemoryError):
+            finish()
+    finish()
+    assert seq.output_ids == expected[0].output_ids
+    run(llm, tokens(1))
+    same(run(llm, tokens(0)), expected)
+    llm.close()
+
+
 def test_no_more_host_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = tiny(Qwen3)
@@ -225,6 +268,28 @@ def test_no_more_host_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     llm.close()
 
 
+def test_a_failed_write_in_the_way_of_a_read() -> None:
+    """What is to be read needs memory, and takes it from a block whose file turns out not to be there."""
+
+    class OneRank:
+        def results(self, tickets: list[int], **_: Any) -> dict[int, bool]:
+            return dict.fromkeys(tickets, False)
+
+    moves: list[Any] = []
+    sizes = Sizes(slots=2, slot=128, snapshot=0, disk=1 << 20)
+    beyond = Offload(OneRank(), moves, sizes, identify=lambda: b"one", folder=None, checks_memory=False)
+    first, second, other = (f"{i:032x}" for i in range(3))
+    beyond._files[beyond._path(first)] = 128
+    beyond.spill([(0, second)])
+    beyond.begin(is_decoding=False)
+    beyond.spill([(1, other)])
+    beyond.begin(is_decoding=False)
+    beyond.take()
+    tickets = beyond.read_ahead([first, second], 0, has_state=lambda _: True)
+    assert [move.name for move in beyond.take() if move.action == "read"] == [beyond._path(first)]
+    assert len(tickets) == 1
+
+
 def test_files_are_bounded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, most = tiny(Qwen3), 100_000
@@ -236,6 +301,27 @@ def test_files_are_bounded(tmp_path: Path) -> None:
         assert 0 < sum(path.stat().st_size for path in files(tmp_path)) <= most
     llm = engine(model, kv_offload_dir=str(tmp_path), kv_offload_disk=most)
     assert run(llm, tokens(4))[0].num_cached, "the newest are kept"
+    llm.close()
+
+
+def test_new_weights_before_old_files_are_removed(warm: tuple[Any, Path, Run]) -> None:
+    """The start finds more files than there is room for; `forget` comes before they are removed."""
+    model, folder, _ = warm
+    assert sum(path.stat().st_size for path in files(folder)) > 50_000
+    llm = engine(model, kv_offload_dir=str(folder), kv_offload_disk=50_000)
+    llm.forget()
+    run(llm, tokens(1, 20))
+    llm.close()
+    assert sum(path.stat().st_size for path in files(folder)) <= 50_000
+
+
+def test_forget_keeps_files_that_were_to_be_read(warm: tuple[Any, Path, Run]) -> None:
+    model, folder, _ = warm
+    llm = engine(model, kv_offload_dir=str(folder))
+    before = llm.stats()["num_disk_bytes"]
+    llm.add(tokens(0), PARAMS)
+    llm.forget()
+    assert llm.stats()["num_disk_bytes"] == before
     llm.close()
 
 
@@ -254,6 +340,18 @@ def test_new_weights(warm: tuple[Any, Path, Run]) -> None:
     assert again[0].num_cached
     same(again, plain)
     llm.close()
+
+
+def test_files_of_more_ranks_are_removed(warm: tuple[Any, Path, Run]) -> None:
+    """An engine of one rank removes what one of three has left."""
+    model, folder, _ = warm
+    for path in files(folder):
+        for rank in (1, 2):
+            path.with_suffix(f".{rank}").write_bytes(path.read_bytes())
+    llm = engine(model, kv_offload_dir=str(folder), kv_offload_disk=1)
+    run(llm, tokens(1))
+    llm.close()
+    assert not files(folder)
 
 
 def test_names_tell_prefixes_apart(warm: tuple[Any, Path, Run]) -> None:
@@ -286,6 +384,41 @@ def test_other_engines_do_not_share(warm: tuple[Any, Path, Run]) -> None:
         llm.close()
 
 
+def test_copies_of_a_prefix_take_one_place() -> None:
+    """Two requests that compute one prompt at the same time end in the same step."""
+    torch.manual_seed(0)
+    llm = engine(tiny(Qwen3), num_blocks=24, max_prompt_tokens=2048, kv_offload_memory=1 << 24)
+    for _ in range(2):
+        llm.add(tokens(0), PARAMS)
+    while llm.has_work:
+        llm.step()
+    assert llm.stats()["num_host_slots_used"] == 9
+    llm.close()
+
+
+def test_models_with_equal_weights_and_other_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither weights nor caches show how K is cut, how long rotations reach, and whether there are CPU kernels."""
+    rotation = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    config = Qwen3.tiny(hidden_size=128, intermediate_size=256) | {"rope_parameters": rotation}
+    config = {k: v for k, v in config.items() if k != "rope_theta"} | {"max_position_embeddings": 256}
+    plain: Any = random_model(config, device="cpu", dtype=torch.float32)
+
+    def identity_of(**options: Any) -> bytes:
+        model = build(config, device="cpu", dtype=torch.float32, **options)
+        model.load_state_dict(plain.state_dict())
+        llm = engine(model, kv_offload_dir=str(tmp_path))
+        llm.close()
+        assert llm.pool.beyond is not None
+        return llm.pool.beyond.identity
+
+    base = identity_of()
+    assert identity_of() == base
+    assert identity_of(max_length=512) != base
+    assert identity_of(tp=nn.Ranks(segments=4)) != base
+    monkeypatch.setattr("whorl.engine.offload_identity.kernels_digest", lambda: "others")
+    assert identity_of() != base
+
+
 def test_check_sums_see_every_change() -> None:
     x = torch.randn(5000)
     for i, j in ((0, 1), (3, 4000), (4095, 4096), (4998, 4999)):
@@ -294,6 +427,7 @@ def test_check_sums_see_every_change() -> None:
         assert check_sums(swapped) != check_sums(x)
     assert check_sums(x.view(2, 2500)) != check_sums(x)
     assert check_sums(x.clone()) == check_sums(x)
+    assert check_sums(torch.cat([torch.zeros(1), x])[1:]) == check_sums(x), "a part need not begin at a word"
 
 
 def test_it_needs_the_prefix_cache() -> None:
@@ -302,6 +436,33 @@ def test_it_needs_the_prefix_cache() -> None:
 
 
 # ---- ranks
+
+
+def test_a_read_waits_for_what_its_memory_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 gives memory to a read when its own write is done; that of another rank may not be."""
+    one, two = torch.ones(128, dtype=torch.uint8), torch.full((128,), 2, dtype=torch.uint8)
+    writer = BlockFiles(tmp_path, 1, "cpu")
+    writer.do(FileMove("write", "00/two", [1], 128, 0), [two.numpy()])
+    writer.finish_slots([1])
+    may_write, write = threading.Event(), BlockFiles._write
+
+    def late(*arguments: Any) -> None:
+        assert may_write.wait(10)
+        write(*arguments)
+
+    monkeypatch.setattr(BlockFiles, "_write", late)
+    writer.do(FileMove("write", "00/one", [0], 128, 1), [one.numpy()])
+    writer.do(FileMove("read", "00/two", [0], 128, 2), [one.numpy()])
+    threading.Timer(0.2, may_write.set).start()
+    assert writer.result(2, wait=True)
+    assert torch.equal(one, two)
+    writer.close()
+    assert not writer.result(1), "nobody asks rank 1 for results of writes, so it keeps none"
+    reader = BlockFiles(tmp_path, 1, "cpu")
+    reader.do(FileMove("read", "00/one", [0], 128, 0), [two.numpy()])
+    assert reader.result(0, wait=True)
+    assert torch.equal(two, torch.ones_like(two))
+    reader.close()
 
 
 @pytest.mark.slow

@@ -62,6 +62,7 @@ def check_sums(x: Tensor) -> bytes:
     """Return a digest of a tensor's bytes, at the speed of memory on any device: hashed are the sums of rows and of
     columns of 64-bit words, which differ after any change that is not made to deceive."""
     flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = flat.clone() if flat.storage_offset() % 8 else flat  # torch views no words that begin elsewhere
     words = flat[: len(flat) // (8 * _COLUMNS) * 8 * _COLUMNS].view(torch.int64).view(-1, _COLUMNS)
     sha = hashlib.sha256(f"{tuple(x.shape)} {x.dtype}".encode())
     for part in (words.sum(0), words.sum(1), flat[words.nbytes :]):
@@ -240,8 +241,10 @@ class BlockFiles:
         for part in parts:
             views.append(memoryview(part)[: min(left, len(part))])
             left -= len(views[-1])
-        future = pool.submit(self._run, move, views, ready)
-        if move.action != "delete":
+        # Rank 0 counts memory as free when its own write is done; this rank may still have to write what was there.
+        before = {self._by_slot[slot] for slot in move.slots if slot in self._by_slot} if move.action == "read" else ()
+        future = pool.submit(self._run, move, views, ready, before)
+        if move.action == "read" or (move.action == "write" and self._rank == 0):  # the others nobody asks for
             self._results[move.ticket] = future
         self._by_slot |= dict.fromkeys(move.slots, future)
 
@@ -260,8 +263,16 @@ class BlockFiles:
             return None
         return self._results.pop(ticket).result()
 
-    def _run(self, move: FileMove, parts: list[memoryview], ready: Callable[[], None] | None) -> bool:
+    def _run(
+        self,
+        move: FileMove,
+        parts: list[memoryview],
+        ready: Callable[[], None] | None,
+        before: Iterable[Future[bool]] = (),
+    ) -> bool:
         try:
+            for future in before:
+                future.result()
             if ready is not None:
                 ready()
             {"write": self._write, "read": self._read, "delete": self._delete}[move.action](move, parts)
@@ -310,7 +321,10 @@ class BlockFiles:
         os.utime(path)  # what is used last goes last
 
     def _delete(self, move: FileMove, parts: list[memoryview]) -> None:
-        self._path(move.name).unlink()
+        """Remove this rank's file, and those after it: an engine of more ranks may have left them."""
+        self._path(move.name).unlink(missing_ok=True)
+        for rank in itertools.count(self._rank + 1):
+            self._path(move.name).with_suffix(f".{rank}").unlink()  # FileNotFoundError ends it
 
     def close(self) -> None:
         """Write what is left, and end the threads."""

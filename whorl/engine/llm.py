@@ -252,8 +252,12 @@ class LLM:
             self._carry()
 
     def _carry(self) -> None:
-        if moves := self.pool.take_moves():
-            self.runner.move(moves)
+        try:
+            if moves := self.pool.take_moves():
+                self.runner.move(moves)
+        except BaseException:
+            self.forget()  # what was to be copied may not have been
+            raise
 
     @property
     def _draft_head(self) -> Model | None:
@@ -589,14 +593,14 @@ class LLM:
 
     def _run(self, batch: Batch) -> tuple[list[Result], Callable[[], dict[Chunk, list[Token]]]]:
         """Start a batch on the device; return its results and the function that waits for its tokens."""
-        states = self.pool.states
         try:
             if batch.chunks:
                 batch.moves = self.pool.take_moves()
             results = self.runner.run(batch)
             return results, self.sampler.start(results)
         except BaseException:
-            if states is not None:  # some may include the step's tokens, which would count twice
+            # States may include the step's tokens, which would count twice; moves may not have been made.
+            if self.pool.states is not None or self.pool.beyond is not None:
                 self.forget()
             raise
 

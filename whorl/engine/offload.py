@@ -221,11 +221,12 @@ class Offload:
 
     def _issue_spill(self, blocks: list[tuple[int, str]]) -> None:
         """Copy blocks to the host, the end of a prefix first in `blocks`; neighbors get neighboring slots."""
-        new = [(block, name) for block, name in reversed(blocks) if name not in self._items]
-        added = list(zip(new, self._take(len(new)), strict=False))
+        # By name: sequences that computed a prefix at the same time have blocks of their own for it.
+        new = {name: block for block, name in reversed(blocks) if name not in self._items}
+        added = list(zip(new.items(), self._take(len(new)), strict=False))
         if added:
-            self._moves.append(Carry("block", [b for (b, _), _ in added], [slot for _, slot in added], is_spilled=True))
-        for (_, name), slot in reversed(added):  # the end of a prefix is given up before its beginning
+            self._moves.append(Carry("block", [b for (_, b), _ in added], [slot for _, slot in added], is_spilled=True))
+        for (name, _), slot in reversed(added):  # the end of a prefix is given up before its beginning
             self._items[name] = item = _Item([slot])
             self._write(name, item, self.sizes.slot)
         self.num_spilled += len(added)
@@ -290,12 +291,15 @@ class Offload:
             match = _NAME.fullmatch(path.relative_to(folder).as_posix())
             if path.is_dir():
                 continue
-            stat = path.stat()
+            try:
+                stat = path.stat()
+            except FileNotFoundError:  # another process has made room, or a link leads nowhere
+                continue
             if match is None:
                 if not is_partial(path):
                     num_foreign, example = num_foreign + 1, path.name
                 elif time.time() - stat.st_mtime > _ABANDONED:
-                    path.unlink()
+                    path.unlink(missing_ok=True)
                 continue
             ages[match[1]] = stat.st_mtime
             self._files[match[1]] = self._files.get(match[1], 0) + stat.st_size
@@ -355,8 +359,8 @@ class Offload:
                 self._items.move_to_end(name)
                 if not known.is_here:
                     tickets |= {ticket for ticket, (other, *_) in self._reading.items() if other == name}
-            elif (item := self._add(name, count)) is None:
-                break  # the rest is computed again
+            elif self._path(name) not in self._files or (item := self._add(name, count)) is None:
+                break  # a write has failed, or there is no memory; the rest is computed again
             else:
                 tickets.add(ticket := next(self._tickets))
                 item.num_uses, item.is_here = 1, False
@@ -399,10 +403,12 @@ class Offload:
         """Give up everything: the weights have changed. Files keep what belongs to the old ones, under its name."""
         self.settle_reads(wait=True)
         self._settle_writes(wait=True)
-        for _, path, _ in (*self._writing.values(), *self._reading.values()):  # nobody will do these
+        for _, path, _ in self._writing.values():  # nobody will do these
             self.num_disk_bytes -= self._files.pop(path, 0)
+        deletes = [each for each in self._moves if isinstance(each, FileMove) and each.action == "delete"]
         for table in (self._writing, self._reading, self._items, self._due, self._coming, self._awaited, self._moves):
             table.clear()
+        self._moves += deletes
         self._free, self._identity = list(range(self._num_fresh)), None
 
     def stats(self) -> dict[str, int]:

@@ -138,7 +138,7 @@ class StatePool:
         return moves
 
     def forget(self) -> None:
-        """Drop all snapshots, and all moves: no sequence may be running."""
+        """Drop all snapshots, and all moves of states: no sequence may be running."""
         self._free = list(range(self.num_snapshots))[::-1]
         self._snapshots.clear()
-        self.moves.clear()
+        self.moves[:] = [each for each in self.moves if not isinstance(each, Move)]

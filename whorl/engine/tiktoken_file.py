@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 NAME = "tiktoken.model"
 _CLASS = "TikTokenTokenizer"  # what tokenizer_config.json names; the pattern is that of this class
 _RESERVED = 256  # special tokens after the others, named or not
+_LONGEST = 1024  # bytes of a token: finding its merges takes the square of them
 
 # Words: Chinese characters; letters with the mark before them and an English ending; numbers of up to three digits;
 # marks; line breaks; spaces.
@@ -68,12 +69,13 @@ def _ranks(path: Path) -> dict[bytes, int]:
         token, _, rank = line.partition(b" ")
         try:
             decoded = base64.b64decode(token, validate=True)
-            is_next = int(rank) == len(ranks) and decoded not in ranks and decoded
+            is_next = int(rank) == len(ranks) and decoded not in ranks and 0 < len(decoded) <= _LONGEST
         except (binascii.Error, ValueError):
             is_next = False
         if not is_next:
             raise ValueError(
-                f"{path}: line {number} is {line[:40]!r}, expected a new token in base64 and its rank, {len(ranks)}"
+                f"{path}: line {number} is {line[:40]!r}, expected a new token in base64, of at most {_LONGEST} bytes, "
+                f"and its rank, {len(ranks)}"
             )
         ranks[decoded] = len(ranks)
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:

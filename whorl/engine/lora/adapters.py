@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from whorl.nn import LowRanks, Target, Update, Vocabulary
 
-from ..host_blocks import check_sums
 from ..memory import named_errors
 from ..sequence import Sequence
 from ..weights.checkpoint import some
@@ -81,13 +80,13 @@ class Adapters:
         file = source if isinstance(source, AdapterFile) else read_adapter(source)
         updates = place(file, self.low_ranks.targets)
         _check_copies(file, self.low_ranks.model)
-        slot = self._free_slot(name)
+        slot, identity = self._free_slot(name), _digest(updates)
         with named_errors(f"loading the adapter {name}"):
             write(slot, updates)
         self.unload(name, missing_ok=True)
         sees = any(_sees(key) for key in updates)
         rank = max(update.rank for update in updates.values())
-        adapter = Adapter(name, str(file.path), _digest(updates), slot, rank, sees)
+        adapter = Adapter(name, str(file.path), identity, slot, rank, sees)
         self.by_name[name] = adapter
         return adapter
 
@@ -115,12 +114,13 @@ class Adapters:
 
 
 def _digest(updates: Mapping[str, Update]) -> str:
-    """Return a digest of the names and values of updates."""
+    """Return a digest of the names and values of updates; of all bytes, as an adapter may be made to deceive."""
     sha = hashlib.sha256()
     for name, update in sorted(updates.items()):
         sha.update(f"{name} {update.scale!r}".encode())
         for x in (update.a, update.b, update.bias):
-            sha.update(b"" if x is None else check_sums(x))
+            sha.update(b"-" if x is None else f"{tuple(x.shape)} {x.dtype}".encode())
+            sha.update(b"" if x is None else x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return sha.hexdigest()[:32]
 
 

@@ -141,6 +141,11 @@ def missing() -> str | None:
     return _loaded()[1]
 
 
+def kernels_digest() -> str:
+    """Return a digest of the kernels that run; "" where torch computes. Variants have the same bits."""
+    return sources_digest() if missing() is None else ""
+
+
 def describe() -> str:
     """Return a line that says which kernels run, or why none do and what to do."""
     if (reason := missing()) is None:
