@@ -13,7 +13,7 @@ def shrink(case: Values, tokens: int) -> Values:
     """Return the case with at most `tokens` tokens per dimension.
 
     Every size in "tokens" is limited, or every size in "shape" but the last, which is the number of channels. A case
-    with neither is returned unchanged.
+    with neither is returned unchanged, and so are the sequences of one that `has_sequences`.
     """
     small = dict(case)
     if "tokens" in case:
@@ -21,6 +21,11 @@ def shrink(case: Values, tokens: int) -> Values:
     elif "shape" in case:
         small["shape"] = (*(min(n, tokens) for n in case["shape"][:-1]), case["shape"][-1])
     return small
+
+
+def has_sequences(case: Values) -> bool:
+    """Return whether the case states how many tokens each sequence has."""
+    return "lengths" in case or "queries" in case
 
 
 def describe(case: Values) -> str:

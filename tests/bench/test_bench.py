@@ -193,6 +193,15 @@ class TestBench:
         monkeypatch.setattr(timing, "REPEATS", 1)
         monkeypatch.setattr(bench, "QUICK_TOKENS", 4)
 
+    def test_quick_cases_are_small(self):
+        """On a CPU one case with the sequences of a tower takes minutes."""
+        settings = bench.OpsSettings.resolve([], bench.OpsOptions(device="cpu"))
+        for name in settings.names:
+            for case in settings.cases(OPS[name]):
+                values = OPS[name].make(**case, dtype=torch.float32, device="meta")
+                count = sum(value.numel() for value in values.values() if isinstance(value, torch.Tensor))
+                assert count < 2_000_000, (name, case)
+
     def test_walks_the_registry_and_prints_one_document(self):
         result = CliRunner().invoke(app, ["bench", "ops", "--device", "cpu", "--json"])
         assert result.exit_code == 0, result.output

@@ -21,7 +21,7 @@ from whorl.bench.peers import peers_of
 from whorl.bench.progress import Progress
 from whorl.bench.provenance import Document, provenance
 from whorl.bench.report import Benchmark, first_line
-from whorl.cases import Values, describe, shrink
+from whorl.cases import Values, describe, has_sequences, shrink
 from whorl.judge import answers, guarded, judge_call, widened
 from whorl.ops import OPS, Op
 from whorl.timing import Timing, is_short, matmul_rate, measure, num_buffers
@@ -82,8 +82,11 @@ class OpsSettings:
 
     def cases(self, op: Op) -> list[Values]:
         """Return the cases to time: the operator's benchmark cases or, for quick runs, small ones."""
-        if self.quick and (op.flops is not None or (op.forward_only and not op.mutates)):
-            # The benchmark cases have weights of whole models, which even a few tokens would read.
+        is_large = (
+            op.flops is not None or (op.forward_only and not op.mutates) or any(map(has_sequences, op.bench_cases))
+        )
+        if self.quick and is_large:
+            # The benchmark cases have weights of whole models, which even a few tokens would read, or long sequences.
             return list(op.cases[1:3])
         cases = [shrink(case, QUICK_TOKENS) if self.quick else case for case in op.bench_cases]
         return [case for i, case in enumerate(cases) if case not in cases[:i]]

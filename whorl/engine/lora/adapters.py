@@ -120,7 +120,7 @@ def _digest(updates: Mapping[str, Update]) -> str:
         sha.update(f"{name} {update.scale!r}".encode())
         for x in (update.a, update.b, update.bias):
             sha.update(b"-" if x is None else f"{tuple(x.shape)} {x.dtype}".encode())
-            sha.update(b"" if x is None else x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            sha.update(b"" if x is None else x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()[:32]
 
 

@@ -1,6 +1,5 @@
 """Bidirectional attention within packed segments, such as the patches of one picture in a vision tower."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
@@ -9,20 +8,20 @@ from torch import Tensor
 
 from .._draw import Draw
 from .._op import Values, narrow, operator, widen
-from ..sparse_attention.bits import causal_bits
-from ..sparse_attention.masked import masked_attention, masked_attention_backward
 from . import bidirectional_torch_npu
-from .packed import Gradients, Starts, check_starts, head_reason, read, sequences, special_inputs
+from .packed import Starts, check_starts, head_reason, read, sequences, special_inputs
+from .segment_gradients import plain_backward
 
 ROWS = 512  # queries whose scores are in memory at once
 
 
 def _flops(values: Values) -> int:
-    """Count q k^T and p v, with two operations each per query, key, head and channel."""
+    """Count two operations of each product: of two products in the forward, and of five in the backward."""
     count = len(values["q"])
     parts = sequences("packed_attention", read(values["starts"], count), count)
     pairs = sum((part.stop - part.start) ** 2 for part in parts)
-    return 4 * pairs * values["q"].shape[1] * values["q"].shape[2]
+    products = 5 if "dout" in values else 2
+    return 2 * products * pairs * values["q"].shape[1] * values["q"].shape[2]
 
 
 @operator(check=partial(check_starts, "packed_attention"), flops=_flops)
@@ -63,7 +62,7 @@ _HEADS_OF = Annotated[Tensor, "[T, H, D] float"]
 _LIKE = Annotated[Tensor, "[T, H, D] q"]
 
 
-@operator(check=partial(check_starts, "packed_attention_backward"))
+@operator(check=partial(check_starts, "packed_attention_backward"), flops=_flops)
 def packed_attention_backward(
     dout: Annotated[Tensor, "[T, H, D] q"],
     q: _HEADS_OF,
@@ -79,35 +78,6 @@ def packed_attention_backward(
     tokens past the last start are zero. starts are read back to the host once.
     """
     return plain_backward(dout, q, k, v, read(starts, len(q)), scale)
-
-
-def plain_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: list[int], scale: float) -> Gradients:
-    """Return dq, dk and dv by torch's products."""
-    kernels = masked_attention.reference, masked_attention_backward.reference
-    return by_segment(*kernels, dout, q, k, v, starts, scale)
-
-
-def by_segment(
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    backward: Callable[..., Gradients],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: list[int],
-    scale: float,
-) -> Gradients:
-    """Return dq, dk and dv. forward, backward: implementations of `masked_attention` and its backward."""
-    grads, end = [], 0
-    for part in sequences("packed_attention_backward", starts, len(q)):
-        count, end = part.stop - part.start, part.stop
-        bits = causal_bits(1, count, q.device).expand(count, -1).contiguous()  # every key
-        inputs = {"q": q[part], "k": k[part], "v": v[part], "bits": bits, "scale": scale}
-        out, lse = forward(**inputs)
-        grads.append(backward(dout=dout[part], out=out, lse=lse, dlse=None, **inputs))
-    padding = [torch.zeros_like(x[end:], memory_format=torch.contiguous_format) for x in (q, k, v)]
-    dq, dk, dv = (torch.cat(parts) for parts in zip(*grads, padding, strict=True))
-    return dq, dk, dv
 
 
 @packed_attention.gradient(save=("q", "k", "v", "starts"))

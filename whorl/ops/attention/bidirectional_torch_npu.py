@@ -8,6 +8,7 @@ from whorl.contracts import fusion_attention_limit
 from .. import _torch_npu
 from .._torch_npu import dtype_name
 from .packed import Gradients, sequences
+from .segment_gradients import plain_backward
 
 
 def reason(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, **_: object) -> str | None:
@@ -36,6 +37,4 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Te
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Gradients:
     """By plain products: npu_fusion_attention_grad needs what its forward saved, and only q, k and v are kept."""
-    from .bidirectional import plain_backward
-
     return plain_backward(dout, q, k, v, _torch_npu.on_host(starts), scale)

@@ -18,9 +18,9 @@ from .._launch_triton import launched
 from .._rows import ceil_div, power_of_2, unit_stride
 from ..linear_triton import dot
 from ..sparse_attention import masked_triton
-from .bidirectional import by_segment
 from .cuts_triton import LOG2_E, cut_of, load_keys
 from .packed import Gradients, read
+from .segment_gradients import by_segment
 
 _HOPPER_QUERIES = 128
 _HOPPER_DIMS = (64, 72, 80, 128)
