@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoints
-from mock_model import Logits, Oracle, alone, record
+from mock_model import ByteTokenizer, Logits, Oracle, alone, record
 from schedules import LONGEST, MODELS, compare, random_settings, requests, run_at_random, tiny
 from test_delta_states import SIZES, lively
 
@@ -468,11 +468,12 @@ def test_a_read_waits_for_what_its_memory_held(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     """Every rank carries its shard; a file that one rank lacks is read on none."""
-    paths = write_checkpoints(tmp_path / "models", {"qwen3": Qwen3.tiny(hidden_size=96, intermediate_size=160)})
+    paths = write_checkpoints(tmp_path, {"qwen3": Qwen3.tiny(hidden_size=96, intermediate_size=160)})
     sizes: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "max_model_len": LONGEST, "max_num_seqs": 2}
     folder, (first, other) = tmp_path / "kv", (tokens(0, 30), tokens(1, 30))
 
     def make(**options: Any) -> LLM:
+        options["tokenizer"] = ByteTokenizer()
         return LLM(paths["qwen3"], device="cpu", dtype="float32", tp=2, **sizes, **options)
 
     plain = make(use_prefix_cache=False)
@@ -493,3 +494,19 @@ def test_two_ranks(tmp_path: Path) -> None:
         same(run(llm, first), expected)
         assert llm.stats()["num_files_failed"] == num_failed
         llm.close()
+
+
+@pytest.mark.slow
+def test_ranks_with_shards_of_different_sizes(tmp_path: Path) -> None:
+    """Rank 0 has one key head and rank 1 has two: a file has all bytes of its rank's block."""
+    config = Qwen3.tiny(hidden_size=96, intermediate_size=160, num_attention_heads=6, num_key_value_heads=3)
+    paths = write_checkpoints(tmp_path, {"qwen3": config})
+    sizes: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "max_model_len": LONGEST, "max_num_seqs": 2}
+    runs = []
+    for _ in range(2):
+        folder: dict[str, Any] = {"kv_offload_dir": str(tmp_path / "kv"), "tokenizer": ByteTokenizer()}
+        llm = LLM(paths["qwen3"], device="cpu", dtype="float32", tp=2, **folder, **sizes)
+        runs.append(run(llm, tokens(0, 30)))
+        llm.close()
+    assert runs[1][0].num_cached == 28
+    same(runs[1], runs[0])

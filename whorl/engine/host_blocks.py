@@ -23,7 +23,7 @@ from torch import Tensor
 
 from whorl.device import HOST, accelerator, host_buffer, lasting
 from whorl.host_memory import free_memory, is_of_memory
-from whorl.nn import States
+from whorl.nn import States, Vocabulary
 from whorl.nn.cache import zeros
 from whorl.streams import event
 
@@ -73,7 +73,11 @@ def check_sums(x: Tensor) -> bytes:
 def weights_digest(model: Any) -> bytes:
     """Return a digest of the names and values of all weights."""
     sha = hashlib.sha256()
-    for name, x in model.state_dict().items() if isinstance(model, torch.nn.Module) else ():
+    modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
+    for name, x in model.state_dict().items() if modules else ():
+        module = modules.get(name.rpartition(".")[0])
+        if isinstance(module, Vocabulary) and len(x) == module.shape[0]:
+            x = x[: module.stop - module.start]  # rows after these are padding, with any values
         sha.update(name.encode() + check_sums(x))
     return sha.digest()
 
@@ -149,7 +153,9 @@ class HostBlocks:
         if isinstance(move, FileMove):
             assert self.files is not None, "files need a folder"
             parts = [self.row(slot).numpy() for slot in move.slots]
-            self.files.do(move, parts)
+            # Of this rank: others may have more heads or fewer.
+            num_bytes = self.snapshot_bytes if move.name.endswith("s") else self.slot_bytes
+            self.files.do(move._replace(num_bytes=num_bytes), parts)
             return
         if self.files is not None and move.is_spilled:
             self.files.finish_slots(move.slots)
