@@ -4,6 +4,8 @@ import base64
 import io
 import json
 import re
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from default_model import Scripted
 from media_files import png
 from scripted_chat import Terminal, talk
+from serving import byte_tokenizer
 from typer.testing import CliRunner
 
 from whorl.chat.blocks import BlockWriter, drawn, first_block
@@ -99,6 +102,16 @@ def _blocks(text: str) -> list[str]:
     return [*blocks, text]
 
 
+@pytest.mark.parametrize("columns", [31, 80])
+def test_wide_characters_leave_no_row_behind(columns: int) -> None:
+    """Where a row has an odd number of columns, its last one stays empty."""
+    out = Terminal()
+    writer = BlockWriter(Screen(out), (columns, 500))
+    writer.add(text := "\u6f22" * 700 + "\n")
+    writer.finish()
+    assert shown(out.getvalue(), columns) == plain(drawn(text, columns))
+
+
 def test_a_block_ends_where_nothing_can_continue_it() -> None:
     assert first_block("a\n") is None
     assert first_block("a\n\n") is None  # what comes next decides
@@ -160,6 +173,18 @@ def test_show_and_compare() -> None:
     assert "no system message" in text
     assert "/show x: expected settings, system, template, messages, thoughts" in text
     assert "/compare: expected NAME VALUE" in text
+
+
+def test_compare_with_an_answer_of_this_conversation_alone(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    told = ("Where?", f"/save {file}", "/reset", "/stats", "Why?", f"/load {file}", "/compare temperature 0.5")
+    text = talk(Scripted("Paris is it.", "Rome is it.", "Paris was it."), *told, "/compare format off")
+    assert "no answer yet" in text
+    assert "they part" not in text
+    assert "/compare: there is no answer yet" in text
+    assert "whorl: /compare format: is not known. Has: max_tokens" in text
+    assert "format off" not in text
+    assert "when_full" not in text
 
 
 def test_the_speed_is_told_at_the_end() -> None:
@@ -228,10 +253,35 @@ def test_show_reads_the_files() -> None:
     assert "llama" in run("show").stdout
 
 
-def test_ps_without_a_server() -> None:
-    done = run("ps", "--url", "http://127.0.0.1:9")
-    assert done.exit_code == 2
-    assert "no server of whorl at http://127.0.0.1:9" in done.output
+def test_show_of_a_file_that_somebody_else_wrote(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_json())
+    config: Any = {"architectures": ["Llama\x1b]0;owned\x07"], "quantization_config": None, "text_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run("show", str(tmp_path))
+    assert (done.exit_code, "Llama]0;owned\n" in done.stdout, "\x1b" in done.stdout) == (0, True, False), done.output
+    (tmp_path / "config.json").write_text("[1]")
+    done = run("show", str(tmp_path))
+    assert (done.exit_code, "is a list, expected an object" in done.output) == (2, True), done.output
+
+
+@pytest.mark.parametrize("reply", [None, b"SSH-2.0-x\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n[]"])
+def test_ps_without_a_server(reply: bytes | None) -> None:
+    """Nothing listens there, or something else."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(reply or b"")
+
+        if reply is None:
+            listener.close()
+        else:
+            threading.Thread(target=answer, daemon=True).start()
+        done = run("ps", "--url", url)
+    assert (done.exit_code, f"no server of whorl at {url}" in done.output) == (2, True), done.output
 
 
 def test_the_first_time_it_says_what_is_downloaded_and_where(

@@ -75,6 +75,11 @@ def test_another_token_is_seen(document: dict[str, Any], tmp_path: Path) -> None
         ('{"choices": []}', "has no choices"),
         ('{"token_ids": [1], "logprobs": [-1.0]}', "prompt_token_ids, token_ids or logprobs are missing"),
         ('{"prompt_token_ids": [1], "token_ids": [1, 2], "logprobs": [-1.0]}', "has 2 tokens, and not as many"),
+        (
+            '{"prompt_token_ids": [1], "token_ids": [1], "logprobs": {"content": [{}]}}',
+            "not as many numbers in logprobs",
+        ),
+        ('{"prompt_token_ids": [1], "token_ids": [1], "logprobs": {"content": [1]}}', "logprobs are missing"),
         ('{"prompt_token_ids": ["a"], "token_ids": [1], "logprobs": [-1.0]}', "a token id is not an integer"),
     ],
 )

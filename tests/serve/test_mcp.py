@@ -1,6 +1,7 @@
 """Tools of MCP servers through `/page/mcp`: with the SDK's own servers, and what must not be reached or passed on."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -139,6 +140,23 @@ def test_a_server_with_sessions(served: Served) -> None:
     assert replies[7]["error"]["code"] == -32601
 
 
+@pytest.mark.parametrize("status", [200, 202, 204])
+def test_a_notification_has_no_answer(served: Served, status: int) -> None:
+    """Servers say so with several statuses; MCP's own clients take them all."""
+
+    def answer(message: dict[str, Any], headers: dict[str, str]) -> Reply:
+        if message["method"] == "server/discover":
+            return Reply(status=404)
+        if message["method"] == "initialize":
+            return result(message, {"protocolVersion": SESSIONS})
+        if message["method"] == "notifications/initialized":
+            return Reply(status=status)
+        return result(message, {"tools": [TOOL]})
+
+    with scripted(answer) as (url, _):
+        assert len(ask(served, "tools", url).json()["tools"]) == 1
+
+
 def contents(*blocks: Any, **more: Any) -> Any:
     return lambda message, headers: result(message, {"content": list(blocks), **more})
 
@@ -147,6 +165,7 @@ def contents(*blocks: Any, **more: Any) -> Any:
     ("answer", "text"),
     [
         (contents({"type": "text", "text": "a"}, {"type": "text", "text": "b"}), "a\nb"),
+        (contents({"type": "text", "text": "half \ud83d"}), "half ?"),
         (contents(structuredContent={"rows": [1]}), '{"rows": [1]}'),
         (contents({"type": "resource", "resource": {"uri": "x:", "text": "inside"}}), "inside"),
         (contents({"type": "resource_link", "uri": "https://e.org", "name": "page"}), "page: https://e.org"),
@@ -193,9 +212,16 @@ def test_nothing_else_is_passed_on(served: Served, answer: Any, why: str) -> Non
 
 def test_lists_have_limits(served: Served) -> None:
     many = [TOOL | {"name": f"t{i}"} for i in range(200)]
-    for tools, why in ((many, "more than 128 tools"), ([{"name": "x"}], "has no schema"), ([1], "has no name")):
+    for tools, why in (
+        (many, "more than 128 tools"),
+        ([{"name": "x"}], "has no schema"),
+        ([1], "has no name"),
+        ([TOOL | {"inputSchema": {"maximum": math.inf}}], "that JSON cannot have"),
+        ([TOOL | {"description": "half \ud83d"}], "that JSON cannot have"),
+    ):
         with scripted(lambda message, headers, tools=tools: modern(message, headers, tools)) as (url, _):
-            assert why in refusal(served, "tools", url)[1]
+            status, message = refusal(served, "tools", url)
+            assert (status, why in message) == (502, True), message
 
     def paged(message: dict[str, Any], headers: dict[str, str]) -> Reply:
         is_list = message["method"] == "tools/list"
@@ -322,8 +348,10 @@ def test_pages_of_others_cannot_use_it(served: Served) -> None:
 
 
 def test_the_option_is_checked() -> None:
-    with pytest.raises(ValueError, match="loopback would let other machines reach every port of this one"):
-        ServerSettings(host="0.0.0.0", mcp_servers=("loopback",))
+    for reached in ({"host": "0.0.0.0"}, {"origins": ("*",)}, {"allowed_hosts": ("*",)}):
+        with pytest.raises(ValueError, match="loopback would let other machines, or web pages of others, reach every"):
+            ServerSettings(mcp_servers=("loopback",), **reached)  # type: ignore[arg-type]
+    ServerSettings(mcp_servers=("loopback",), origins=("http://localhost:3000",))
     ServerSettings(host="0.0.0.0", mcp_servers=("https://tools.example/mcp",))
     with pytest.raises(ValueError, match="'tools' is no address of an MCP server"):
         check_servers(["tools"], is_private=True)

@@ -106,6 +106,27 @@ def test_markdown_whole(page: Any) -> None:
     assert page.locator(f"{text} img").count() == 0  # nothing is fetched for a model
 
 
+FORMULAS = r"""text => markdown.parse(text, {}).flatMap(one => [one, ...(one.children || [])])
+    .filter(one => one.type === "math").map(one => one.content.trim())"""
+
+
+def test_a_formula_ends_where_it_says(page: Any) -> None:
+    """With text behind it, too; and what never ends is looked for within limits."""
+    for text, formulas in (
+        ("$$a$$ is nice\n\nfoo\n\n$$b$$", ["a", "b"]),
+        ("\\[x\\] where it is\n\n- and \\[y\\]", ["x", "y"]),
+        ("text\n$$\nx\n\ny\n$$\nmore", ["x\n\ny"]),
+        ("$$\nx$$ and\n$$y", ["x"]),
+        ("$$x\n" + "\n" * 300 + "$$", []),
+    ):
+        assert page.evaluate(FORMULAS, text) == formulas, text
+    for text in ("$$ a\n" * 3000, "\\( " * 9000):
+        took = page.evaluate(
+            "text => { const t = performance.now(); markdown.parse(text, {}); return performance.now() - t; }", text
+        )
+        assert took < 5000, text[:8]
+
+
 def test_a_block_of_code_is_copied(opened: Any, served: Served) -> None:
     with window(opened, permissions=["clipboard-read", "clipboard-write"]) as page:
         visit(page, served, formatted=True)

@@ -17,6 +17,9 @@ ANSWERS = {
     "call": CALL,
     "sunny": "Take a hat.",
     "one": '{"a": 1}',
+    "nan": CALL.replace('"Rome"', "NaN"),
+    "half": CALL.replace("Rome", "\\ud83d"),
+    "huge": CALL.replace('"Rome"', "1e999"),
 }
 TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
 
@@ -67,6 +70,20 @@ def test_a_whole_answer_is_the_sum_of_its_stream(served: Served) -> None:
     assert calls == [{"index": 0, "name": "weather", "arguments": {"city": "Rome"}}]
 
 
+def test_arguments_that_no_json_can_have_are_told_as_text(served: Served) -> None:
+    """Python reads them; the answer was lost, or was no JSON."""
+    for question in ("nan", "half", "huge"):
+        text = json.dumps({"INVALID_JSON": ANSWERS[question].split('"arguments": ')[1].removesuffix("}\n</tool_call>")})
+        body = {"model": MODEL, "messages": user(question), "tools": [TOOL]}
+        whole = served.post("/api/chat", **body, stream=False)["message"]["tool_calls"]
+        (streamed,) = [part["message"] for part in lines(served, "/api/chat", body) if "tool_calls" in part["message"]]
+        tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+        said = served.post("/v1/messages", model=MODEL, messages=user(question), tools=tools, max_tokens=200)
+        found = (whole[0]["function"], streamed["tool_calls"][0]["function"])
+        assert [json.dumps(call["arguments"]) for call in found] == [text, text]
+        assert json.dumps(said["content"][0]["input"]) == text
+
+
 def test_thinking_is_apart_and_can_be_turned_off(served: Served) -> None:
     body = {"model": MODEL, "messages": user("why"), "stream": False}
     assert served.post("/api/chat", **body)["message"] == {"role": "assistant", "content": "so", "thinking": "since"}
@@ -80,6 +97,10 @@ def test_generate_in_the_template_and_raw(served: Served) -> None:
     answer = served.post("/api/generate", prompt="hi", system="Be brief.", **body)
     assert (answer["response"], answer["done_reason"]) == ("Hell", "length")
     assert served.post("/api/generate", prompt="a", raw=True, **body)["response"] == "bcde"
+    unlimited = served.post("/api/generate", prompt="a", raw=True, **body | {"options": {"temperature": 0}})
+    assert unlimited["eval_count"] > 100
+    whole = served.post("/api/generate", **body | {"prompt": "hi", "options": {"num_predict": 0}})  # as -1: no limit
+    assert (whole["response"], whole["done_reason"]) == ("Hello there!", "stop")
     *parts, _ = lines(served, "/api/generate", body | {"prompt": "hi", "stream": True})
     assert "".join(part["response"] for part in parts) == "Hell"
 
@@ -89,6 +110,10 @@ def test_without_a_message_the_model_is_said_to_be_loaded(served: Served) -> Non
     assert (line["done"], line["done_reason"], line["message"]["content"]) == (True, "load", "")
     answer = served.post("/api/generate", model=MODEL, keep_alive=0, stream=False)
     assert (answer["done_reason"], answer["response"]) == ("unload", "")
+    with serving(told(ANSWERS), strict_model_name=True) as strict:
+        for path in ("/api/chat", "/api/generate"):
+            assert strict.http.post(path, json={"model": "other"}).status_code == 404
+            assert strict.post(path, model=f"{MODEL}:latest", stream=False)["model"] == MODEL
 
 
 def test_json_and_schemas_are_enforced(served: Served) -> None:
@@ -176,6 +201,8 @@ def test_pictures() -> None:
         ("/api/chat", {"model": MODEL, "messages": user("hi"), "options": {"mirostat": 2}}, 400, "is no mirostat"),
         ("/api/generate", {"model": MODEL, "prompt": "hi", "context": [1, 2]}, 400, "send the conversation"),
         ("/api/generate", {"model": MODEL, "prompt": "hi", "suffix": "x"}, 400, "nothing is filled in"),
+        ("/api/generate", {"model": MODEL, "prompt": "hi", "raw": True, "images": ["AA=="]}, 400, "raw: the prompt"),
+        ("/api/generate", {"model": MODEL, "prompt": "hi", "raw": True, "system": "x"}, 400, "raw: the prompt is all"),
         ("/api/chat", {"model": MODEL, "messages": user("x" * 2000)}, 400, "up to 1024 are allowed"),
         ("/api/embed", {"model": MODEL, "input": "a"}, 400, "was not made for embeddings"),
         ("/api/embeddings", {"model": MODEL, "prompt": "a"}, 400, "was not made for embeddings"),

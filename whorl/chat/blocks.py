@@ -83,9 +83,16 @@ class BlockWriter:
 
 def num_rows(text: str, columns: int) -> int:
     """Return how many rows of the terminal a text takes from the row of its beginning to that of the cursor."""
-    from rich.cells import cell_len
+    from rich.cells import get_character_cell_size
 
-    return sum(max(1, -(-cell_len(line.expandtabs()) // columns)) for line in text.split("\n"))
+    rows = 0
+    for line in text.split("\n"):
+        rows, column = rows + 1, 0
+        for size in map(get_character_cell_size, line.expandtabs()):
+            if column + size > columns:  # half of a wide character does not stay at the end of a row
+                rows, column = rows + 1, 0
+            column += size
+    return rows
 
 
 def drawn(block: str, columns: int) -> str:

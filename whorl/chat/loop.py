@@ -74,7 +74,8 @@ class Chat:
         }
         values: dict[str, abc.Sequence[str] | str] = dict.fromkeys(self._commands, ())
         values |= dict.fromkeys(("/image", "/video", "/save", "/load"), FILES)
-        values |= {"/set": set_command.NAMES, "/compare": set_command.NAMES, "/think": _THINKING, "/show": _SHOWN}
+        values |= {"/set": set_command.NAMES, "/compare": (*set_command.SAMPLED, "adapter")}
+        values |= {"/think": _THINKING, "/show": _SHOWN}
         self._read = read or Keyboard(history_file(), Completion(values).options).read
 
     def run(self) -> int:
@@ -203,7 +204,7 @@ class Chat:
         if name == "adapter":
             params = replace(self._last_params, lora=None if value == "none" else value.strip())
         else:
-            params = set_command.change(self._last_params, argument)
+            params = set_command.change(self._last_params, argument, command="/compare")
         conversation, first = self.conversation, self._last
         if first is None:
             raise ValueError("/compare: there is no answer yet")
@@ -226,7 +227,7 @@ class Chat:
         if not self.conversation.is_chat:
             raise ValueError("/load needs a chat template: start with --chat")
         count = saved.load(self.conversation, argument)
-        self._attached = []
+        self._forget_answer()
         is_open = bool(self.conversation.messages) and self.conversation.messages[-1]["role"] == "user"
         hint = "; the last one has no answer: /regenerate answers it" if is_open else ""
         self._screen.note(f"({count} messages read{hint})")
@@ -249,13 +250,18 @@ class Chat:
 
     def _reset(self, argument: str) -> None:
         self.conversation.forget()
-        self._attached = []
+        self._forget_answer()
         self._screen.note("(conversation forgotten)")
+
+    def _forget_answer(self) -> None:
+        """Forget what belonged to another conversation."""
+        self._attached, self._last, self._thoughts = [], None, ""
 
     def _system(self, argument: str) -> None:
         if not self.conversation.is_chat:
             raise ValueError("/system needs a chat template: start with --chat")
         self.conversation.forget()
+        self._forget_answer()
         self.conversation.system = argument or None
         self._screen.note("(system message set, conversation forgotten)" if argument else "(no system message)")
 

@@ -1,5 +1,6 @@
 """`whorl list`, `pull`, `rm`, `show` and `ps`: the models of this machine, and what a server runs."""
 
+import http.client
 import json
 import math
 import os
@@ -12,6 +13,8 @@ from typing import Any
 
 from whorl.engine import model_names
 from whorl.engine.model_names import HubModel
+
+from .blocks import HARMLESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +113,10 @@ def shown(name: str | None) -> dict[str, Any]:
 
 def _from_config(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = config.get("text_config", config)
-    method = config.get("quantization_config", {}).get("quant_method", "none")
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / 'config.json'}: is a {type(config).__name__}, expected an object")
+    text = config.get("text_config") or config
+    method = (config.get("quantization_config") or {}).get("quant_method", "none")
     names = {"context": "max_position_embeddings", "layers": "num_hidden_layers", "hidden size": "hidden_size"}
     sizes = {shown_as: text.get(key) for shown_as, key in names.items()}
     return {"architecture": ", ".join(config.get("architectures") or [config.get("model_type", "?")]), **sizes} | {
@@ -138,8 +143,9 @@ def _from_gguf(path: Path) -> dict[str, Any]:
 
 
 def as_table(about: dict[str, Any]) -> str:
-    """Return a description as lines of a name and a value."""
-    return "\n".join(f"{name:14} {_text(value)}" for name, value in about.items() if value is not None)
+    """Return a description as lines of a name and a value. A file may have control characters for the terminal."""
+    lines = (f"{name:14} {_text(value)}" for name, value in about.items() if value is not None)
+    return "\n".join(line.translate(HARMLESS) for line in lines)
 
 
 def _text(value: Any) -> str:
@@ -157,12 +163,11 @@ def running(url: str, key: str | None = None) -> str:
             urllib.request.Request(f"{url}/page/stats", headers=headers), timeout=5
         ) as response:
             engine = json.load(response)["engine"]
+        counts = f"{engine['num_running']} running, {engine['num_waiting']} waiting"
+        lines = [f"{m['name']}  {readable(m['size'])}  context {m['context_length']}  {counts}  {url}" for m in models]
     except urllib.error.HTTPError as error:
         raise ValueError(f"ps: {url} answers {error.code} {error.reason}") from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ValueError(f"ps: no server of whorl at {url}: {reason}. Start one with whorl serve") from None
-    counts = f"{engine['num_running']} running, {engine['num_waiting']} waiting"
-    return "\n".join(
-        f"{m['name']}  {readable(m['size'])}  context {m['context_length']}  {counts}  {url}" for m in models
-    )
+    return "\n".join(line.translate(HARMLESS) for line in lines)

@@ -31,27 +31,29 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
 _KINDS["stop"] = (lambda text: (text,) if text != "none" else (), "a text that ends an answer, or none")
 
 
-NAMES = (*_KINDS, "when_full", "thoughts", "format")
+SAMPLED = tuple(_KINDS)
+NAMES = (*SAMPLED, "when_full", "thoughts", "format")
 
 
-def change(params: SamplingParams, argument: str) -> SamplingParams:
+def change(params: SamplingParams, argument: str, *, command: str = "/set") -> SamplingParams:
     """Return the parameters with one of them changed; ValueError for an unknown name or an invalid value.
 
-    argument: what follows `/set`, such as "temperature 0.7".
+    argument: what follows the command, such as "temperature 0.7".
     """
     name, _, value = argument.partition(" ")
     name = name.lstrip("-").replace("-", "_")
     if name not in _KINDS:
-        raise ValueError(f"/set {name}: is not known. Has: {', '.join(NAMES)}")
+        known = NAMES if command == "/set" else SAMPLED
+        raise ValueError(f"{command} {name}: is not known. Has: {', '.join(known)}")
     kind, expected = _KINDS[name]
     try:
         parsed = kind(value.strip())
     except ValueError:
-        raise ValueError(f"/set {name} {value}: expected {expected}") from None
+        raise ValueError(f"{command} {name} {value}: expected {expected}") from None
     try:
         return replace(params, **{name: parsed})
     except ValueError as error:
-        raise ValueError(f"/set {name}: {str(error).removeprefix('SamplingParams: ')}") from None
+        raise ValueError(f"{command} {name}: {str(error).removeprefix('SamplingParams: ')}") from None
 
 
 def describe(params: SamplingParams) -> list[str]:

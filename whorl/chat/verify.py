@@ -58,7 +58,8 @@ def _answer(choice: dict[str, Any], source: str) -> Answer:
     logprobs: Any = choice.get("logprobs")
     if isinstance(logprobs, dict):  # of chat completions, else of completions
         content = logprobs.get("content")
-        logprobs = [each["logprob"] for each in content] if content else logprobs.get("token_logprobs")
+        is_list = isinstance(content, list) and all(isinstance(each, dict) for each in content)
+        logprobs = [each.get("logprob") for each in content] if content and is_list else logprobs.get("token_logprobs")
     lists = prompt_ids, token_ids, logprobs
     if not all(isinstance(each, list) and each for each in lists):
         raise ValueError(

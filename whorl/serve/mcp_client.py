@@ -94,8 +94,8 @@ def parse_url(url: str) -> Target:
 
 
 def check_servers(servers: Sequence[str], *, is_private: bool) -> None:
-    """Raise ValueError when one is neither a URL nor `loopback`. is_private: only this machine reaches whorl's server;
-    else its clients would reach every service of this machine."""
+    """Raise ValueError when one is neither a URL nor `loopback`. is_private: only this machine reaches whorl's server,
+    and no web page but its own; else others would reach every service of this machine."""
     for server in servers:
         if server != LOOPBACK:
             try:
@@ -104,8 +104,8 @@ def check_servers(servers: Sequence[str], *, is_private: bool) -> None:
                 raise ValueError(f"serve: --mcp-server: {error}, or {LOOPBACK}") from None
         elif not is_private:
             raise ValueError(
-                f"serve: --mcp-server {LOOPBACK} would let other machines reach every port of this one: list the URLs "
-                "of servers instead, or leave --host out"
+                f"serve: --mcp-server {LOOPBACK} would let other machines, or web pages of others, reach every port of "
+                "this one: list the URLs of servers instead, or leave out --host, --allow-origin * and --allowed-hosts *"
             )
 
 
@@ -190,7 +190,7 @@ class McpClient:
             for _ in range(_MOST_PAGES):
                 page = self._request("tools/list", params)
                 for tool in _list(page.get("tools"), "its list of tools"):
-                    can_call = "x-mcp-header" not in json.dumps(tool)  # arguments that must be headers, too
+                    can_call = "x-mcp-header" not in _json(tool)  # arguments that must be headers, too
                     (kept if can_call else left_out).append(_tool(tool))
                 if len(kept) > _MOST_TOOLS:
                     raise McpError(f"it has more than {_MOST_TOOLS} tools")
@@ -203,7 +203,8 @@ class McpClient:
         """Call a tool. Raises McpError; with the code `mcp_session_lost`, when a new session may help."""
         with self._failing():
             result = self._request("tools/call", {"name": name, "arguments": dict(arguments)}, name)
-            return Result(_text(result), result.get("isError") is True)
+            text = _text(result).encode("utf-8", "replace").decode()  # JSON may have half a surrogate pair
+            return Result(text, result.get("isError") is True)
 
     # ---- the protocol
 
@@ -282,7 +283,7 @@ class McpClient:
                 if not _SESSION_ID.fullmatch(opened):
                     raise McpError("the name of its session is not allowed")
                 self.session = replace(self.session, id=opened)
-            if response.status == 202:
+            if "id" not in message or "method" not in message:  # it has no answer, whatever the body is
                 return
             kind = response.headers.get_content_type()
             if kind == "application/json":
@@ -384,6 +385,16 @@ def _messages(text: str) -> list[dict[str, Any]]:
     if not all(isinstance(one, dict) and one.get("jsonrpc") == "2.0" for one in messages):
         raise McpError("it answers with JSON that is no JSON-RPC: it is no MCP server")
     return messages
+
+
+def _json(value: Any) -> str:
+    """Write what a server has sent as JSON; McpError where that is not possible for all of it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()  # raises for half a surrogate pair
+    except (ValueError, RecursionError):
+        raise McpError("one of its tools has numbers or characters that JSON cannot have, or is too deep") from None
+    return text
 
 
 def _result(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`/v1/messages`: Anthropic's interface. A request becomes a chat request, and the reply a list of blocks."""
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from .message_schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from .replies import Run
+from .replies import Run, arguments_of
 from .schema_parts import SAMPLING
 from .schemas import ChatRequest
 from .turns import Event, Kind, Section, TurnReply
@@ -231,15 +230,4 @@ def _block(section: Section) -> dict[str, Any]:
         return {"type": "text", "text": section.text}
     if section.kind is Kind.REASONING:
         return {"type": "thinking", "thinking": section.text, "signature": ""}
-    return {"type": "tool_use", "id": section.call_id, "name": section.name, "input": _input(section.text)}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments; text that is not a JSON object goes under INVALID_JSON, as Anthropic's docs say."""
-    if not arguments.strip():
-        return {}
-    try:
-        parsed = json.loads(arguments)
-    except json.JSONDecodeError:
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {"INVALID_JSON": arguments}
+    return {"type": "tool_use", "id": section.call_id, "name": section.name, "input": arguments_of(section.text)}

@@ -1,7 +1,6 @@
 """`/api`: Ollama's interface. A request becomes a chat request or a completion, and the reply lines of JSON."""
 
 import hashlib
-import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from whorl import __version__
 from whorl.engine.reply_parser import END_THINK, Parts
 
+from .api_error import ApiError
 from .conversation import image_part, text_part
 from .dialects import dialect_for
 from .embeddings import EmbeddingReply, EmbeddingRequest, EmbeddingsApi
@@ -27,7 +27,7 @@ from .ollama_schemas import (
     Options,
     ShowRequest,
 )
-from .replies import ParsedReply, Run
+from .replies import ParsedReply, Run, arguments_of
 from .schema_parts import SAMPLING
 from .schemas import ChatRequest, CompletionRequest
 from .validation import validated
@@ -56,7 +56,7 @@ class OllamaApi:
         name = self._name(request.model)
         if not request.messages:
             empty = {"message": {"role": "assistant", "content": ""}}
-            return _loaded(name, request, empty, http)
+            return self._loaded(name, request, empty, http)
         chat = chat_request(request, [_chat_message(message) for message in request.messages], name)
         return await self._reply(chat, http, lambda run: OllamaReply(chat, run, _as_message))
 
@@ -64,19 +64,32 @@ class OllamaApi:
         """Answer a prompt, in the model's template unless it is raw; without one, say that the model is loaded."""
         name = self._name(request.model)
         if not request.prompt and not request.images:
-            return _loaded(name, request, {"response": ""}, http)
+            return self._loaded(name, request, {"response": ""}, http)
+        if request.raw and (request.system or request.images):
+            raise ApiError(400, "raw: the prompt is all: leave out system and images, or send the request without raw")
         message = OllamaMessage(role="user", content=request.prompt, images=request.images)
         system = [{"role": "system", "content": request.system}] if request.system else []
         chat = chat_request(request, [*system, _chat_message(message)], name)
         if not request.raw:
             return await self._reply(chat, http, lambda run: OllamaReply(chat, run, _as_response))
         fields = _shared_fields(request, name) | {"prompt": request.prompt, "logprobs": chat.num_top}
-        completion = validated(CompletionRequest, fields | {"max_tokens": chat.max_tokens})
+        # None, which `validated` leaves out, means as many as fit; left out they are 16.
+        completion = validated(CompletionRequest, fields).model_copy(update={"max_tokens": chat.max_tokens})
         prepare = self._service.preparer.completion
         return await self._service.generate(completion, http, prepare, lambda run: OllamaReply(chat, run, _as_response))
 
     async def _reply(self, chat: ChatRequest, http: Request, reply: Any) -> Response:
         return await self._service.generate(chat, http, self._service.preparer.chat, reply)
+
+    def _loaded(self, name: str | None, request: GeneratingRequest, fields: dict[str, Any], http: Request) -> Response:
+        """Return the answer to a request that only loads or unloads the model, which stays as it is."""
+        reason = "unload" if request.keep_alive in (0, "0") else "load"
+        model = self._service.model_name(name)
+        line = {"model": model, "created_at": _now(), **fields, "done": True, "done_reason": reason}
+        if not request.streams:
+            return JSONResponse(line)
+        dialect = dialect_for(http.url.path)
+        return StreamingResponse(iter([dialect.event(line)]), media_type=dialect.media_type)
 
     # ---- embeddings
 
@@ -181,9 +194,9 @@ def _shared_fields(request: GeneratingRequest, name: str | None) -> dict[str, An
     fields: dict[str, Any] = {field: getattr(options, field) for field in SAMPLING}
     if options.repeat_penalty is not None:
         fields["repetition_penalty"] = options.repeat_penalty
-    longest = options.num_predict
+    longest = options.num_predict or None
     fields |= {"model": name, "stream": request.streams, "stop": options.stop}
-    fields["max_tokens"] = None if longest is None or longest < 0 else max(1, longest)
+    fields["max_tokens"] = None if longest is None or longest < 0 else longest
     fields["truncate_prompt_tokens"] = -1 if request.truncate else None
     if isinstance(request.format, dict):
         schema = {"name": "answer", "schema": request.format}
@@ -259,8 +272,8 @@ class OllamaReply(ParsedReply):
         return parts
 
     def _whole_calls(self) -> list[dict[str, Any]]:
-        calls = enumerate(self._calls.whole_calls())
-        return [{"id": c.id, "function": {"index": i, "name": c.name, "arguments": _parsed(c)}} for i, c in calls]
+        calls = [(c.id, {"name": c.name, "arguments": arguments_of(c.arguments)}) for c in self._calls.whole_calls()]
+        return [{"id": call_id, "function": {"index": at} | call} for at, (call_id, call) in enumerate(calls)]
 
     def _logprobs_of(self) -> dict[str, Any]:
         logprobs = self.take_logprobs(0)
@@ -287,15 +300,6 @@ class OllamaReply(ParsedReply):
         }
 
 
-def _parsed(call: Any) -> Any:
-    """Return a call's arguments as the object that Ollama sends; text that is none is kept under its own name."""
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except json.JSONDecodeError:
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": call.arguments}
-
-
 class OllamaVectors(EmbeddingReply):
     async def complete(self, deadline: float) -> dict[str, Any]:
         answer = await super().complete(deadline)
@@ -312,16 +316,6 @@ class OllamaVectors(EmbeddingReply):
 class OllamaVector(OllamaVectors):
     def shaped(self, vectors: list[Any], answer: dict[str, Any]) -> dict[str, Any]:
         return {"embedding": vectors[0]}
-
-
-def _loaded(name: str | None, request: GeneratingRequest, fields: dict[str, Any], http: Request) -> Response:
-    """Return the answer to a request that only loads or unloads the model, which stays as it is."""
-    reason = "unload" if request.keep_alive in (0, "0") else "load"
-    line = {"model": name, "created_at": _now(), **fields, "done": True, "done_reason": reason}
-    if not request.streams:
-        return JSONResponse(line)
-    dialect = dialect_for(http.url.path)
-    return StreamingResponse(iter([dialect.event(line)]), media_type=dialect.media_type)
 
 
 def _now() -> str:

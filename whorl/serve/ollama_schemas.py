@@ -46,7 +46,7 @@ class Options(SamplingFields):
     """Ollama's options beside the sampling parameters that all APIs have."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = Field(
-        None, description="longest answer; -1 and -2: until the context is full"
+        None, description="longest answer; 0, -1 and -2: until the context is full"
     )
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
     repeat_penalty: float | None = Field(None, description="repetition_penalty by its other name")

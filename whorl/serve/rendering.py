@@ -18,12 +18,13 @@ from whorl.media import MediaItem
 from .api_error import ApiError
 from .dialects import REQUEST_ID
 from .media_intake import media_parts
-from .schema_parts import ChatMessage, ImagePart, SamplingFields, Strict, VideoPart
+from .schema_parts import SAMPLING, ChatMessage, ImagePart, Strict, VideoPart
 from .schemas import ChatRequest
 
 if TYPE_CHECKING:
     from .service import Service
 
+_MORE = ("min_tokens", "logit_bias", "stop_token_ids", "ignore_eos")  # what both routes have beside the sampling
 Kind = Literal["image", "video"]
 _PART: TypeAdapter[ImagePart | VideoPart] = TypeAdapter(Annotated[ImagePart | VideoPart, Field(discriminator="type")])
 
@@ -75,9 +76,13 @@ class RenderApi:
         model = service.model_name(request.model)
         prepared = await service.preparer.chat(request)
         (ids,) = prepared.prompts
-        names = SamplingFields.model_fields.keys() & request.model_fields_set
-        params = request.model_dump(include=set(names), exclude_none=True, mode="json")
+        if request.stop or prepared.params.allow is not None:
+            raise ApiError(400, "stop strings and grammars do not go with token ids: leave them out", param="stop")
+        names = {*SAMPLING, *_MORE} & request.model_fields_set
+        params = request.model_dump(include=names, exclude_none=True, mode="json")
+        # The route has another default for the temperature than the model.
         params |= {"max_tokens": prepared.params.max_tokens, "n": request.n or 1}
+        params |= {"temperature": prepared.params.temperature}
         body = {"request_id": http.scope[REQUEST_ID], "model": model, "token_ids": list(ids)}
         features = None if not prepared.media else self._features(request, ids, prepared.media)
         return JSONResponse(body | {"features": features, "sampling_params": params})

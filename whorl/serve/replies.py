@@ -5,6 +5,7 @@ The complete response is assembled from what the stream would have carried, so t
 
 import base64
 import io
+import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -180,6 +181,17 @@ class Reply:
     def choice(self, index: int) -> dict[str, Any]:
         """Return one choice of a complete response, from everything collected."""
         raise NotImplementedError
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Parse a call's arguments; text that is no JSON object goes under INVALID_JSON, as Anthropic's docs say."""
+    try:
+        parsed = json.loads(text) if text.strip() else {}
+        # Python reads NaN, infinities and half a surrogate pair, which no answer can have.
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"INVALID_JSON": text}
 
 
 def _parser(request: ChatRequest, prepared: Prepared) -> ReplyParser | HarmonyParser:

@@ -9,7 +9,7 @@ from whorl.engine.sampling_params import PARAMETERS, SamplingParams
 from whorl.fields import option
 from whorl.media import Limits
 
-from .hosts import check_origin, check_peer, is_loopback
+from .hosts import ANY, check_origin, check_peer, is_loopback
 from .key_limits import ApiKey
 from .mcp_client import check_servers
 from .options import ServerFields, json_object
@@ -99,7 +99,8 @@ class ServerSettings(ServerFields):
             check_origin(origin)
         for peer in self.compare_with:
             check_peer(peer)
-        check_servers(self.mcp_servers, is_private=is_loopback(self.host))
+        is_open = ANY in (*self.origins, *self.allowed_hosts)  # to every web page that somebody on this machine opens
+        check_servers(self.mcp_servers, is_private=is_loopback(self.host) and not is_open)
         if len(set(self.keys)) < len(self.keys):
             raise ValueError("serve: an API key is given twice")
         check_names(self.tool_parser, self.reasoning_parser)

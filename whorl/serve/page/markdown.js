@@ -3,15 +3,16 @@
 const markdown = globalThis.markdownit({ html: false, linkify: false, breaks: false });
 const LINK = new RegExp("^(https?|mailto):", "i");
 const MOST_CODE = 100000; // characters of a block that are coloured
+const MOST_FORMULA = 2000, MOST_LINES = 100; // characters, lines in which the end of a formula is looked for
 
 function mathInline(state, silent) { // $x$ and \(x\)
   const { src, pos } = state;
   const isDollar = src[pos] === "$", open = isDollar ? (src[pos + 1] === "$" ? "$$" : "$") : src.slice(pos, pos + 2);
   const close = { $: "$", $$: "$$", "\\(": "\\)", "\\[": "\\]" }[open];
   if (!close) return false;
-  const start = pos + open.length, end = src.indexOf(close, start);
+  const start = pos + open.length, size = src.slice(start, start + MOST_FORMULA).indexOf(close), end = start + size;
   const text = src.slice(start, end);
-  if (end < 0 || !text.trim()) return false;
+  if (size < 0 || !text.trim()) return false;
   // Not prices: no space inside the marks, no digit behind.
   if (open === "$" && (/^\s|\s$/.test(text) || /\d/.test(src[end + 1] ?? "") || text.includes("\n"))) return false;
   if (!silent) Object.assign(state.push("math", "", 0), { content: text, markup: open });
@@ -23,14 +24,15 @@ function mathBlock(state, first, last, silent) { // $$ and \[ on lines of their 
   const line = (at) => state.src.slice(state.bMarks[at] + state.tShift[at], state.eMarks[at]);
   const open = line(first).slice(0, 2), close = { $$: "$$", "\\[": "\\]" }[open];
   if (!close) return false;
-  let at = first, text = line(first).slice(2);
-  while (!text.trimEnd().endsWith(close)) {
-    at += 1;
-    if (at >= last) return false;
-    text += `\n${line(at)}`;
+  const lines = [line(first).slice(2)];
+  while (!lines.at(-1).includes(close)) {
+    if (first + lines.length >= last || lines.length >= MOST_LINES) return false;
+    lines.push(line(first + lines.length));
   }
+  const [end, behind] = lines.pop().split(close, 2), at = first + lines.length;
+  if (behind.trim()) return false; // a formula within text
   if (silent) return true;
-  Object.assign(state.push("math", "", 0), { content: text.trimEnd().slice(0, -2), markup: open, block: true, map: [first, at + 1] });
+  Object.assign(state.push("math", "", 0), { content: [...lines, end].join("\n"), markup: open, block: true, map: [first, at + 1] });
   state.line = at + 1;
   return true;
 }
