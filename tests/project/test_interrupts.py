@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Before the line the interpreter starts, which no program can make quiet; on a busy machine that takes longer than a delay.
+# Before the line the interpreter starts, which no program can make quiet. A busy machine takes longer than a delay.
 PROGRAM = "from whorl.__main__ import end_at_once, main; end_at_once(); print(flush=True); main()"
 
 

@@ -104,8 +104,9 @@ def check_servers(servers: Sequence[str], *, is_private: bool) -> None:
                 raise ValueError(f"serve: --mcp-server: {error}, or {LOOPBACK}") from None
         elif not is_private:
             raise ValueError(
-                f"serve: --mcp-server {LOOPBACK} would let other machines, or web pages of others, reach every port of "
-                "this one: list the URLs of servers instead, or leave out --host, --allow-origin * and --allowed-hosts *"
+                f"serve: --mcp-server {LOOPBACK} would let other machines, or web pages of others, reach every port "
+                "of this one: list the URLs of servers instead, or leave out --host, --allow-origin * and "
+                "--allowed-hosts *"
             )
 
 
