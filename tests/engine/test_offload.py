@@ -143,7 +143,7 @@ def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_schedules_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whorl.engine.llm.identity", lambda *_: b"one model")  # a mock has no weights to digest
+    monkeypatch.setattr("whorl.engine.build.identity", lambda *_: b"one model")  # a mock has no weights to digest
     seen = schedules(range(20), tmp_path, monkeypatch)
     assert all(seen[event] > 2 for event in (*EVENTS, "num_files_read")), seen
 
