@@ -23,7 +23,7 @@ from schedules import LONGEST, compare, requests, run_at_random, tiny
 
 from whorl import nn
 from whorl.bench.filled_cache import fill
-from whorl.engine import roofline, runner, tensor_parallel
+from whorl.engine import graphs, roofline, tensor_parallel
 from whorl.engine.llm import LLM
 from whorl.engine.runner import Runner
 from whorl.engine.sequence import SamplingParams, Sequence
@@ -128,11 +128,11 @@ def test_a_recorded_call_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         return function
 
     setting("Hybrid")
-    monkeypatch.setattr(runner, "wants_graphs", lambda *_: True)
-    monkeypatch.setattr(runner, "record_graph", record_graph)
+    monkeypatch.setattr(graphs, "wants_graphs", lambda *_: True)
+    monkeypatch.setattr(graphs, "record_graph", record_graph)
     for seed in range(3):
         recorder = check("Hybrid", seed, prompt_graphs=64)[0].runner
-        assert recorder._graphs or recorder._prompt_graphs
+        assert recorder.graphs.decoding or recorder.graphs.prompts
 
 
 @pytest.mark.parametrize("name", MODELS)
