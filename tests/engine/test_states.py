@@ -20,12 +20,12 @@ from mock_model import ByteTokenizer, MockModel, Oracle, alone, record
 from one_sequence import PROMPT, close
 from recurrent import GRID, NAMES, ForgetfulHybrid, Hybrid, Pure, Recurrence
 from schedules import LONGEST, compare, requests, run_at_random, tiny
+from state_faults import move_after_the_call, save_under_a_shorter_prefix, skip_the_load
 
 from whorl import nn
 from whorl.bench.filled_cache import fill
 from whorl.engine import graphs, roofline, tensor_parallel
 from whorl.engine.llm import LLM
-from whorl.engine.runner import Runner
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.mtp import MTP
@@ -415,10 +415,6 @@ def test_two_ranks_move_states_together(tmp_path: Path, monkeypatch: pytest.Monk
 # ---- the test can fail
 
 
-def skip_the_load(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(nn.States, "load", lambda self, lane, snapshot: self.clear(lane))
-
-
 def leave_what_was_in_the_lane(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(nn.States, "clear", lambda self, lane: None)
 
@@ -434,36 +430,12 @@ def hit_one_block_too_deep(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StatePool, "begin", deeper)
 
 
-def save_under_a_shorter_prefix(patch: pytest.MonkeyPatch) -> None:
-    save = StatePool.save
-
-    def wrong(self: StatePool, seq: Sequence) -> None:
-        seq.num_in_state -= self.grid
-        save(self, seq)
-        seq.num_in_state += self.grid
-
-    patch.setattr(StatePool, "save", wrong)
-
-
 def draft_across_the_grid(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StatePool, "draft_room", lambda self, start: max(0, GRID - 1 - start % GRID))
 
 
 def cut_chunks_anywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StatePool, "chunk_length", lambda self, seq, length: length)
-
-
-def move_after_the_call(patch: pytest.MonkeyPatch) -> None:
-    run_call = Runner.run_call
-
-    def late(self: Runner, call: Any, states: Any = None) -> Any:
-        moves, call.moves = call.moves, []
-        result = run_call(self, call, states)
-        for move in moves:
-            self._move(move)
-        return result
-
-    patch.setattr(Runner, "run_call", late)
 
 
 FAULTS = [

@@ -1,10 +1,17 @@
 """What an engine is built of: adapters, the block pool, the runners, and the memory beyond the device."""
 
+import hashlib
+import json
 import logging
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from whorl import __version__
 from whorl.device import HOST, arithmetic_of
 from whorl.nn import Update
 
@@ -24,7 +31,6 @@ from .memory import (
     without_states,
 )
 from .offload import Offload, Sizes
-from .offload_identity import identity
 from .runner import Runner
 
 if TYPE_CHECKING:
@@ -138,3 +144,45 @@ def _checked_max_len(max_model_len: int | None, limit: int, limited_by: str) -> 
     if max_model_len is not None and not 2 <= max_model_len <= limit:
         raise ValueError(f"max_model_len is {max_model_len}, expected 2 to {limit}, the tokens that {limited_by} holds")
     return limit if max_model_len is None else max_model_len
+
+
+# ---- whose blocks an engine may use
+
+# Settings that change bits and show neither in weights nor in caches.
+_SETTINGS = ("sp_quantize", "sp_min_tokens", "tp_segments")
+
+
+def identity(llm: "LLM", is_private: bool) -> bytes:
+    """Return what all cached blocks of an engine depend on: those of two engines with one identity have equal bits. An
+    engine whose blocks no other may use has a new one each time.
+
+    It has the model's class, config and weights, the layout of its caches, the settings that change bits, and all that
+    decides which kernels run: versions, device and number of threads.
+    """
+    if is_private:
+        return os.urandom(16)
+    config = getattr(llm.model, "config", None)
+    known: dict[str, Any] = {
+        "whorl": __version__,
+        "arithmetic": arithmetic_of(llm.runner.device),
+        "threads": torch.get_num_threads(),
+        "ranks": 1 if llm._lead is None else llm._lead.group.size,  # they add in an order of their own
+        "model": [type(llm.model).__qualname__, str(llm.model.dtype)],
+        "config": _plain(config),
+        "caches": [repr(spec) for spec in llm.cache_specs],
+        "block": [llm.pool.block_size, llm.runner.beyond.slot_bytes if llm.runner.beyond is not None else 0],
+        "settings": {name: getattr(llm.settings, name) for name in _SETTINGS},
+    }
+    text = json.dumps(known, sort_keys=True, default=_plain)
+    return hashlib.sha256(text.encode() + llm.runner.weights_digest()).digest()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it, the same in every process."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    return str(value)
