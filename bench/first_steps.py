@@ -56,7 +56,7 @@ class HostWork(NamedTuple):
 
 def one_time_work(llm: LLM) -> OneTimeWork:
     """Return how much one-time work has been done so far."""
-    num_graphs = len(llm.runner._graphs) + len(llm.runner._prompt_graphs)
+    num_graphs = len(llm.runner.graphs.decoding) + len(llm.runner.graphs.prompts)
     return OneTimeWork(num_graphs, _trial_store.num_trials(), compiled_kernels())
 
 

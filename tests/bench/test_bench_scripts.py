@@ -287,10 +287,10 @@ def test_a_start_phase_by_phase(shape: str) -> None:
 
 def test_what_is_done_late_is_seen(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the CPU recorded graphs, and nothing had been warmed up."""
-    from whorl.engine import runner
+    from whorl.engine import graphs
 
-    monkeypatch.setattr(runner, "record_graph", lambda device, function, pool=None: function)
-    monkeypatch.setattr(runner, "wants_graphs", lambda device, requested: True)
+    monkeypatch.setattr(graphs, "record_graph", lambda device, function, pool=None: function)
+    monkeypatch.setattr(graphs, "wants_graphs", lambda device, requested: True)
     sizes: dict[str, Any] = {"batch": "3", "context": "30", "tokens": 5, "prompt_tokens": 16}
     off = first_steps.run(resolved(shape, **sizes))
     assert off["warmup"] == "off"

@@ -21,7 +21,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from whorl import device as devices
-from whorl.engine import inputs, runner, warmup
+from whorl.engine import graphs, inputs, warmup
 from whorl.engine.batch import Batch
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
@@ -88,8 +88,8 @@ def pretend(recorder: Recorder) -> None:
     _hopper.compute_capability = lambda device: _hopper.HOPPER
     rms_norm_triton.multiprocessors = lambda device: 132
     linear_library.accelerator = lambda device: _Names
-    runner.record_graph = _record
-    runner.wants_graphs = lambda device, requested: True
+    graphs.record_graph = _record
+    graphs.wants_graphs = lambda device, requested: True
     inputs.start_copy = _copy
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # as indices, all results must be valid
     torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]

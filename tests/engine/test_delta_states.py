@@ -17,11 +17,11 @@ from checkpoints import write_checkpoints
 from mock_model import ByteTokenizer, Oracle, alone, record
 from one_sequence import close
 from schedules import compare, run_at_random, tiny
+from state_faults import move_after_the_call, save_under_a_shorter_prefix, skip_the_load
 
 from whorl import nn
 from whorl.engine.llm import LLM
-from whorl.engine.runner import Runner
-from whorl.engine.sequence import SamplingParams, Sequence
+from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.states import StatePool
 from whorl.models.gated_delta import GatedDelta
@@ -232,10 +232,6 @@ def test_a_warm_up_leaves_nothing(kind: Any) -> None:
 # ---- the test can fail
 
 
-def skip_the_load(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(nn.States, "load", lambda self, lane, snapshot: self.clear(lane))
-
-
 def keep_the_rows_of_another(patch: pytest.MonkeyPatch) -> None:
     """The convolution's last inputs before the snapshot are lost."""
     load = nn.States.load
@@ -248,17 +244,6 @@ def keep_the_rows_of_another(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(nn.States, "load", without_tail)
 
 
-def save_under_a_shorter_prefix(patch: pytest.MonkeyPatch) -> None:
-    save = StatePool.save
-
-    def wrong(self: StatePool, seq: Sequence) -> None:
-        seq.num_in_state -= self.grid
-        save(self, seq)
-        seq.num_in_state += self.grid
-
-    patch.setattr(StatePool, "save", wrong)
-
-
 def keep_states_of_half_a_chunk(patch: pytest.MonkeyPatch) -> None:
     """The engine takes the state at the last multiple of 64 for that at the last multiple of 32."""
     spec = GatedDelta.cache_spec
@@ -267,19 +252,6 @@ def keep_states_of_half_a_chunk(patch: pytest.MonkeyPatch) -> None:
 
 def draft_across_the_grid(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StatePool, "draft_room", lambda self, start: 15)
-
-
-def move_after_the_call(patch: pytest.MonkeyPatch) -> None:
-    run_call = Runner.run_call
-
-    def late(self: Runner, call: Any, states: Any = None) -> Any:
-        moves, call.moves = call.moves, []
-        result = run_call(self, call, states)
-        for move in moves:
-            self._move(move)
-        return result
-
-    patch.setattr(Runner, "run_call", late)
 
 
 def round_the_state_twice(patch: pytest.MonkeyPatch) -> None:

@@ -107,8 +107,8 @@ def test_logits_do_not_depend_on_how_they_are_computed(num_experts: int, max_num
             # A draft model keeps the distribution of what is sampled, not the draws.
             wrong = differing(plain, expected, got, own_logits, is_greedy=name == "draft_model")
             assert not wrong, f"{name}, graphs {use_graphs}"
-            assert bool(llm.runner._graphs) == bool(llm.runner._prompt_graphs) == use_graphs
-            has_both = any(num_decoding for _, num_decoding in llm.runner._prompt_graphs)
+            assert bool(llm.runner.graphs.decoding) == bool(llm.runner.graphs.prompts) == use_graphs
+            has_both = any(num_decoding for _, num_decoding in llm.runner.graphs.prompts)
             assert has_both == use_graphs, "prompts and decoding sequences together"
             if name != "none":
                 assert 0 < llm.num_accepted < llm.num_drafted, f"{name}: nothing was accepted, or nothing rejected"

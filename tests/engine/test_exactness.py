@@ -16,7 +16,7 @@ from kernels import without_cpu_kernels
 from mock_model import ByteTokenizer, Logits, Oracle, alone, record
 from schedules import MODELS, compare, random_settings, requests, run_at_random, seeded
 
-from whorl.engine import batch, runner
+from whorl.engine import batch, graphs
 from whorl.engine.blocks import BlockPool
 from whorl.engine.llm import LLM
 from whorl.engine.runner import Runner
@@ -113,13 +113,13 @@ def test_a_recorded_call_computes_the_same(name: str, monkeypatch: pytest.Monkey
         return function
 
     setting(name)
-    monkeypatch.setattr(runner, "wants_graphs", lambda *_: True)
-    monkeypatch.setattr(runner, "record_graph", record_graph)
+    monkeypatch.setattr(graphs, "wants_graphs", lambda *_: True)
+    monkeypatch.setattr(graphs, "record_graph", record_graph)
     sizes, prompts = set(), set()
     for seed in range(6 if name == "mock" else 2):
         recorder = check(name, seed, prompt_graphs=64)[0].runner
-        sizes |= recorder._graphs.keys()
-        prompts |= recorder._prompt_graphs.keys()
+        sizes |= recorder.graphs.decoding.keys()
+        prompts |= recorder.graphs.prompts.keys()
     assert len(sizes) > 3
     assert {tokens for tokens, _ in prompts} == {16, 64}, "one short prompt, and several together"
     assert {beside for _, beside in prompts} >= {0, 16}, "alone, and beside decoding sequences"

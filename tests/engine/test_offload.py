@@ -146,7 +146,7 @@ def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_schedules_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whorl.engine.llm.identity", lambda *_: b"one model")  # a mock has no weights to digest
+    monkeypatch.setattr("whorl.engine.build.identity", lambda *_: b"one model")  # a mock has no weights to digest
     seen = schedules(range(20), tmp_path, monkeypatch)
     assert all(seen[event] > 2 for event in (*EVENTS, "num_files_read")), seen
 
@@ -415,7 +415,7 @@ def test_models_with_equal_weights_and_other_bits(tmp_path: Path, monkeypatch: p
     assert identity_of() == base
     assert identity_of(max_length=512) != base
     assert identity_of(tp=nn.Ranks(segments=4)) != base
-    monkeypatch.setattr("whorl.engine.offload_identity.kernels_digest", lambda: "others")
+    monkeypatch.setattr("whorl.engine.build.kernels_digest", lambda: "others")
     assert identity_of() != base
 
 

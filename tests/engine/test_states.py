@@ -20,12 +20,12 @@ from mock_model import ByteTokenizer, MockModel, Oracle, alone, record
 from one_sequence import PROMPT, close
 from recurrent import GRID, NAMES, ForgetfulHybrid, Hybrid, Pure, Recurrence
 from schedules import LONGEST, compare, requests, run_at_random, tiny
+from state_faults import move_after_the_call, save_under_a_shorter_prefix, skip_the_load
 
 from whorl import nn
 from whorl.bench.filled_cache import fill
-from whorl.engine import roofline, runner, tensor_parallel
+from whorl.engine import graphs, roofline, tensor_parallel
 from whorl.engine.llm import LLM
-from whorl.engine.runner import Runner
 from whorl.engine.sequence import SamplingParams, Sequence
 from whorl.engine.speculate.draft_model import DraftModel
 from whorl.engine.speculate.mtp import MTP
@@ -128,11 +128,11 @@ def test_a_recorded_call_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         return function
 
     setting("Hybrid")
-    monkeypatch.setattr(runner, "wants_graphs", lambda *_: True)
-    monkeypatch.setattr(runner, "record_graph", record_graph)
+    monkeypatch.setattr(graphs, "wants_graphs", lambda *_: True)
+    monkeypatch.setattr(graphs, "record_graph", record_graph)
     for seed in range(3):
         recorder = check("Hybrid", seed, prompt_graphs=64)[0].runner
-        assert recorder._graphs or recorder._prompt_graphs
+        assert recorder.graphs.decoding or recorder.graphs.prompts
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -218,7 +218,7 @@ def test_copies_of_a_prompt_share_its_state() -> None:
 
 @pytest.mark.parametrize("num_snapshots", [0, 2])
 def test_the_preempted_start_at_their_last_snapshot(num_snapshots: int) -> None:
-    llm = engine(num_snapshots=num_snapshots)
+    llm = engine(num_snapshots=num_snapshots, max_prompt_tokens=64)  # by default slow steps make the next ones small
     (seq,) = llm.add(LONG, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     while seq.num_outputs < 11:
         llm.step()
@@ -415,10 +415,6 @@ def test_two_ranks_move_states_together(tmp_path: Path, monkeypatch: pytest.Monk
 # ---- the test can fail
 
 
-def skip_the_load(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(nn.States, "load", lambda self, lane, snapshot: self.clear(lane))
-
-
 def leave_what_was_in_the_lane(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(nn.States, "clear", lambda self, lane: None)
 
@@ -434,36 +430,12 @@ def hit_one_block_too_deep(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StatePool, "begin", deeper)
 
 
-def save_under_a_shorter_prefix(patch: pytest.MonkeyPatch) -> None:
-    save = StatePool.save
-
-    def wrong(self: StatePool, seq: Sequence) -> None:
-        seq.num_in_state -= self.grid
-        save(self, seq)
-        seq.num_in_state += self.grid
-
-    patch.setattr(StatePool, "save", wrong)
-
-
 def draft_across_the_grid(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StatePool, "draft_room", lambda self, start: max(0, GRID - 1 - start % GRID))
 
 
 def cut_chunks_anywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StatePool, "chunk_length", lambda self, seq, length: length)
-
-
-def move_after_the_call(patch: pytest.MonkeyPatch) -> None:
-    run_call = Runner.run_call
-
-    def late(self: Runner, call: Any, states: Any = None) -> Any:
-        moves, call.moves = call.moves, []
-        result = run_call(self, call, states)
-        for move in moves:
-            self._move(move)
-        return result
-
-    patch.setattr(Runner, "run_call", late)
 
 
 FAULTS = [

@@ -15,7 +15,7 @@ from mock_model import ByteTokenizer, MockModel
 from serving import Served, own_process, serving, told, wait_until
 
 from whorl.engine import graph_sizes, warmup
-from whorl.engine import runner as runner_module
+from whorl.engine import graphs as graphs_module
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.settings import EngineSettings
@@ -126,8 +126,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         function()
         return function
 
-    monkeypatch.setattr(runner_module, "record_graph", record)
-    monkeypatch.setattr(runner_module, "wants_graphs", lambda device, requested: requested is not False)
+    monkeypatch.setattr(graphs_module, "record_graph", record)
+    monkeypatch.setattr(graphs_module, "wants_graphs", lambda device, requested: requested is not False)
 
 
 def run_load(llm: LLM) -> None:
@@ -151,31 +151,31 @@ def test_after_a_full_warm_up_nothing_is_recorded(
     options = {"speculate": PromptLookup(k=3, min_hist=1, guard=False), "draft_length": "fixed"} if drafting else {}
     options |= {"prompt_graphs": 32}
     llm = engine(warmup="full", **options)
-    recorded, prompts = dict(llm.runner._graphs), dict(llm.runner._prompt_graphs)
+    recorded, prompts = dict(llm.runner.graphs.decoding), dict(llm.runner.graphs.prompts)
     beside = (0, 2, 8, 32) if drafting else (0, 2, 8)
     assert prompts.keys() == {(size, count) for size in (16, 32) for count in beside}
     assert {keys for _, keys in recorded} == {8, 32, 90}
     assert {rows for rows, _ in recorded} == ({1, 2, 4, 8, 16, 32} if drafting else {1, 2, 4, 8})
     run_load(llm)
-    assert (llm.runner._graphs, llm.runner._prompt_graphs) == (recorded, prompts)
+    assert (llm.runner.graphs.decoding, llm.runner.graphs.prompts) == (recorded, prompts)
     cold = engine(**options)
     run_load(cold)
-    assert len(cold.runner._graphs) > 1, "the load would have recorded"
-    assert {count for _, count in cold.runner._prompt_graphs} == set(beside)
-    assert cold.runner._graphs.keys() <= recorded.keys()
+    assert len(cold.runner.graphs.decoding) > 1, "the load would have recorded"
+    assert {count for _, count in cold.runner.graphs.prompts} == set(beside)
+    assert cold.runner.graphs.decoding.keys() <= recorded.keys()
 
 
 def test_a_graph_may_have_more_room_than_a_step(graphs: None) -> None:
     """Prompts and decoding sequences are padded each by themselves."""
     options = {"max_num_batched_tokens": 260, "max_prompt_tokens": 256, "max_model_len": 250, "prompt_graphs": 256}
     llm = engine(warmup="full", **options)
-    assert max(llm.runner._prompt_graphs) == (256, 16)
+    assert max(llm.runner.graphs.prompts) == (256, 16)
     run_load(llm)
 
 
 def test_a_short_warm_up_records_the_shortest(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_sizes, "KEYS", 8)
-    assert set(engine(warmup="short").runner._graphs) == {(rows, 8) for rows in (1, 2, 4, 8)}
+    assert set(engine(warmup="short").runner.graphs.decoding) == {(rows, 8) for rows in (1, 2, 4, 8)}
 
 
 def test_without_graphs_classes_of_decode_sizes_run() -> None:

@@ -15,7 +15,7 @@ from test_models import hf_greedy, hf_logits, save
 from test_one_arithmetic import SAMPLED, decoded, engine, prefilled
 
 from whorl import ops
-from whorl.engine import roofline, runner, weights
+from whorl.engine import graphs, roofline, weights
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.prompt_lookup import PromptLookup
@@ -350,9 +350,9 @@ def test_what_a_step_reads_and_a_token_keeps() -> None:
 
 def test_calls_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of other models, where the device records: kernels read lengths there."""
-    monkeypatch.setattr(runner, "wants_graphs", lambda *_: True)
-    monkeypatch.setattr(runner, "graph_pool", lambda _: None)
-    assert [rows for rows, _ in engine(tiny()).runner.graph_sizes(8)] == [1, 2, 4, 8]
+    monkeypatch.setattr(graphs, "wants_graphs", lambda *_: True)
+    monkeypatch.setattr(graphs, "graph_pool", lambda _: None)
+    assert [rows for rows, _ in engine(tiny()).runner.graphs.decoding_sizes(8)] == [1, 2, 4, 8]
 
 
 def test_training_is_somebody_elses() -> None:

@@ -9,7 +9,8 @@ import torch
 from mock_model import record
 from one_sequence import close
 from safetensors.torch import load_file, save_file
-from vision import item, save
+from vision import item
+from vision_engine import pair
 
 from whorl import nn
 from whorl.engine.llm import LLM
@@ -87,16 +88,10 @@ class Prompt:
         return inputs
 
 
-def pair(name: str, folder: Path) -> tuple[Any, Any]:
-    theirs = save(folder, CONFIGS[name])
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
-    return theirs, load_model(folder, device="cpu", progress=False)
-
-
 @pytest.fixture(scope="module", params=[n if n in FIRST else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """transformers' model and ours, of one checkpoint."""
-    return pair(request.param, tmp_path_factory.mktemp("vl"))
+    return pair(CONFIGS[request.param], tmp_path_factory.mktemp("vl"))
 
 
 def serve(model: Any, prompts: list[Prompt], **options: Any) -> tuple[list[Any], dict[int, Any]]:
@@ -149,7 +144,7 @@ def test_bits_do_not_depend_on_the_way(both: tuple[Any, Any]) -> None:
 
 
 def test_gate_and_up_in_one_tensor_are_shared_by_ranks(tmp_path: Path) -> None:
-    theirs, whole = pair("glm4v", tmp_path)
+    theirs, whole = pair(CONFIGS["glm4v"], tmp_path)
     halves: list[Any] = [
         load_model(tmp_path, device="cpu", progress=False, tp=nn.Ranks(rank=rank, size=2)) for rank in range(2)
     ]
@@ -161,7 +156,7 @@ def test_gate_and_up_in_one_tensor_are_shared_by_ranks(tmp_path: Path) -> None:
 
 def test_gate_and_up_in_one_tensor_may_be_quantised(tmp_path: Path) -> None:
     """FP8 in blocks: scales of both halves are one tensor, too, and each rank has its rows of both."""
-    pair("glm4v", tmp_path)
+    pair(CONFIGS["glm4v"], tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     plain = dict(tensors)
     for name in [name for name in tensors if name.endswith("mlp.gate_up_proj.weight")]:

@@ -15,7 +15,7 @@ from test_draft_model import Chain, Wandering, misfit
 from torch import Tensor
 
 from whorl.engine import graph_sizes, sampler, weights
-from whorl.engine import runner as runner_module
+from whorl.engine import graphs as graphs_module
 from whorl.engine.llm import LLM
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.sequence import Sequence as Seq
@@ -206,8 +206,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return replay
 
-    monkeypatch.setattr(runner_module, "record_graph", keep)
-    monkeypatch.setattr(runner_module, "wants_graphs", lambda device, requested: requested is not False)
+    monkeypatch.setattr(graphs_module, "record_graph", keep)
+    monkeypatch.setattr(graphs_module, "wants_graphs", lambda device, requested: requested is not False)
     return replayed
 
 
@@ -216,8 +216,8 @@ def test_recorded_drafts_are_the_same(graphs: list[int]) -> None:
     """Both runners replay, padded to the sizes that are recorded, and what one leaves the other has copied."""
     for seed in range(3):
         proposer, llm = run_checked("v32", seed)
-        assert llm.runner._graphs
-        assert proposer.drafter.runner._graphs
+        assert llm.runner.graphs.decoding
+        assert proposer.drafter.runner.graphs.decoding
         assert proposer.num_checked
     assert len(graphs) > 20
 
@@ -229,11 +229,11 @@ def test_after_a_full_warm_up_nothing_is_recorded(graphs: list[int], monkeypatch
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 40, "num_blocks": 32, "block_size": 4}
     llm = LLM(model=proposer.target, device="cpu", warmup="full", speculate=proposer, draft_length="fixed", **sizes)
     runner = proposer.drafter.runner
-    recorded = dict(runner._graphs)
+    recorded = dict(runner.graphs.decoding)
     assert recorded.keys() == {(rows, keys) for rows in (1, 2, 4, 8) for keys in (16, 40)}
     llm.generate([[3, 1, 4], [1, 5, 9, 2, 6, 5, 3]], SamplingParams(temperature=0, max_tokens=24), progress=False)
     assert proposer.num_checked > 20
-    assert runner._graphs == recorded
+    assert runner.graphs.decoding == recorded
 
 
 def forget_a_state(patch: pytest.MonkeyPatch) -> None:

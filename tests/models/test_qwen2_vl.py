@@ -1,23 +1,18 @@
 """Qwen2-VL and Qwen2.5-VL against transformers on random tiny checkpoints: the tower, logits and greedy answers."""
 
-import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mock_model import record
 from one_sequence import close
-from vision import expand, hf_greedy, hf_inputs, item, save
+from vision import expand, hf_greedy, hf_inputs, item
+from vision_engine import GREEDY, Prompt, pair, serve
 
 from whorl import nn
-from whorl.engine.llm import LLM
-from whorl.engine.sequence import SamplingParams
 from whorl.engine.speculate.prompt_lookup import PromptLookup
 from whorl.engine.weights import load_model, random_model
-from whorl.media import MediaItem
 from whorl.models.qwen2_vl import Qwen2VL
 from whorl.models.qwen2_vl_tower import windows
 from whorl.positions import multimodal_positions
@@ -50,8 +45,6 @@ PROMPTS: dict[str, list[Any]] = {
     "slow video": [9, "slow", *TEXT],
     "mixed": [*TEXT, "wide", 3, "slow", 5, "tall", 7, "clip", 1],
 }
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-Prompt = tuple[list[int], list[MediaItem]]
 
 
 def shown(model: Any, name: str) -> Prompt:
@@ -68,26 +61,10 @@ def shown(model: Any, name: str) -> Prompt:
     return expand(parts, is_whole=True)
 
 
-def pair(name: str, folder: Path) -> tuple[Any, Any]:
-    theirs = save(folder, CONFIGS[name])
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
-    return theirs, load_model(folder, device="cpu", progress=False)
-
-
 @pytest.fixture(scope="module", params=[n if n in FIRST else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """transformers' model and ours, of one checkpoint."""
-    return pair(request.param, tmp_path_factory.mktemp("vl"))
-
-
-def serve(model: Any, prompts: Sequence[Prompt], **options: Any) -> tuple[LLM, list[Any], dict[int, Any]]:
-    settings: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "block_size": 4, "num_blocks": 300}
-    llm = LLM(model=model, **settings | options)
-    logits = record(llm)
-    sequences = [llm.add(ids, GREEDY, media=media)[0] for ids, media in prompts]
-    while llm.has_work:
-        llm.step()
-    return llm, sequences, logits
+    return pair(CONFIGS[request.param], tmp_path_factory.mktemp("vl"))
 
 
 def has_time(model: Any) -> bool:
@@ -216,7 +193,7 @@ def test_windows_are_transformers() -> None:
 def test_both_spellings_of_names_are_read(tmp_path: Path, is_new: bool) -> None:
     from safetensors.torch import load_file, save_file
 
-    theirs, ours = pair("qwen2.5-vl", tmp_path)
+    theirs, ours = pair(CONFIGS["qwen2.5-vl"], tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert any(name.startswith("visual.") for name in tensors)
     if is_new:

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from mock_model import record
 from one_sequence import close
-from vision import IMAGE, VIDEO, expand, hf_greedy, hf_inputs, item, save
+from vision import IMAGE, VIDEO, expand, hf_greedy, hf_inputs, item
+from vision_engine import GREEDY, pair, serve
 
 from whorl import nn, ops
-from whorl.engine.llm import LLM
-from whorl.engine.sequence import SamplingParams
 from whorl.engine.weights import load_model
 from whorl.models.qwen3_vl import Qwen3VL
 
@@ -39,7 +37,6 @@ PROMPTS: dict[str, list[Any]] = {
     "video": [9, CLIP, *TEXT],
     "mixed": [*TEXT, WIDE, 3, CLIP, 5, TALL, 7, item(4, (2, 2, 4), "video"), 1],
 }
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 FIRST = ("dense", "experts")
@@ -48,15 +45,7 @@ FIRST = ("dense", "experts")
 @pytest.fixture(scope="module", params=[n if n in FIRST else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """transformers' model and ours, of one checkpoint."""
-    return pair(request.param, tmp_path_factory.mktemp("vl"))
-
-
-def pair(name: str, folder: Path) -> tuple[Any, Any]:
-    config = CONFIGS[name]
-    theirs = save(folder, config)
-    # transformers writes what it made of the values; a publisher's file leaves out what its classes fill in
-    (folder / "config.json").write_text(json.dumps(config))
-    return theirs, load_model(folder, device="cpu", progress=False)
+    return pair(CONFIGS[request.param], tmp_path_factory.mktemp("vl"))
 
 
 def patches(model: Any, seed: int, grid: tuple[int, int, int], kind: str = "image") -> Any:
@@ -69,16 +58,6 @@ def shown(model: Any, parts: Sequence[Any]) -> list[Any]:
     return [
         part if isinstance(part, int) else patches(model, made.get(part, 4), part.grid, part.kind) for part in parts
     ]
-
-
-def serve(model: Any, prompts: Sequence[Any], **options: Any) -> tuple[LLM, list[Any], dict[int, Any]]:
-    settings: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "block_size": 4, "num_blocks": 200}
-    llm = LLM(model=model, **settings | options)
-    logits = record(llm)
-    sequences = [llm.add(ids, GREEDY, media=media)[0] for ids, media in prompts]
-    while llm.has_work:
-        llm.step()
-    return llm, sequences, logits
 
 
 GRIDS = [(1, 2, 2), (1, 4, 8), (1, 14, 2), (3, 4, 6), (1, 20, 18)]
@@ -147,7 +126,7 @@ def test_ragged_batches_are_transformers(both: tuple[Any, Any]) -> None:
 
 def test_features_matter(tmp_path: Path) -> None:
     """Without deepstack, or with the positions of text, logits would be others: the comparison sees both."""
-    _, ours = pair("dense", tmp_path)
+    _, ours = pair(CONFIGS["dense"], tmp_path)
     prompt = expand(shown(ours, PROMPTS["one picture"]))
     _, (seq,), logits = serve(ours, [prompt])
     encode = ours.tower.advance
@@ -169,7 +148,7 @@ def test_stacked_experts_are_read_either_way(tmp_path: Path, is_transposed: bool
     """Published files hold [E, C, 2 F]; transformers writes what it has made of it."""
     from safetensors.torch import load_file, save_file
 
-    theirs, _ = pair("experts", tmp_path)
+    theirs, _ = pair(CONFIGS["experts"], tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     stacked = [name for name in tensors if ".experts." in name]
     assert len(stacked) == 2 * 3

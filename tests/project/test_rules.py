@@ -80,10 +80,11 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "selftest_ranks": None,
     "bench": None,
     "cli": None,
+    "commands": None,
 }
 # Torch may be imported inside their functions only.
 WITHOUT_TORCH = ("rope_config", "contracts", "doctor", "plan", "cli", "options", "fields", "pasted", "media")
-WITHOUT_TORCH += ("__main__", "startup", "files", "extras", "sandbox")
+WITHOUT_TORCH += ("__main__", "commands", "startup", "files", "extras", "sandbox")
 LAZY = (
     "triton",
     "torch_npu",

@@ -15,7 +15,7 @@ from test_one_arithmetic import MODELS, SAMPLED, decoded, engine
 from torch import Tensor
 
 from whorl import nn, ops
-from whorl.engine.llm import WeightVersions
+from whorl.engine.control import WeightVersions
 from whorl.engine.output import Output
 from whorl.engine.sequence import SamplingParams
 from whorl.engine.weights import load_model

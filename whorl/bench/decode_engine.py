@@ -270,7 +270,7 @@ def _counting(counts: Mapping[Experts, list[int]], llm: LLM) -> Iterator[None]:
 
     handles = [layer.register_forward_pre_hook(count) for layer in counts]
     try:
-        with llm.runner.eager():
+        with llm.runner.graphs.off():
             yield
     finally:
         for handle in handles:

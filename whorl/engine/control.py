@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .output import Delta
-from .sequence import FinishReason, Sequence, WeightsError
+from .sequence import FinishReason, Sequence, WeightsError, detokenizer_for
 from .sleep import TAGS
 from .weights.update import Places, Update
 
@@ -192,8 +192,7 @@ class Control:
             elif action == "abort":
                 self._abort(seq)
             elif action == "restart":
-                tokenizer = llm.tokenizer
-                seq.restart(None if tokenizer is None else tokenizer.detokenizer(skip_special=seq.params.skip_special))
+                seq.restart(detokenizer_for(seq.params, llm.tokenizer))
 
     def update_all(self, tensors: Iterable[tuple[str, Tensor]], version: str | None, *, is_partial: bool) -> str:
         """Do a whole update."""
@@ -212,3 +211,29 @@ class Control:
             self.fail(f"{type(error).__name__}: {error}")
             raise
         return self.finish(version)
+
+
+class WeightVersions:
+    """The version counters of a model's weights, to detect whether weights have changed since the KV cache was
+    computed. torch counts in-place changes, except those through `.data`."""
+
+    def __init__(self, model: object) -> None:
+        self._weights = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+        self._known, self._addresses = self._read()
+
+    def have_changed(self) -> bool:
+        """Return whether weights have changed since the last call. RuntimeError if a weight is another tensor now:
+        recorded graphs read the old memory."""
+        versions, addresses = self._read()
+        if addresses != self._addresses:
+            raise RuntimeError(
+                "LLM: a weight was replaced by another tensor, and recorded graphs read the old one; copy new values "
+                "into the weights (parameter.copy_ under torch.no_grad), or create a new LLM"
+            )
+        previous, self._known = self._known, versions
+        return versions != previous
+
+    def _read(self) -> tuple[list[int], list[int]]:
+        """Return the version counter and the address of each weight."""
+        versions = [0 if weight.is_inference() else weight._version for weight in self._weights]
+        return versions, [weight.data_ptr() for weight in self._weights]

@@ -75,6 +75,11 @@ class Encoder:
         """Number of tokens whose features are kept."""
         return sum(entry.num_tokens for entry in self._entries.values())
 
+    def stats(self) -> dict[str, int]:
+        """Return the counters of `LLM.stats`."""
+        counts = {"num_encoded": self.num_encoded, "num_encoder_hits": self.num_hit}
+        return {**counts, "num_encoder_tokens": self.num_held}
+
     def plan(self, seq: Sequence, budget: int) -> tuple[int, int]:
         """Plan the tower's work for the next tokens of `seq`; return how many of them the step may compute, and how
         much of the budget the tower takes. Tokens of an image can be computed once all layers have run for it."""

@@ -1,77 +1,41 @@
 """The engine. Start reading at `LLM.step`: schedule, build the batch, propose drafts, run, accept, finish."""
 
-import logging
 import math
 import random
 import time
 import weakref
 from collections import abc, deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from whorl.device import HOST, arithmetic_of, default_device, require
+from whorl.device import HOST, default_device, require
 from whorl.media import MediaItem
-from whorl.nn import Model, Update
+from whorl.nn import Model
 
-from . import sequence_parallel
+from . import build, sequence_parallel
 from .batch import Batch
-from .blocks import BlockPool
-from .control import Control, PauseMode
+from .control import Control, PauseMode, WeightVersions
+from .drafts import Drafts
 from .encoder import NO_WORK, Encoder, Work
-from .load import load
+from .load import check_passed, load
 from .lora import Adapter, AdapterFile, Adapters
-from .memory import block_size as cache_block_size
-from .memory import (
-    blocks_that_fit,
-    cache_room,
-    cache_specs,
-    check_cache,
-    check_rollback,
-    memory_left,
-    named_errors,
-    need_accelerator,
-    state_line,
-    state_pool,
-    token_bytes,
-    without_states,
-)
-from .offload import Offload, Sizes
-from .offload_identity import identity
-from .output import Delta, Output, Prompt, generate_all
+from .memory import cache_specs, named_errors, need_accelerator
+from .output import Delta, Output, Prompt, generate_all, token_ids_of
 from .placing import Placement, place
-from .runner import Result, Runner
+from .runner import Result
 from .sampler import Sampler, Token
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, check_request
 from .scheduler import Chunk, Scheduler, StepBudget
-from .sequence import Content, Detokenizer, FinishReason, Sequence
+from .sequence import Content, FinishReason, Sequence, Tokenizer, detokenizer_for
 from .settings import EngineSettings
-from .speculate import DraftLength, Proposer, cut, measure_cost, num_agreed
+from .speculate import DraftLength, Proposer, measure_cost, num_agreed
 from .tensor_parallel import Lead
 from .warmup import Kind, Warmed, WarmUp, kind_for, shown
 
-log = logging.getLogger(__name__)
-
-_COST_TOKENS = 64  # the largest decode step that is timed for `DraftLength`
 _MAX_SHARED = 24  # on a CPU: a step of two clients takes about twice as long as one that decodes a single token
-_COST_SECONDS = 0.2  # time to measure the cost of verifying drafts, and again of drafting
-
-
-class Tokenizer(Protocol):
-    """The methods and attributes of a tokenizer that the engine uses."""
-
-    eos_ids: tuple[int, ...]
-    special_ids: frozenset[int]
-    added_ids: frozenset[int]
-
-    def __len__(self) -> int: ...
-    def encode(self, text: str) -> list[int]: ...
-    def token(self, token_id: int) -> str: ...
-    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer: ...
 
 
 class LLM:
@@ -106,36 +70,28 @@ class LLM:
         if settings.memory_share is not None:
             need_accelerator(settings.memory_share, device)
         self._lead: Lead | None = None
-        self._kept_adapters: dict[int, abc.Mapping[str, Update]] = {}  # until there is a runner
         checkpoint_path = path if model is None else None
         if model is None:
             model, tokenizer, self._lead = load(path, tokenizer, device, settings, speculate)
-        elif settings.num_ranks not in (None, 1):
-            raise ValueError(
-                f"LLM: tp or ep is {settings.num_ranks}, expected 1 for a model that is passed as an object; pass its "
-                "path, so that every rank can load it"
-            )
-        elif settings.tp_segments is not None:
-            raise ValueError(
-                "LLM: tp_segments needs the path of a model; build one that is passed with Ranks(segments=)"
-            )
+        else:
+            check_passed(settings)
         self.model, self.tokenizer, self.proposer = model, tokenizer, speculate
         self.adapters = Adapters(model, settings.most_loras)
-        for name, adapter_path in settings.adapters.items():  # before the cache takes the rest of the memory
-            self.adapters.load(name, adapter_path, self._keep_adapter)
-        self._is_unmeasured = draft_length == "measured"
-        self.draft_length = draft_length if isinstance(draft_length, DraftLength) else None
+        kept = build.load_adapters(self)  # before the cache takes the rest of the memory
+        self.drafts = Drafts(self, draft_length)
         if speculate is not None:
             speculate.check(model, tokenizer)
             speculate.load(checkpoint_path, model)
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
         with named_errors("allocating the cache"):
-            self._make_cache(settings, device)
-            self._make_runner(settings, device)
-        self._end_files: Callable[[], None] | None = None
+            self.cache_specs = cache_specs(model, settings.kv_cache_dtype)
+            self.pool, self.max_model_len = build.make_pool(self, device)
+            self.runner = build.make_runner(self, device, kept)
+        end_files = None
         if settings.offload_bytes:
             with named_errors("taking host memory for the cache"):
-                self._make_offload(settings, device)
+                end_files = build.make_offload(self, device)
+        self._end_files = None if end_files is None else weakref.finalize(self, end_files)
         self._weights = WeightVersions(model)
         self.control = Control(self)
         self._budget = StepBudget(settings.step_tokens, device=device, fixed=settings.max_prompt_tokens)
@@ -147,103 +103,14 @@ class LLM:
         self.scheduler = Scheduler(self.pool, **counts, max_shared=max_shared, encoder=self.encoder)
         self.sampler = Sampler(self.runner, self.vocab_size, mode=settings.logprobs_mode)
         self.eos_ids = () if tokenizer is None else tuple(tokenizer.eos_ids)
-        self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids | tokenizer.added_ids
         self._seeds = random.Random(settings.seed)
         self.run_ahead = device != HOST if settings.run_ahead is None else settings.run_ahead
         # Steps that are launched but not read: batch, function that waits for the tokens, results for the proposer.
         self._flights: deque[tuple[Batch, Callable[[], dict[Chunk, list[Token]]], list[Result]]] = deque()
-        self.num_steps = self.num_drafted = self.num_accepted = 0
+        self.num_steps = 0
         self.warmed: Warmed | None = None  # the report of the last warm-up
         if warm:
             self.warm_up()
-
-    def _make_cache(self, settings: EngineSettings, device: str) -> None:
-        """Create the block pool: by default what fits into memory, up to what `max_num_seqs` full sequences need."""
-        model, num_blocks, memory = self.model, settings.num_blocks, settings.memory
-        self.cache_specs = specs = cache_specs(model, settings.kv_cache_dtype)
-        if (draft_head := self._draft_head) is not None:
-            without_states(draft_head, type(self.proposer).__name__)
-            specs = [*specs, *cache_specs(draft_head, settings.kv_cache_dtype)]
-        if self.proposer is not None:
-            check_rollback(specs, model, type(self.proposer).__name__)
-        block_size = cache_block_size(specs, device, settings.block_size)
-        block_bytes = block_size * token_bytes(specs)
-        max_len = _checked_max_len(settings.max_model_len, model.max_length, "the model's context")
-        states = state_pool(self.cache_specs, model, settings, block_size)
-        if num_blocks is None:
-            share = settings.memory_share
-            memory = memory if share is None else memory_left(share, device)
-            sizes = {"block_size": block_size, "max_num_seqs": settings.max_num_seqs}
-            sizes |= {"num_snapshots": 0 if states is None else states.num_snapshots}
-            sizes |= {"most": settings.max_num_seqs * -(-max_len // block_size)}
-            if self._lead is None:
-                num_blocks = blocks_that_fit(cache_room(specs, device), memory, **sizes)
-            else:
-                sizes["adapters"] = self.adapters.low_ranks.nbytes
-                num_blocks = self._lead.num_blocks(specs, memory, **sizes)
-                if share is not None:  # other ranks' devices may have less free memory
-                    num_blocks = min(num_blocks, self._lead.num_blocks(specs, None, **sizes))
-        check_cache(num_blocks, block_bytes, device, memory=memory)
-        self.pool = BlockPool(num_blocks, block_size, use_prefix_cache=settings.use_prefix_cache, states=states)
-        limit = min(max_len, num_blocks * block_size)
-        self.max_model_len = _checked_max_len(settings.max_model_len, limit, "the cache")
-
-    def _keep_adapter(self, slot: int, updates: abc.Mapping[str, Update]) -> None:
-        """Write an adapter before there is a runner."""
-        self.adapters.low_ranks.load(slot, updates)
-        self._kept_adapters[slot] = updates
-
-    def _make_runner(self, settings: EngineSettings, device: str) -> None:
-        num_ranks = 1 if self._lead is None else self._lead.group.size
-        options: dict[str, Any] = {
-            "num_blocks": self.pool.num_blocks,
-            "block_size": self.pool.block_size,
-            "max_len": self.max_model_len,
-            "device": device,
-            "vocab_size": self.vocab_size,
-            "num_snapshots": 0 if self.pool.states is None else self.pool.states.num_snapshots,
-            "may_draft": self.proposer is not None,
-        }
-        num_shards = settings.num_shards(num_ranks)
-        sp = sequence_parallel.for_ranks(settings, num_shards, device=device, model=self.model)
-        low_ranks = self.adapters.low_ranks
-        make = Runner if self._lead is None else self._lead.runner
-        self.runner = make(self.model, settings, **options, sp=sp, low_ranks=low_ranks)
-        if self.runner.states is not None:
-            log.info("%s", state_line(self.cache_specs, settings.max_num_seqs, options["num_snapshots"]))
-        for slot, updates in self._kept_adapters.items() if self._lead is not None else ():
-            self.runner.load_adapter(slot, updates)  # on the other ranks, too
-        self._kept_adapters.clear()
-        if (draft_head := self._draft_head) is not None and self.proposer is not None:
-            runner_class = Runner if self._lead is None else self._lead.draft_runner
-            runner = runner_class(draft_head, settings, **options, share_tables_with=self.runner)
-            self.proposer.attach(self.pool, runner, max_rows=settings.step_tokens)
-
-    def _make_offload(self, settings: EngineSettings, device: str) -> None:
-        """Let blocks go to host memory and to files."""
-        folder = settings.kv_offload_dir
-        if folder is not None and arithmetic_of(device) is None:
-            log.warning("kv_offload_dir: this %s cannot be identified, so blocks of other runs cannot be used", device)
-            folder = None
-        draft = None if self._draft_head is None else self.proposer.drafter.runner  # type: ignore[union-attr]
-        num_slots = self.runner.open_offload(settings.offload_bytes, folder, draft)
-        beyond = self.runner.beyond
-        assert beyond is not None
-        if not num_slots:
-            return
-        num_ranks = 1 if self._lead is None else self._lead.group.size
-        disk = 0 if folder is None else settings.kv_offload_disk
-        bytes_of = {"slot": beyond.slot_bytes, "snapshot": beyond.snapshot_bytes, "disk": disk}
-        self.pool.beyond = Offload(
-            self.runner,
-            [] if self.pool.states is None else self.pool.states.moves,
-            Sizes(slots=num_slots, ranks=num_ranks, **bytes_of),
-            identify=partial(identity, self, folder is None),
-            folder=folder,
-            checks_memory=device == HOST,
-        )
-        log.info("%s", self.pool.beyond)
-        self._end_files = weakref.finalize(self, beyond.close)
 
     def _carry_rest(self) -> None:
         """Carry what is due at once, because no step follows."""
@@ -314,32 +181,21 @@ class LLM:
         """
         self.control.check()
         params = params or self.default_params
-        prompt_ids = self._encode(prompt)
+        prompt_ids = token_ids_of(prompt, self.tokenizer)
         contents = list(contents)
-        self._check(prompt_ids, params)
+        sizes = {"vocab_size": self.model.vocab_size, "limit": self.max_model_len}
+        check_request(prompt_ids, params, **sizes, has_tokenizer=self.tokenizer is not None)
         adapter = None if params.lora is None else self.adapters.find(params.lora)
         placement = self.place(prompt_ids, media)
         if self._weights.have_changed():
             self.forget()
-        seed = self._seeds.getrandbits(63)
+        options: dict[str, Any] = {"max_len": self.max_model_len, "seed": self._seeds.getrandbits(63)}
+        options |= {"contents": contents, "placement": placement, "eos_ids": self.eos_ids}
         copies: list[Sequence] = []
         for copy in range(params.n):
-            copies.append(
-                Sequence(
-                    prompt_ids,
-                    params,
-                    max_len=self.max_model_len,
-                    seed=seed,
-                    copy=copy,
-                    contents=contents,
-                    placement=placement,
-                    eos_ids=self.eos_ids,
-                    detokenizer=None
-                    if self.tokenizer is None
-                    else self.tokenizer.detokenizer(skip_special=params.skip_special),
-                    after=copies[0] if copies and self.pool.use_prefix_cache else None,
-                )
-            )
+            after = copies[0] if copies and self.pool.use_prefix_cache else None
+            detokenizer = detokenizer_for(params, self.tokenizer)
+            copies.append(Sequence(prompt_ids, params, **options, copy=copy, detokenizer=detokenizer, after=after))
         for seq in copies:
             if adapter is not None:
                 adapter.give(seq)
@@ -360,15 +216,10 @@ class LLM:
         """Stop a sequence and free its blocks; a finished sequence is left as it is."""
         if not seq.is_finished:
             seq.finish(FinishReason.ABORT)
-            self._note_routes(seq)
+            if self.runner.routes is not None:
+                self.runner.routes.store(seq, self.pool.block_size)
             self.control.remove(seq)
             self._carry_rest()
-
-    def _note_routes(self, seq: Sequence) -> None:
-        """Store the experts of a sequence that ends, while it has its blocks. The last token was sent to none."""
-        if self.runner.routes is not None and seq.block_table:
-            count = min(seq.num_computed, len(seq.token_ids) - 1)
-            seq.routed_experts = self.runner.routes.read(seq.block_table, self.pool.block_size, count)
 
     def forget(self) -> None:
         """Clear the prefix cache and recompute running sequences, because the weights have changed.
@@ -515,14 +366,29 @@ class LLM:
         counts = sorted({1, 2, 3, 4, 6, 8, 12, 16, *range(16, max_tokens, 16), max_tokens})
         return measure_cost(self.runner, [count for count in counts if count <= max_tokens], seconds)
 
+    def measure_drafts(self, proposer: Proposer) -> None:
+        """Measure, once, the costs of verifying and of drafting, if draft lengths are to be chosen by them."""
+        self.drafts.measure(proposer)
+
+    @property
+    def draft_length(self) -> DraftLength | None:
+        """What chooses how many tokens to draft; None: always the proposer's k, or nothing is measured yet."""
+        return self.drafts.length
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that were drafted."""
+        return self.drafts.num_drafted
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that were accepted."""
+        return self.drafts.num_accepted
+
     def stats(self) -> dict[str, int]:
         """Return counters since the start, and the present numbers of sequences and blocks."""
-        encoder, encoder_stats = self.encoder, {}
-        if encoder is not None:
-            encoder_stats = {"num_encoded": encoder.num_encoded, "num_encoder_hits": encoder.num_hit}
-            encoder_stats["num_encoder_tokens"] = encoder.num_held
         return {
-            **encoder_stats,
+            **({} if self.encoder is None else self.encoder.stats()),
             **self._state_stats(),
             **({} if self.pool.beyond is None else self.pool.beyond.stats()),
             "num_steps": self.num_steps,
@@ -565,7 +431,7 @@ class LLM:
             self.runner.encode(work)
         batch = Batch(chunks)
         if self.proposer is not None:
-            self._propose(self.proposer, batch)
+            self.drafts.propose(self.proposer, batch)
         results, read = self._run(batch)
         results_for_proposer = results if self._draft_head is not None else []
         self._flights.append((batch, read, results_for_proposer))
@@ -604,37 +470,6 @@ class LLM:
                 self.forget()
             raise
 
-    def _propose(self, proposer: Proposer, batch: Batch) -> None:
-        """Add drafts to the chunks that have room for one. A draft uses free blocks only; it preempts no sequence."""
-        chunks = [chunk for chunk in batch.chunks if chunk.room > 0 and chunk.sequence.params.drafts]
-        k = self._draft_len(proposer, len(chunks))
-        if k == 0 or not chunks:
-            return
-        for chunk, draft in zip(chunks, proposer.propose([chunk.sequence for chunk in chunks], k), strict=True):
-            token_ids = draft.token_ids[: chunk.room]
-            # A sampled draft is not cut: leaving tokens unverified because of their value would bias the output.
-            if draft.probs is None:
-                token_ids = cut(token_ids, self._special_ids)
-            while token_ids and not self.pool.grow(chunk.sequence, len(chunk.sequence.token_ids) + len(token_ids)):
-                token_ids.pop()
-            if not token_ids:
-                self.pool.shrink(chunk.sequence)  # a proposer may have taken blocks to draft in
-            chunk.draft = token_ids
-            chunk.probs = None if draft.probs is None else draft.probs[: len(token_ids)]
-
-    def _draft_len(self, proposer: Proposer, num_sequences: int) -> int:
-        if self.num_drafted:  # an output without any draft need not wait for the measurement
-            self.measure_drafts(proposer)
-        return proposer.k if self.draft_length is None else self.draft_length.choose(proposer.k, num_sequences)
-
-    def measure_drafts(self, proposer: Proposer) -> None:
-        """Measure, once, the costs of verifying and of drafting, if draft lengths are to be chosen by them."""
-        if self._is_unmeasured:
-            self._is_unmeasured = False
-            max_tokens = min(_COST_TOKENS, self.scheduler.max_num_seqs * (proposer.k + 1))
-            cost = self.measure_cost(max_tokens, seconds=_COST_SECONDS)
-            self.draft_length = DraftLength(cost, drafting=proposer.cost(seconds=_COST_SECONDS))
-
     def _finish(self, chunk: Chunk, tokens: list[Token] | None) -> Delta | None:
         """Append a chunk's sampled tokens to its sequence; None if there are none or it is already finished."""
         seq = chunk.sequence
@@ -652,7 +487,7 @@ class LLM:
             if seq.is_finished:  # draft tokens after the end of the sequence are not output
                 break
         if chunk.draft:
-            self._count(chunk, len(seq.token_ids) - first)
+            self.drafts.count(chunk, len(seq.token_ids) - first)
         if chunk.draft or seq.is_finished:
             # Rollback sets one number: all tokens but the last are in the cache, and later slots are overwritten.
             seq.num_computed = min(seq.num_computed + len(chunk.draft), len(seq.token_ids) - 1)
@@ -660,88 +495,9 @@ class LLM:
         if self.settings.sp_quantize is None:  # with it only prompts are rounded: generated blocks are not shared
             self.pool.publish(seq)
         if seq.is_finished:
-            self._note_routes(seq)
+            if self.runner.routes is not None:
+                self.runner.routes.store(seq, self.pool.block_size)
             self.scheduler.finish(seq)
         new = seq.token_ids[first:]
         num_drafted = num_agreed(new, chunk.draft)
         return Delta(seq, new, seq.text.take(is_finished=seq.is_finished), seq.finish_reason, num_drafted)
-
-    def _count(self, chunk: Chunk, num_new: int) -> None:
-        num_drafted, num_accepted = len(chunk.draft), max(0, min(num_new - 1, len(chunk.draft)))
-        chunk.sequence.num_drafted += num_drafted
-        chunk.sequence.num_accepted += num_accepted
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-        if self.draft_length is not None:
-            self.draft_length.observe(num_drafted, num_accepted)
-
-    # ---- submission
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ValueError("prompt: it is text, and this LLM has no tokenizer; pass token ids")
-        return self.tokenizer.encode(prompt)
-
-    def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Raise ValueError if a request could never run."""
-        vocab_size = self.model.vocab_size
-        if not prompt_ids:
-            raise ValueError("prompt: it has 0 tokens, expected at least 1")
-        if bad := [i for i in prompt_ids if not 0 <= i < vocab_size]:
-            raise ValueError(f"prompt: token ids {bad[:4]} are outside the vocabulary of {vocab_size}")
-        _check_lengths(len(prompt_ids), params, self.max_model_len)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop: strings need a tokenizer, and this LLM has none; use stop_token_ids")
-        ids = [*params.logit_bias, *params.stop_token_ids]
-        if bad := [i for i in ids if not 0 <= i < vocab_size]:
-            raise ValueError(f"logit_bias, stop_token_ids: {bad[:4]} are outside the vocabulary")
-        if params.n > 1 and params.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs: n is {params.n}, expected 1, because they are the same for every copy")
-
-
-def _checked_max_len(max_model_len: int | None, limit: int, limited_by: str) -> int:
-    """Return `max_model_len`, or the limit if it is None; ValueError if it is above the limit."""
-    if max_model_len is not None and not 2 <= max_model_len <= limit:
-        raise ValueError(f"max_model_len is {max_model_len}, expected 2 to {limit}, the tokens that {limited_by} holds")
-    return limit if max_model_len is None else max_model_len
-
-
-def _check_lengths(length: int, params: SamplingParams, limit: int) -> None:
-    """Raise ValueError for a prompt or an answer that is too long. limit: tokens of the longest sequence."""
-    if length >= limit:
-        raise ValueError(f"prompt: {length} tokens leave no room for an answer: sequences have up to {limit}")
-    if params.max_tokens is not None and length + params.max_tokens > limit:
-        raise ValueError(
-            f"prompt of {length} tokens and max_tokens {params.max_tokens} make {length + params.max_tokens}: "
-            f"sequences have up to {limit}. Set max_tokens to at most {limit - length}, or None for as many as fit"
-        )
-    if params.min_tokens > (room := limit - length):
-        raise ValueError(f"min_tokens is {params.min_tokens}, expected at most {room}, the room after this prompt")
-
-
-class WeightVersions:
-    """The version counters of a model's weights, to detect whether weights have changed since the KV cache was
-    computed. torch counts in-place changes, except those through `.data`."""
-
-    def __init__(self, model: object) -> None:
-        self._weights = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-        self._known, self._addresses = self._read()
-
-    def have_changed(self) -> bool:
-        """Return whether weights have changed since the last call. RuntimeError if a weight is another tensor now:
-        recorded graphs read the old memory."""
-        versions, addresses = self._read()
-        if addresses != self._addresses:
-            raise RuntimeError(
-                "LLM: a weight was replaced by another tensor, and recorded graphs read the old one; copy new values "
-                "into the weights (parameter.copy_ under torch.no_grad), or create a new LLM"
-            )
-        previous, self._known = self._known, versions
-        return versions != previous
-
-    def _read(self) -> tuple[list[int], list[int]]:
-        """Return the version counter and the address of each weight."""
-        versions = [0 if weight.is_inference() else weight._version for weight in self._weights]
-        return versions, [weight.data_ptr() for weight in self._weights]

@@ -14,7 +14,7 @@ from .tensor_parallel import Lead
 from .tensor_parallel import load as load_shared
 
 if TYPE_CHECKING:
-    from .llm import Tokenizer
+    from .sequence import Tokenizer
     from .speculate import Proposer
 
 
@@ -55,3 +55,14 @@ def load(
         tokenizer = tokenizer or FileTokenizer.from_path(folder)
         lead = load_shared(folder, place, settings, device=device, proposer=proposer)
         return lead.model, tokenizer, lead
+
+
+def check_passed(settings: EngineSettings) -> None:
+    """Raise ValueError for settings that need the path of a model, when one is passed as an object."""
+    if settings.num_ranks not in (None, 1):
+        raise ValueError(
+            f"LLM: tp or ep is {settings.num_ranks}, expected 1 for a model that is passed as an object; pass its "
+            "path, so that every rank can load it"
+        )
+    if settings.tp_segments is not None:
+        raise ValueError("LLM: tp_segments needs the path of a model; build one that is passed with Ranks(segments=)")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from whorl.media import MediaItem
 
 from .sampling_params import SamplingParams
-from .sequence import FinishReason, Logprob, Sequence, Timings
+from .sequence import FinishReason, Logprob, Sequence, Timings, Tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from .llm import LLM
 
 Prompt = str | abc.Sequence[int]
+
+
+def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    """Return the token ids of a prompt; ValueError for text without a tokenizer."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if tokenizer is None:
+        raise ValueError("prompt: it is text, and this LLM has no tokenizer; pass token ids")
+    return tokenizer.encode(prompt)
 
 
 class Delta(NamedTuple):

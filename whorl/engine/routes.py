@@ -4,15 +4,15 @@ The ids are written beside the keys and values, by slot, so that a cached prefix
 """
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from whorl.nn import Experts
+
+from .sequence import Sequence
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -44,9 +44,10 @@ class Routes:
 
         return note
 
-    def read(self, block_table: Sequence[int], block_size: int, count: int) -> NDArray[Any]:
-        """Return the experts [count, L, K] of the first tokens of a sequence."""
-        at = np.arange(count)
-        slots = np.asarray(block_table, dtype=np.int64)[at // block_size] * block_size + at % block_size
-        rows = self.values[torch.from_numpy(slots).to(self.values.device)]
-        return rows.cpu().numpy()  # type: ignore[no-any-return]
+    def store(self, seq: Sequence, block_size: int) -> None:
+        """Store the experts [T - 1, L, K] of a sequence that ends, while it has its blocks. The last token was sent to
+        none."""
+        if seq.block_table:
+            at = np.arange(min(seq.num_computed, len(seq.token_ids) - 1))
+            slots = np.asarray(seq.block_table, dtype=np.int64)[at // block_size] * block_size + at % block_size
+            seq.routed_experts = self.values[torch.from_numpy(slots).to(self.values.device)].cpu().numpy()

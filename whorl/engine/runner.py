@@ -1,16 +1,14 @@
 """The runner executes a batch: it owns the KV caches, runs the forward calls and samples from their logits.
 
 State lives on the device, by lane (lanes.py). The host sends a call's indices in one copy and does not wait, so it may
-prepare step n + 1 while step n runs; tokens that the host has not read are taken from the lane. Calls are padded to a
-few sizes (graph_sizes.py) and replayed as graphs if the device can record them; `NO_GRAPHS` in whorl/device.py lists
-those that cannot, and why.
+prepare step n + 1 while step n runs; tokens that the host has not read are taken from the lane. Calls are replayed as
+graphs if the device can record them (graphs.py).
 """
 
 import contextlib
-import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,16 +17,17 @@ import torch
 from torch import Tensor
 
 from whorl import ops
-from whorl.device import ahead, graph_pool, has_one_arithmetic, lasting, record_graph, synchronize
-from whorl.device import use_graphs as wants_graphs
+from whorl.device import has_one_arithmetic, lasting, synchronize
 from whorl.nn import Inserted, LowRanks, Model, States, StateSpec, Step, Update
 from whorl.ops._varied import varied
 
 from .batch import Batch
-from .call import Call, PlacedChunk, Sample, Score, field_offsets
+from .call import Call, PlacedChunk, Sample, Score
+from .dummy_calls import DummyCalls
 from .encoder import Work
 from .features import Features
-from .graph_sizes import BESIDE, DECODING, PROMPTS, GraphSizes, most_prompts
+from .graph_sizes import DECODING
+from .graphs import Graphs, Outputs
 from .host_blocks import Carry, FileMove, HostBlocks, weights_digest
 from .inputs import Inputs, Padded
 from .lanes import Lanes
@@ -42,10 +41,6 @@ from .sleep import Sleeper
 from .states import Move
 from .weights.update import Places
 from .weights.update import Update as WeightUpdate
-
-_STRIDE = 7919  # between the token ids of dummy calls, so that they are different tokens
-Outputs = tuple[Tensor, Tensor, Tensor]  # hidden states of all tokens, logits and token ids of the samples
-_Graphs = dict[bool, dict[tuple[int, int], "_Graph | None"]]
 
 
 @dataclass(slots=True, eq=False)
@@ -108,20 +103,10 @@ class Runner:
         other_lanes = None if share_tables_with is None else share_tables_with.lanes
         self.lanes: Lanes = Lanes(max_num_seqs, -(-max_len // block_size), device, other_lanes)
         spare = self.lanes.spare
-        self._padding = {"lanes": spare, "entry_lanes": spare, "sample_lanes": spare, "slots": -1}
-        self._padding |= {"table_at": spare * self.lanes.width, "top_p": 1}
-        max_tokens = max(settings.step_tokens, DECODING[-1])
-        self._inputs = Inputs(max_tokens, device, self._padding)
-        self._use_graphs = wants_graphs(device, False if settings.divides_experts else settings.use_graphs)
-        sizes = {"max_tokens": max_tokens, "max_prompt_tokens": settings.prompt_graphs}
-        self._sizes = GraphSizes(max_len=max_len, **sizes)
-        self._graphs: dict[tuple[int, int], _Graph | None] = {}  # decode calls, by tokens and keys
-        # Calls with prompts, by tokens of prompts and of decoding sequences.
-        self._prompt_graphs: dict[tuple[int, int], _Graph | None] = {}
-        self._adapted_graphs: _Graphs = {}  # calls with adapters, by whether they decode and the sizes above
-        # The outputs of a graph are valid until the next graph of its pool is replayed, and a step may have both kinds.
-        self._pool, self._prompt_pool = (graph_pool(device) if self._use_graphs else None for _ in range(2))
-        self._prompt_outputs: Outputs | None = None
+        padding = {"lanes": spare, "entry_lanes": spare, "sample_lanes": spare, "slots": -1}
+        padding |= {"table_at": spare * self.lanes.width, "top_p": 1}
+        self._inputs = Inputs(max(settings.step_tokens, DECODING[-1]), device, padding)
+        self._dummies = DummyCalls(padding, self.vocab_size)
         # The fixed memory where graphs read the target model's hidden states.
         channels = getattr(model, "state_size", 0)
         self._states = torch.zeros(DECODING[-1], channels, dtype=model.dtype, device=device) if channels else None
@@ -129,6 +114,17 @@ class Runner:
         tower = getattr(model, "tower", None)
         self.features = None if tower is None else Features(tower, device, low_ranks)
         self.prompts = None if sp is None else PromptForward(model, device, SPSettings(**sp))
+        self.graphs = Graphs(
+            self._inputs,
+            self._dummies,
+            device,
+            use_graphs=False if settings.divides_experts else settings.use_graphs,
+            states=self._states,
+            block_size=block_size,
+            max_len=max_len,
+            max_prompt_tokens=settings.prompt_graphs,
+            has_prompts=self._is_plain,
+        )
         has_routes = settings.routed_experts and share_tables_with is None  # not of what drafts
         self.routes = Routes(model, num_blocks * block_size, device) if has_routes else None
 
@@ -146,10 +142,7 @@ class Runner:
         """Take memory again for "weights" or "kv_cache". It is elsewhere now, so graphs are recorded again."""
         assert self._sleeper is not None, "only what sleeps is woken"
         self._sleeper.take(tag)
-        for graphs in (self._graphs, self._prompt_graphs, self._adapted_graphs):
-            graphs.clear()
-        self._prompt_outputs = None
-        self._pool, self._prompt_pool = (graph_pool(self.device) if self._use_graphs else None for _ in range(2))
+        self.graphs.clear()
 
     def encode(self, work: Work) -> None:
         """Run the vision tower's part of a step, before `run`."""
@@ -178,15 +171,6 @@ class Runner:
         has_room = batch.num_tokens <= self._inputs.max_tokens
         return self._is_plain and not batch.has_images and has_room and has_one_arithmetic(self.device)
 
-    @contextlib.contextmanager
-    def eager(self) -> Iterator[None]:
-        """Run calls without graphs in this context, so that hooks of the model's modules are called."""
-        use_graphs, self._use_graphs = self._use_graphs, False
-        try:
-            yield
-        finally:
-            self._use_graphs = use_graphs
-
     def put(self, lanes: Sequence[int], token_ids: Tensor) -> None:
         """Set the last token of each lane to token_ids [N], for tokens that were sampled outside of this runner."""
         at = lasting(torch.tensor(lanes), self.device).to(self.device, non_blocking=True)
@@ -198,7 +182,8 @@ class Runner:
         for lane, blocks, slot in call.tables:
             self.lanes.admit(lane, blocks, slot)
         self._do(call.moves)
-        graph = self._graph(call)
+        call.is_adapted = call.is_adapted and self.low_ranks is not None
+        graph = self.graphs.find(call, self._compute)
         if graph is None:
             self._inputs.send(call, Padded(call.size))
             with varied():
@@ -348,7 +333,7 @@ class Runner:
         finally:
             if has_moved:
                 synchronize(self.device)
-                self._adapted_graphs.clear()
+                self.graphs.forget_adapted()
 
     def _forward(self, step: Step, is_decode: bool, is_adapted: bool) -> Tensor:
         """Return hidden states [T, C]; prompts may run with sequence parallelism, if none has an adapter."""
@@ -356,98 +341,12 @@ class Runner:
             return self.prompts(step, self.caches)
         return self.model.forward(step, self.caches)
 
-    def _graph(self, call: Call) -> "_Graph | None":
-        """Return the graph that fits a call, recorded if it is new; None if the call is not to be replayed."""
-        if not self._use_graphs or call.is_eager:
-            return None
-        call.is_adapted = call.is_adapted and self.low_ranks is not None
-        if not call.is_decode:
-            return self._prompt_graph(call)
-        key = self._sizes.for_decoding(call.size[0], call.num_keys) if call.is_dense else None
-        if key is None:
-            return None
-        graphs = self._adapted_graphs.setdefault(True, {}) if call.is_adapted else self._graphs
-        if key not in graphs:
-            num_tokens, keys = key
-            padded = Padded((num_tokens,) * 3, is_recorded=True)
-            dummy = self._dummy_decode(num_tokens)
-            dummy.is_adapted = call.is_adapted
-            with ahead():
-                graphs[key] = self._record(dummy, padded, keys, self._pool)
-        return graphs[key]
-
-    def _prompt_graph(self, call: Call) -> "_Graph | None":
-        """As `_graph`, for a call with prompts, without images or hidden states."""
-        num_tokens = call.size[0] if call.decoding_from is None else call.decoding_from[0]
-        key = self._sizes.for_prompts(num_tokens, call.num_prompts, call.size[0] - num_tokens)
-        if key is None or not self._is_plain or call.axes is not None:
-            return None
-        graphs = self._adapted_graphs.setdefault(False, {}) if call.is_adapted else self._prompt_graphs
-        if key not in graphs:
-            num_tokens, num_decoding = key
-            num_prompts = most_prompts(num_tokens)
-            size = num_tokens + num_decoding, num_prompts + num_decoding, num_prompts + num_decoding
-            padded = Padded(size, (num_tokens, num_prompts) if num_decoding else None, is_recorded=True)
-            length = min(num_tokens, self.max_len, self._inputs.max_tokens - num_decoding)
-            dummy = _joined(self._dummy_prompt(length), self._dummy_decode(num_decoding))
-            dummy.is_adapted = call.is_adapted
-            with varied():  # else every graph would compile kernels of its own
-                graphs[key] = self._record(dummy, padded, self.max_len, self._prompt_pool)
-        return graphs[key]
-
-    def graph_sizes(self, max_tokens: int) -> list[tuple[int, int]]:
-        """Return tokens and keys of all graphs that decode calls of up to `max_tokens` may need; [] without graphs."""
-        return self._sizes.decoding(max_tokens) if self._use_graphs else []
-
-    def prompt_graph_sizes(self) -> list[tuple[int, int]]:
-        """Return the most tokens and sequences of prompts of all graphs for calls with prompts, smallest first; []
-        without any."""
-        return self._sizes.prompts() if self._use_graphs and self._is_plain else []
-
-    def _record(self, dummy: Call, padded: Padded, keys: int, pool: Any) -> "_Graph | None":
-        """Record a call of this size that may read up to `keys` tokens of a lane; None if the device cannot record it.
-
-        dummy: the call whose indices are used while recording; it writes nothing to the caches. pool: the graph's
-        memory pool.
-        """
-        self._inputs.send(dummy, padded)
-        graph, inputs = _Graph(padded), self._inputs.tensors(padded.size)
-        options: dict[str, Any] = {"width": -(-keys // self.block_size), "decoding_from": padded.decoding_from}
-        options |= {"is_decode": dummy.is_decode, "is_dense": dummy.is_decode, "is_adapted": dummy.is_adapted}
-        options["states"] = None if self._states is None else self._states[: padded.size[0]]
-
-        def run() -> None:
-            outputs = self._compute(inputs, **options)
-            graph.outputs = outputs if dummy.is_decode else self._copied(outputs)
-
-        run()  # compiles and selects kernels and builds tables, none of which may happen while recording
-        synchronize(self.device)
-        with _uncollected():
-            replay = record_graph(self.device, run, pool=pool)
-        if replay is None:
-            return None
-        graph.replay = replay
-        return graph
-
-    def _copied(self, outputs: Outputs) -> Outputs:
-        """Copy the outputs of a call with prompts to memory that all such graphs share.
-
-        Else each of the many graphs would keep memory for its own logits. The copy is short beside a prompt.
-        """
-        if self._prompt_outputs is None:
-            sizes = (PROMPTS[-1] + BESIDE[-1], *(most_prompts(PROMPTS[-1]) + BESIDE[-1],) * 2)
-            shapes = [(size, *x.shape[1:]) for size, x in zip(sizes, outputs, strict=True)]
-            hidden, logits, ids = (x.new_empty(shape) for shape, x in zip(shapes, outputs, strict=True))
-            self._prompt_outputs = hidden, logits, ids
-        hidden, logits, ids = (to[: len(x)].copy_(x) for to, x in zip(self._prompt_outputs, outputs, strict=True))
-        return hidden, logits, ids
-
     @torch.inference_mode()
     def cost(self, counts: Sequence[int], *, repeats: int = 5) -> dict[int, float]:
         """Return the seconds of a decode call, logits included, by number of tokens. The caches are not changed."""
         medians = {}
         for count in counts:
-            call, times = self._dummy_decode(count), []
+            call, times = self._dummies.decode(count), []
             for _ in range(repeats + 1):
                 synchronize(self.device)
                 start = time.perf_counter()
@@ -459,73 +358,10 @@ class Runner:
 
     def warm_up(self, num_tokens: int, keys: int) -> None:
         """Run a dummy decode call of this size, and record it if decode calls are recorded. Nothing is written."""
-        call = self._dummy_decode(num_tokens)
+        call = self._dummies.decode(num_tokens)
         call.num_keys = keys
         self.run_call(call)
 
     def warm_up_prompt(self, length: int) -> None:
         """Run a dummy prompt of `length` tokens; nothing is sampled or written."""
-        self.run_call(self._dummy_prompt(length))
-
-    def _dummy_prompt(self, length: int) -> Call:
-        """Return a call with a prompt in the spare lane, which writes nothing and samples no token."""
-        fields = field_offsets((length, 1, 0))[0]
-        arrays = {name: np.full(count, self._padding.get(name, 0)) for name, _, _, count in fields}
-        arrays |= {"positions": np.arange(length), "query_starts": np.array([0, length])}
-        tokens = np.arange(length) * _STRIDE % self.vocab_size
-        arrays |= {"tokens": tokens, "context_lens": np.array([length])}
-        return Call(1, arrays, num_keys=length, tables=[])
-
-    def _dummy_decode(self, count: int) -> Call:
-        """Return a call with `count` sequences of one token in the spare lane, which write nothing."""
-        ones = np.ones(count)
-        arrays = {name: np.full(count, self._padding.get(name, 0)) for name, *_ in field_offsets((count,) * 3)[0]}
-        arrays |= {"context_lens": ones, "query_starts": np.arange(count + 1), "sample_indices": np.arange(count)}
-        # Different tokens, so that a mixture of experts reads different weights.
-        tokens = np.arange(count) * _STRIDE % self.vocab_size
-        return Call(0, arrays | {"tokens": tokens}, num_keys=1, tables=[])
-
-
-def _joined(prompts: Call, decoding: Call) -> Call:
-    """Return one call of the sequences of both; without tokens to decode, the call with prompts."""
-    if not decoding.size[0]:
-        return prompts
-    both = {name: (np.asarray(prompts.arrays[name]), np.asarray(values)) for name, values in decoding.arrays.items()}
-    arrays = {name: np.concatenate(pair) for name, pair in both.items()}
-    first_token, (starts, later_starts) = prompts.size[0], both["query_starts"]
-    arrays["query_starts"] = np.append(starts, later_starts[1:] + first_token)
-    arrays["sample_indices"] = both["sample_indices"][1] + first_token  # the prompts have no samples
-    return Call(prompts.num_prompts, arrays, max(prompts.num_keys, decoding.num_keys), tables=[])
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running: it may free the graphs and the memory of an engine that is gone, which
-    is not allowed while a device records."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-class _Graph:
-    """A recorded call of this size. Padding tokens write no keys and attend to nothing."""
-
-    replay: Callable[[], None]
-    outputs: Outputs  # every replay writes to these tensors
-
-    def __init__(self, padded: Padded) -> None:
-        self.padded = padded
-
-    def outputs_of(self, call: Call) -> Outputs:
-        """Return the outputs of a call that has been replayed, without padding."""
-        hidden, logits, token_ids = self.outputs
-        num_tokens, _, num_samples = call.size
-        if call.decoding_from is not None:
-            assert self.padded.decoding_from is not None
-            num_prompt_tokens, first = call.decoding_from[0], self.padded.decoding_from[0]
-            hidden = torch.cat((hidden[:num_prompt_tokens], hidden[first : first + num_tokens - num_prompt_tokens]))
-        return hidden[:num_tokens], logits[:num_samples], token_ids[:num_samples]
+        self.run_call(self._dummies.prompt(length))

@@ -63,6 +63,24 @@ class Detokenizer(Protocol):
         """Return the text of an incomplete character at the end."""
 
 
+class Tokenizer(Protocol):
+    """The methods and attributes of a tokenizer that the engine uses."""
+
+    eos_ids: tuple[int, ...]
+    special_ids: frozenset[int]
+    added_ids: frozenset[int]
+
+    def __len__(self) -> int: ...
+    def encode(self, text: str) -> list[int]: ...
+    def token(self, token_id: int) -> str: ...
+    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer: ...
+
+
+def detokenizer_for(params: SamplingParams, tokenizer: Tokenizer | None) -> Detokenizer | None:
+    """Return what turns the tokens of a request into text; None without a tokenizer."""
+    return None if tokenizer is None else tokenizer.detokenizer(skip_special=params.skip_special)
+
+
 class Text:
     """The text of a sequence as it grows; it ends before the first stop string, which may span several tokens."""
 

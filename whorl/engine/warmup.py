@@ -24,6 +24,7 @@ from whorl.device import HOST, synchronize
 from . import graph_sizes
 from .batch import Batch
 from .call import Call, Sample
+from .dummy_calls import STRIDE
 from .runner import Result
 from .sampler import Sampler
 from .sampling_params import SamplingParams
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Kind = Literal["full", "short", "off"]
-_STRIDE = 7919  # between the token ids of dummies: different tokens select different experts
 _FEW, _SOME = 8, 512  # new tokens after a cached prefix: attention has a kernel for each case
 _LONGER = 17  # tokens of each of several prompts from which the prompt kernel of attention runs
 _NUM_LOGPROBS = 5  # log-probabilities to report
@@ -125,7 +125,7 @@ class WarmUp:
     def _decoding(self) -> Iterator[Task]:
         """Decode steps: every size that is recorded, and one size of each class of those that are not."""
         most_tokens = min(self._most_seqs * (self._num_drafted + 1), self.llm.settings.step_tokens)
-        sizes = self.llm.runner.graph_sizes(most_tokens)
+        sizes = self.llm.runner.graphs.decoding_sizes(most_tokens)
         lengths = sorted({keys for _, keys in sizes}) or self._contexts
         largest = max((count for count, _ in sizes), default=0)
         larger = [count for count in counts(most_tokens, is_full=self._is_full) if count > largest]
@@ -137,7 +137,7 @@ class WarmUp:
 
     def _recorded_prompts(self) -> Iterator[Task]:
         """Prompts for every graph that is recorded for them, alone and beside decoding sequences."""
-        sizes, step_tokens = self.llm.runner.prompt_graph_sizes(), self.llm.settings.step_tokens
+        sizes, step_tokens = self.llm.runner.graphs.prompt_sizes(), self.llm.settings.step_tokens
         most_decoding = min((self._most_seqs - 1) * (self._num_drafted + 1), step_tokens - 1)
         for beside in smallest_beside(most_decoding):
             most_tokens, most_prompts = min(self._most_tokens, step_tokens - beside), self._most_seqs - (beside > 0)
@@ -260,7 +260,7 @@ class WarmUp:
         if (states := self.llm.pool.states) is not None and (is_prompt or draft):  # these start on the grid
             length -= (length - num_new) % states.grid
             draft = min(draft, states.draft_room(length - num_new))
-        tokens = (np.arange(length) * _STRIDE % self.llm.vocab_size).tolist()
+        tokens = (np.arange(length) * STRIDE % self.llm.vocab_size).tolist()
         prompt_len = length if is_prompt else length - 1
         seq = Sequence(tokens[:prompt_len] or tokens, params or SamplingParams(), max_len=length + draft + 1)
         seq.token_ids, seq.lane, seq.slot = tokens, self._lane, self._slot

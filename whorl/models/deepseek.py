@@ -4,7 +4,7 @@ Attention is always absorbed: a cached token is one latent and the rotated key c
 config, the tensor names and the names in training are in `deepseek_v32.py`, without torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -266,7 +266,6 @@ class DeepSeek(llama.Llama):
 
     config_class = DeepSeekConfig  # type: ignore[assignment]
     layer_class = Layer
-    trained_names = NAMES  # names of tensors in checkpoints of `whorl train`
     no_gradient = "DeepSeek has no gradient here; train it with `whorl train` and serve the checkpoint"
 
     def __init__(self, config: DeepSeekConfig, *, ranks: Ranks = ONE, **options: Any) -> None:
@@ -284,9 +283,10 @@ class DeepSeek(llama.Llama):
         return Prediction(self, self.ranks)
 
     @staticmethod
-    def flat_name(name: str, values: Mapping[str, Any]) -> str:
-        """Return the name in `trained_names` of a training tensor; values: of a config.json."""
-        return flat(name, values["num_hidden_layers"])
+    def trained_names(values: Mapping[str, Any]) -> tuple[Mapping[str, str], Callable[[str], str]]:
+        """Return the names of tensors in checkpoints of `whorl train`, and a function from a tensor's name in a file to
+        one of them; values: of a config.json."""
+        return NAMES, lambda name: flat(name, values["num_hidden_layers"])
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from whorl.models.vision_tower import (
     Attention,
     GatedMLP,
     PatchEmbedding,
+    RMSBlock,
     VisionTower,
     as_stored,
     block_order,
@@ -105,18 +106,13 @@ def centers(rows: int, columns: int, merge: int, device: torch.device) -> Tensor
     return block_order(torch.stack((column, row), -1), merge).to(device)
 
 
-class Block(Module):
+class Block(RMSBlock):
     """A layer of the tower."""
 
     def __init__(self, config: TowerConfig) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
-        self.attn = Attention(config, bias=config.attention_bias, output_bias=False)
-        self.mlp = GatedMLP(config.hidden_size, config.out_hidden_size, bias=False)
-
-    def forward(self, x: Tensor, rotary: Tensor, starts: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x, None)[0], rotary, starts)
-        return x + self.mlp(self.norm2(x, None)[0])
+        attn = Attention(config, bias=config.attention_bias, output_bias=False)
+        mlp = GatedMLP(config.hidden_size, config.out_hidden_size, bias=False)
+        super().__init__(config.hidden_size, config.rms_norm_eps, attn, mlp)
 
 
 class Downsample(PlainLinear):

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.nn import Module, ModuleList
 
 from whorl.models.fields import count, number, section
-from whorl.models.vision_tower import CACHED_SIZES, EPS, Attention, Encoding, GatedMLP, PatchEmbedding, VisionTower
+from whorl.models.vision_tower import (
+    CACHED_SIZES,
+    EPS,
+    Attention,
+    Block,
+    Encoding,
+    GatedMLP,
+    PatchEmbedding,
+    RMSBlock,
+    VisionTower,
+)
 from whorl.models.vision_tower_config import Grid, TowerSizes, check_activation
 from whorl.nn import LayerNorm, Linear, RMSNorm
 
@@ -110,31 +120,12 @@ class MLP(Module):
         return self.fc2(x * torch.sigmoid(1.702 * x))
 
 
-class Block(Module):
-    """A layer of Qwen2-VL's tower."""
-
-    def __init__(self, config: TowerConfig) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = (LayerNorm(config.hidden_size, EPS) for _ in range(2))
-        self.attn, self.mlp = Attention(config), MLP(config)
-
-    def forward(self, x: Tensor, rotary: Tensor, starts: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), rotary, starts)
-        return x + self.mlp(self.norm2(x))
-
-
-class WindowedBlock(Module):
+class WindowedBlock(RMSBlock):
     """A layer of Qwen2.5-VL's tower."""
 
     def __init__(self, config: WindowedTowerConfig) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = (RMSNorm(config.hidden_size, EPS) for _ in range(2))
-        self.attn = Attention(config)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=True)
-
-    def forward(self, x: Tensor, rotary: Tensor, starts: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x, None)[0], rotary, starts)
-        return x + self.mlp(self.norm2(x, None)[0])
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=True)
+        super().__init__(config.hidden_size, EPS, Attention(config), mlp)
 
 
 class Merger(Module):
@@ -166,7 +157,7 @@ class Tower(VisionTower):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbedding(config, bias=False)
-        self.blocks = ModuleList(Block(config) for _ in range(config.depth))
+        self.blocks = ModuleList(Block(config, MLP(config)) for _ in range(config.depth))
         self.merger = Merger(config, LayerNorm(config.hidden_size, EPS))
 
     def merge(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import Module, ModuleList
 
 from whorl.models.qwen3_vl_tower_config import TowerConfig
-from whorl.models.vision_tower import CACHED_SIZES, EPS, Attention, PatchEmbedding, VisionTower, block_order
+from whorl.models.vision_tower import CACHED_SIZES, EPS, Block, PatchEmbedding, VisionTower, block_order
 from whorl.models.vision_tower_config import Grid
 from whorl.nn import LayerNorm, Linear, Plain
 
@@ -42,19 +42,6 @@ class MLP(Module):
         return self.linear_fc2(nn.functional.gelu(self.linear_fc1(x), approximate="tanh"))
 
 
-class Block(Module):
-    """A layer of the tower."""
-
-    def __init__(self, config: TowerConfig) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = (LayerNorm(config.hidden_size, EPS) for _ in range(2))
-        self.attn, self.mlp = Attention(config), MLP(config)
-
-    def forward(self, x: Tensor, rotary: Tensor, starts: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), rotary, starts)
-        return x + self.mlp(self.norm2(x))
-
-
 class Merger(Module):
     """Merges a block of neighbouring patches to one token.
 
@@ -86,7 +73,7 @@ class Tower(VisionTower):
         self.config = config
         self.patch_embed = PatchEmbedding(config)
         self.pos_embed = LearnedPositions(config)
-        self.blocks = ModuleList(Block(config) for _ in range(config.depth))
+        self.blocks = ModuleList(Block(config, MLP(config)) for _ in range(config.depth))
         self.merger = Merger(config, norms_block=False)
         self.deepstack_merger_list = ModuleList(
             Merger(config, norms_block=True) for _ in config.deepstack_visual_indexes

@@ -16,7 +16,7 @@ from torch.nn import Module, ModuleList
 
 from whorl import ops
 from whorl.models.vision_tower_config import Grid, TowerSizes
-from whorl.nn import Destination, Inserted, Linear, Packed, PlainLinear
+from whorl.nn import Destination, Inserted, LayerNorm, Linear, Packed, PlainLinear, RMSNorm
 from whorl.rope_config import RopeConfig
 from whorl.rope_table import get_rope
 
@@ -81,6 +81,32 @@ class GatedMLP(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.glu(self.gate_up_proj(x)))
+
+
+class Block(Module):
+    """A layer with LayerNorm."""
+
+    def __init__(self, config: TowerSizes, mlp: Module) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (LayerNorm(config.hidden_size, EPS) for _ in range(2))
+        self.attn, self.mlp = Attention(config), mlp
+
+    def forward(self, x: Tensor, rotary: Tensor, starts: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), rotary, starts)
+        return x + self.mlp(self.norm2(x))
+
+
+class RMSBlock(Module):
+    """A layer with RMSNorm."""
+
+    def __init__(self, width: int, eps: float, attn: Attention, mlp: Module) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (RMSNorm(width, eps) for _ in range(2))
+        self.attn, self.mlp = attn, mlp
+
+    def forward(self, x: Tensor, rotary: Tensor, starts: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x, None)[0], rotary, starts)
+        return x + self.mlp(self.norm2(x, None)[0])
 
 
 # ---- the tower

@@ -23,7 +23,7 @@ from . import Draft, Proposer
 from .one_by_one import OneByOne, mirrored
 
 if TYPE_CHECKING:
-    from whorl.engine.llm import Tokenizer
+    from whorl.engine.sequence import Tokenizer
 
 _MOST_SEQS = 256  # that draft at once
 _SHARE = 8  # the draft model's cache takes one part in so many of the default cache memory

@@ -135,7 +135,7 @@ class OneByOne:
 
     def warm_up(self, max_num_seqs: int, k: int, longest: int) -> Iterable[tuple[str, Callable[[], None]]]:
         """Yield calls of the sizes that drafts of up to `k` tokens for so many sequences need, and prompts."""
-        sizes = self.runner.graph_sizes(max_num_seqs * (k + 1)) or [(1, 1), (max_num_seqs, 1)]
+        sizes = self.runner.graphs.decoding_sizes(max_num_seqs * (k + 1)) or [(1, 1), (max_num_seqs, 1)]
         for count, keys in sizes:
             yield f"draft of {count} tokens, up to {keys} keys", partial(self.runner.warm_up, count, keys)
         size = min(self.max_tokens, longest)

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,9 +275,8 @@ def open_checkpoint(
     model_class = models.find(config)
     with ExitStack() as stack:
         if (path / METADATA).is_file() and not any(path.glob("*.safetensors")):
-            flat_name = getattr(model_class, "flat_name", None)
-            rename = str if flat_name is None else partial(flat_name, values=config)
-            sources = dcp.open_dcp(path, getattr(model_class, "trained_names", None), rename)
+            trained_names = getattr(model_class, "trained_names", None)
+            sources = dcp.open_dcp(path, *((None,) if trained_names is None else trained_names(config)))
         else:
             sources = open_safetensors(path, torch.device(device), stack)
         tensors = getattr(model_class, "tensors", None)

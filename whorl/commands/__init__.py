@@ -1,0 +1,1 @@
+"""The commands of `whorl`, by what they do. Heavy modules are imported inside them."""
