@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import browser, missing, until, window
+from chromium import missing, until, window
 from page_steps import answering, axe_findings, begin, end, said, say, use_axe, visit
 from serving import Served, serving, told
 
@@ -41,12 +41,6 @@ def add(a): return a + 1  # more
 ---
 ![picture](https://example.org/x.png) <b>raw</b>"""
 ANSWERS = {"md": MARKDOWN, "hello": "hello hello hello there", "long": "word " * 150, "fence": "```\nx = 1\n```\nafter"}
-
-
-@pytest.fixture(scope="module")
-def opened() -> Iterator[Any]:
-    with browser() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

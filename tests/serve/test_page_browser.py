@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import browser, missing, until, window
+from chromium import missing, until, window
 from media_files import png
 from page_steps import again_is_told, answering, begin, compared, end, give, ready, said, say, visit
 from seeing import looking, seeing
@@ -32,12 +32,6 @@ ANSWERS = {
 }
 TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
 CHAT = "**/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def opened() -> Iterator[Any]:
-    with browser() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import browser, missing, until, window
+from chromium import missing, until, window
 from media_files import drawn, encoded
 from page_steps import begin, end, give, ready, said, say, visit
 from seeing import looking, seeing
@@ -18,12 +18,6 @@ CHAT = "**/v1/chat/completions"
 LONG = "abcd efgh " * 40
 ANSWERS = {"hello": "Hello there!", "long": LONG, "other": "Another one.", "form": '{"a": 1}'}
 TITLES = "all => all.map(one => one.textContent)"
-
-
-@pytest.fixture(scope="module")
-def opened() -> Iterator[Any]:
-    with browser() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import browser, missing, until, window
+from chromium import missing, until, window
 from mcp_servers import sdk_server
 from page_steps import axe_findings, begin, end, ready, said, say, use_axe, visit
 from serving import TEMPLATE, Served, serving, told
@@ -30,12 +30,6 @@ ANSWERS = {
     SUNNY: "Take your sunglasses.",
     "The person refused this call.": "As you like.",
 }
-
-
-@pytest.fixture(scope="module")
-def opened() -> Iterator[Any]:
-    with browser() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,8 @@ function drawTimeline() {
   if (!lastTimes) return;
   const { parts } = lastTimes, whole = parts.at(-1)[2] - parts[1][1] || 1;
   const bar = make("div", { class: "bar", role: "img" }, ...parts.slice(1).map(([name, from, to]) => { const part = make("i", { title: name }); part.style.width = `${(100 * (to - from)) / whole}%`; return part; }));
-  const text = parts.map(([name, from, to]) => `${name} ${Math.max(0, to - from).toFixed(0)} ms`).join(", ");
+  const tints = ["", " (green)", " (blue)", " (orange)"];
+  const text = parts.map(([name, from, to], at) => `${name} ${Math.max(0, to - from).toFixed(0)} ms${tints[at]}`).join(", ");
   bar.setAttribute("aria-label", text);
   $("timeline").replaceChildren(bar, make("p", { class: "hint", text: `${text}.` }), button("Save as a Chrome trace", () => download("whorl-trace.json", trace())));
 }
