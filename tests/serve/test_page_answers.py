@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from chromium import missing, until, window
-from page_steps import answering, axe_findings, begin, end, said, say, use_axe, visit
+from page_steps import MARKDOWN, answering, begin, end, said, say, visit
 from serving import Served, serving, told
 
 from whorl.engine.drafting import DraftOptions
@@ -17,29 +17,6 @@ from whorl.engine.drafting import DraftOptions
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 CHAT = "**/v1/chat/completions"
-MARKDOWN = r"""# Title
-
-Some **bold**, *italic*, ~~gone~~ and `code`, a [link](https://example.org/a) and a [bad one](javascript:alert(1)),
-$e^{i\pi} = -1$ and \(x_1\), but $5 and $6 are prices.
-
-3. three
-   - nested
-4. four
-
-> a quote
-
-| a | b |
-|:--|--:|
-| left | 12 |
-
-$$\int_0^1 x^2\,dx$$
-
-```python
-def add(a): return a + 1  # more
-```
-
----
-![picture](https://example.org/x.png) <b>raw</b>"""
 ANSWERS = {"md": MARKDOWN, "hello": "hello hello hello there", "long": "word " * 150, "fence": "```\nx = 1\n```\nafter"}
 
 
@@ -284,46 +261,3 @@ def test_the_time_of_a_request_is_a_chrome_trace(page: Any, tmp_path: Path) -> N
     assert all(span["dur"] >= 0 for span in spans.values())
     assert spans["decode"]["ts"] + spans["decode"]["dur"] <= spans["request"]["dur"] + 2
     assert sum(event["ph"] == "i" for event in events) == len(ANSWERS["hello"]) + 1
-
-
-# ---- for everybody
-
-
-TOKEN = "article.assistant .t >> nth=2"
-VIEWS = ((), ("#tokens",), (TOKEN,), ("#show-engine",), ("#show-settings",), ("#show-settings", "#show-compare"))
-
-
-@pytest.mark.parametrize(("scheme", "rules"), [("light", "all"), ("dark", "colors")])
-def test_axe_finds_nothing(opened: Any, served: Served, scheme: str, rules: str) -> None:
-    """The rules of WCAG 2.2 A and AA in every view; in the dark nothing else is another than the colors."""
-    with window(opened, color_scheme=scheme, reduced_motion="reduce") as page:
-        visit(page, served, formatted=True)
-        use_axe(page)
-        say(page, "md")
-        findings = []
-        for steps in VIEWS:
-            for step in steps:
-                page.click(step)
-            findings += [(steps, finding) for finding in axe_findings(page, rules)]
-        page.fill("#compare-prompt", "hello")
-        page.click("#compare-form >> text=Compare")
-        until(page, "document.querySelector('#compare-verdict').textContent.startsWith('Equal:')")
-        findings += axe_findings(page, rules)
-        page.set_viewport_size({"width": 320, "height": 640})
-        page.keyboard.press("Escape")
-        page.click("#show-talks")
-        findings += axe_findings(page, rules)
-        assert findings == []
-
-
-def test_a_narrow_window(page: Any) -> None:
-    """320 pixels: nothing is cut off, and everything can be reached."""
-    page.set_viewport_size({"width": 320, "height": 640})
-    say(page, "md")
-    wide = "[...document.querySelectorAll('button, input, select, textarea')].filter(one => one.checkVisibility() "
-    wide += "&& !one.closest('.table, pre') && one.getBoundingClientRect().right > innerWidth + 1).map(one => one.id)"
-    for step in (None, "#show-talks", "#show-talks", "#show-settings", "#show-engine", "#show-engine", "#show-compare"):
-        if step is not None:
-            page.click(step)
-        assert page.evaluate(wide) == [], step
-        assert page.evaluate("document.scrollingElement.scrollWidth") <= 320

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chromium import missing, until, window
 from mcp_servers import sdk_server
-from page_steps import axe_findings, begin, end, ready, said, say, use_axe, visit
+from page_steps import axe_findings, begin, choose, end, ready, said, say, use_axe, visit
 from serving import TEMPLATE, Served, serving, told
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
@@ -114,7 +114,7 @@ def test_the_choice_stays_and_can_be_taken_back(page: Any, url: str) -> None:
     with page.expect_request(CHAT) as request:
         say(page, "hello")
     assert "tools" not in request.value.post_data_json
-    page.click("#list >> text=call")
+    choose(page, "call")
     assert page.locator(".call >> text=Run at").count() == 0  # the server is not used any more
     page.click(f"[aria-label='Remove {url}']")
     assert page.locator("#servers input").count() == 0

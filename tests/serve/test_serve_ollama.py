@@ -9,6 +9,9 @@ import pytest
 from media_files import png
 from seeing import looking, seeing
 from serving import MODEL, Served, serving, told
+from typer.testing import CliRunner
+
+from whorl.cli import app
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 ANSWERS = {
@@ -157,6 +160,11 @@ def test_recorded_bodies_of_other_endpoints(served: Served) -> None:
     assert loaded["context_length"] == 1024
     version = served.http.get("/api/version").json()["version"]
     assert [int(part) for part in version.split(".")] >= [0, 6, 4]  # below, editors refuse to talk to it
+
+
+def test_ps_reads_what_runs(served: Served) -> None:
+    done = CliRunner().invoke(app, ["ps", "--url", served.url])
+    assert done.output == f"{MODEL}  0 bytes  context 1024  0 running, 0 waiting  {served.url}\n"
 
 
 def test_pictures() -> None:
