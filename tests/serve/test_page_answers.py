@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +246,28 @@ def test_another_server(opened: Any) -> None:
             visit(page, served, formatted=True)
             verdict = compare(page, f"The server at {name}")
             assert verdict.startswith(f"{name} cannot be reached from this page. It needs whorl serve --allow-origin")
+
+
+def test_adapters_states_and_blocks_beyond_the_device(opened: Any, served: Served) -> None:
+    """As a server tells of them that has all three."""
+    more = {"num_state_bytes": 2e9, "num_snapshots": 3, "num_states_loaded": 1}
+    more |= {"num_host_bytes": 4e9, "num_disk_bytes": 5e9, "num_blocks_fetched": 6}
+
+    def told_too(name: str, add: Callable[[Any], Any]) -> None:
+        page.route(f"**/page/{name}", lambda route: route.fulfill(json=add(route.fetch().json())))
+
+    with window(opened) as page:
+        told_too("about", lambda about: about | {"adapters": ["poet"]})
+        told_too("stats", lambda stats: stats | {"engine": stats["engine"] | more})
+        visit(page, served, formatted=True)
+        page.click("#show-engine")
+        page.wait_for_selector("#states >> text=States take 2.00 GB, with 3 snapshots; 1 prompt began with one.")
+        page.wait_for_selector("#states >> text=4.00 GB in memory and 5.00 GB in files; 6 blocks fetched. Adapters: poet.")
+        bodies: list[Any] = []
+        page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+        assert compare(page, "adapter poet").startswith("Equal:")
+        assert [body.get("model") for body in bodies if "messages" in body] == [None, "poet"]
+        page.unroute_all()
 
 
 def test_the_time_of_a_request_is_a_chrome_trace(page: Any, tmp_path: Path) -> None:

@@ -133,6 +133,14 @@ RECORDED = {
         "keep_alive": 1800,
         "stream": True,
     },
+    # It sends neither the call nor whose result it is.
+    "continue, a tool's result": {
+        "model": MODEL,
+        "messages": [*user("call"), {"role": "assistant", "content": ""}, {"role": "tool", "content": "sunny"}],
+        "options": {"num_predict": 400, "num_ctx": 8192},
+        "keep_alive": 1800,
+        "stream": True,
+    },
 }
 
 
