@@ -262,7 +262,9 @@ def test_adapters_states_and_blocks_beyond_the_device(opened: Any, served: Serve
         visit(page, served, formatted=True)
         page.click("#show-engine")
         page.wait_for_selector("#states >> text=States take 2.00 GB, with 3 snapshots; 1 prompt began with one.")
-        page.wait_for_selector("#states >> text=4.00 GB in memory and 5.00 GB in files; 6 blocks fetched. Adapters: poet.")
+        page.wait_for_selector(
+            "#states >> text=4.00 GB in memory and 5.00 GB in files; 6 blocks fetched. Adapters: poet."
+        )
         bodies: list[Any] = []
         page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
         assert compare(page, "adapter poet").startswith("Equal:")
