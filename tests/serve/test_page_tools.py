@@ -70,6 +70,7 @@ def test_a_call_is_seen_run_and_answered(page: Any, url: str, tmp_path: Path) ->
     use_axe(page)
     assert axe_findings(page) == []
     shown = tmp_path / "page_tools.png"
+    page.locator("#server-form").scroll_into_view_if_needed()
     page.screenshot(path=shown)
     if folder := os.environ.get("WHORL_PICTURES"):
         shutil.copy(shown, folder)
