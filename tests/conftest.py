@@ -19,6 +19,7 @@ from folders import ROOMS
 from interpreter import compute_as_hardware
 
 sys.path[:0] = ROOMS
+pytest_plugins = ["chromium"]  # fixtures of tests/serve; a conftest.py there would hide this one
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Read when a kernel is defined, so it is set before any test imports one.

@@ -367,7 +367,7 @@ def follow(session: Session, file: Path) -> None:
     assert "The capital of France is Paris." in session.until("> ")
     session.send("Repeat that.\n")
     assert "Paris" in session.until("> ")
-    session.send("/stats\n")
+    session.send("/sta\t\n")  # Tab completes it
     assert " tok/s; first after " in session.until("> ")
     session.send("Write a very long story about the sea.\n")
     session.until("sea.\r\n")  # the echo

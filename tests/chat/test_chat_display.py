@@ -284,6 +284,15 @@ def test_ps_without_a_server(reply: bytes | None) -> None:
     assert (done.exit_code, f"no server of whorl at {url}" in done.output) == (2, True), done.output
 
 
+def test_pull_says_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(2998))
+    monkeypatch.setattr("whorl.engine.weights.resolve", lambda name: tmp_path)
+    assert run("pull", "org/tiny").stdout == f"org/tiny: 3 kB in {tmp_path}\n"
+    done = run("pull", str(tmp_path))
+    assert (done.exit_code, "is on this machine already" in done.output) == (2, True), done.output
+
+
 def test_the_first_time_it_says_what_is_downloaded_and_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 _NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _HOW = "apt-get install chromium-headless-shell, or name one in WHORL_CHROMIUM"
 SECONDS = 90  # until something appears, on a busy machine
@@ -37,6 +39,13 @@ def browser() -> Iterator[Any]:
             yield opened
         finally:
             opened.close()
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Any]:
+    """The browser of a file's tests. It ends with them: its event loop would be in the way of other tests' own."""
+    with browser() as running:
+        yield running
 
 
 @contextlib.contextmanager

@@ -7,12 +7,35 @@ from client_environments import environment
 from serving import Served
 
 # The likeliest token each time, and tokens are shown, unless a test says something else.
-USUAL = '{"temperature": "0", "coloured": true}'
-GREEDY = f"localStorage.getItem('whorl.settings') ?? localStorage.setItem('whorl.settings', '{USUAL}')"
+SETTINGS = {True: '{"temperature": "0"}', False: '{"temperature": "0", "coloured": true}'}
+MARKDOWN = r"""# Title
+
+Some **bold**, *italic*, ~~gone~~ and `code`, a [link](https://example.org/a) and a [bad one](javascript:alert(1)),
+$e^{i\pi} = -1$ and \(x_1\), but $5 and $6 are prices.
+
+3. three
+   - nested
+4. four
+
+> a quote
+
+| a | b |
+|:--|--:|
+| left | 12 |
+
+$$\int_0^1 x^2\,dx$$
+
+```python
+def add(a): return a + 1  # more
+```
+
+---
+![picture](https://example.org/x.png) <b>raw</b>"""
 
 
 def visit(page: Any, served: Served, *, formatted: bool = False) -> None:
-    page.add_init_script(GREEDY.replace("true", "false") if formatted else GREEDY)
+    keep = f"localStorage.setItem('whorl.settings', '{SETTINGS[formatted]}')"
+    page.add_init_script(f"localStorage.getItem('whorl.settings') ?? {keep}")
     page.goto(f"{served.url}/")
     ready(page)
 
@@ -35,6 +58,12 @@ def end(page: Any) -> None:
 def say(page: Any, text: str) -> None:
     begin(page, text)
     end(page)
+
+
+def choose(page: Any, title: str) -> None:
+    """Open a conversation of the list, and wait until it is there."""
+    page.click(f"#list .open >> text={title}")
+    page.wait_for_selector(f"#list .open[aria-current='true'] >> text={title}")
 
 
 def said(page: Any) -> str:
@@ -69,7 +98,8 @@ def use_axe(page: Any) -> None:
 
 def axe_findings(page: Any, rules: str = "all") -> list[tuple[str, str]]:
     """What axe-core finds in the view: each rule with the first element that breaks it."""
-    report = page.evaluate(f"axe.run(document, {{runOnly: {RULES[rules]}}})")
+    how = f"{{runOnly: {RULES[rules]}, resultTypes: ['violations']}}"
+    report = page.evaluate(f"axe.run(document, {how})")
     assert len(report["passes"]) > (10 if rules == "all" else 0), "it looks at the page"
     return [(one["id"], one["nodes"][0]["html"]) for one in report["violations"]]
 

@@ -3,13 +3,13 @@
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import browser, missing, until, window
-from page_steps import answering, axe_findings, begin, end, said, say, use_axe, visit
+from chromium import missing, until, window
+from page_steps import MARKDOWN, answering, begin, end, said, say, visit
 from serving import Served, serving, told
 
 from whorl.engine.drafting import DraftOptions
@@ -17,36 +17,7 @@ from whorl.engine.drafting import DraftOptions
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 CHAT = "**/v1/chat/completions"
-MARKDOWN = r"""# Title
-
-Some **bold**, *italic*, ~~gone~~ and `code`, a [link](https://example.org/a) and a [bad one](javascript:alert(1)),
-$e^{i\pi} = -1$ and \(x_1\), but $5 and $6 are prices.
-
-3. three
-   - nested
-4. four
-
-> a quote
-
-| a | b |
-|:--|--:|
-| left | 12 |
-
-$$\int_0^1 x^2\,dx$$
-
-```python
-def add(a): return a + 1  # more
-```
-
----
-![picture](https://example.org/x.png) <b>raw</b>"""
 ANSWERS = {"md": MARKDOWN, "hello": "hello hello hello there", "long": "word " * 150, "fence": "```\nx = 1\n```\nafter"}
-
-
-@pytest.fixture(scope="module")
-def opened() -> Iterator[Any]:
-    with browser() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +269,30 @@ def test_another_server(opened: Any) -> None:
             assert verdict.startswith(f"{name} cannot be reached from this page. It needs whorl serve --allow-origin")
 
 
+def test_adapters_states_and_blocks_beyond_the_device(opened: Any, served: Served) -> None:
+    """As a server tells of them that has all three."""
+    more = {"num_state_bytes": 2e9, "num_snapshots": 3, "num_states_loaded": 1}
+    more |= {"num_host_bytes": 4e9, "num_disk_bytes": 5e9, "num_blocks_fetched": 6}
+
+    def told_too(name: str, add: Callable[[Any], Any]) -> None:
+        page.route(f"**/page/{name}", lambda route: route.fulfill(json=add(route.fetch().json())))
+
+    with window(opened) as page:
+        told_too("about", lambda about: about | {"adapters": ["poet"]})
+        told_too("stats", lambda stats: stats | {"engine": stats["engine"] | more})
+        visit(page, served, formatted=True)
+        page.click("#show-engine")
+        page.wait_for_selector("#states >> text=States take 2.00 GB, with 3 snapshots; 1 prompt began with one.")
+        page.wait_for_selector(
+            "#states >> text=4.00 GB in memory and 5.00 GB in files; 6 blocks fetched. Adapters: poet."
+        )
+        bodies: list[Any] = []
+        page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+        assert compare(page, "adapter poet").startswith("Equal:")
+        assert [body.get("model") for body in bodies if "messages" in body] == [None, "poet"]
+        page.unroute_all()
+
+
 def test_the_time_of_a_request_is_a_chrome_trace(page: Any, tmp_path: Path) -> None:
     say(page, "hello")
     page.click("#show-engine")
@@ -311,46 +306,3 @@ def test_the_time_of_a_request_is_a_chrome_trace(page: Any, tmp_path: Path) -> N
     assert all(span["dur"] >= 0 for span in spans.values())
     assert spans["decode"]["ts"] + spans["decode"]["dur"] <= spans["request"]["dur"] + 2
     assert sum(event["ph"] == "i" for event in events) == len(ANSWERS["hello"]) + 1
-
-
-# ---- for everybody
-
-
-TOKEN = "article.assistant .t >> nth=2"
-VIEWS = ((), ("#tokens",), (TOKEN,), ("#show-engine",), ("#show-settings",), ("#show-settings", "#show-compare"))
-
-
-@pytest.mark.parametrize(("scheme", "rules"), [("light", "all"), ("dark", "colors")])
-def test_axe_finds_nothing(opened: Any, served: Served, scheme: str, rules: str) -> None:
-    """The rules of WCAG 2.2 A and AA in every view; in the dark nothing else is another than the colors."""
-    with window(opened, color_scheme=scheme, reduced_motion="reduce") as page:
-        visit(page, served, formatted=True)
-        use_axe(page)
-        say(page, "md")
-        findings = []
-        for steps in VIEWS:
-            for step in steps:
-                page.click(step)
-            findings += [(steps, finding) for finding in axe_findings(page, rules)]
-        page.fill("#compare-prompt", "hello")
-        page.click("#compare-form >> text=Compare")
-        until(page, "document.querySelector('#compare-verdict').textContent.startsWith('Equal:')")
-        findings += axe_findings(page, rules)
-        page.set_viewport_size({"width": 320, "height": 640})
-        page.keyboard.press("Escape")
-        page.click("#show-talks")
-        findings += axe_findings(page, rules)
-        assert findings == []
-
-
-def test_a_narrow_window(page: Any) -> None:
-    """320 pixels: nothing is cut off, and everything can be reached."""
-    page.set_viewport_size({"width": 320, "height": 640})
-    say(page, "md")
-    wide = "[...document.querySelectorAll('button, input, select, textarea')].filter(one => one.checkVisibility() "
-    wide += "&& !one.closest('.table, pre') && one.getBoundingClientRect().right > innerWidth + 1).map(one => one.id)"
-    for step in (None, "#show-talks", "#show-talks", "#show-settings", "#show-engine", "#show-engine", "#show-compare"):
-        if step is not None:
-            page.click(step)
-        assert page.evaluate(wide) == [], step
-        assert page.evaluate("document.scrollingElement.scrollWidth") <= 320

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import browser, missing, until, window
+from chromium import missing, until, window
 from media_files import png
 from page_steps import again_is_told, answering, begin, compared, end, give, ready, said, say, visit
 from seeing import looking, seeing
-from serving import ALPHABET, Served, serving, told, wait_until
+from serving import Served, serving, told, wait_until
 
 from whorl.engine.drafting import DraftOptions
 
@@ -32,12 +32,6 @@ ANSWERS = {
 }
 TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
 CHAT = "**/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def opened() -> Iterator[Any]:
-    with browser() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -419,70 +413,3 @@ def test_the_engine_is_drawn_as_it_fills(opened: Any) -> None:
         page.wait_for_selector("#queue .waiting")
         page.click("#stop")
         end(page)
-
-
-@pytest.mark.slow
-def test_phone_and_dark(opened: Any, served: Served) -> None:
-    paper = "getComputedStyle(document.body).backgroundColor"
-    with window(opened, color_scheme="dark") as page:
-        page.set_viewport_size({"width": 360, "height": 700})
-        visit(page, served)
-        say(page, "code")
-        assert page.evaluate(paper) == "rgb(21, 23, 26)"
-        for panel in (None, "#show-settings", "#show-engine"):
-            if panel is not None:
-                page.click(panel)
-            wide = (
-                "[...document.querySelectorAll('button, input, select, textarea')].filter(one => one.checkVisibility() "
-            )
-            wide += "&& one.getBoundingClientRect().right > innerWidth + 1).map(one => one.id || one.textContent)"
-            assert page.evaluate(wide) == []
-            assert page.evaluate("document.scrollingElement.scrollWidth") <= 360
-        page.click("#show-engine")
-        page.click("#theme")
-        assert page.text_content("#theme") == "Light"
-        assert page.evaluate(paper) == "rgb(255, 255, 255)"
-        page.reload()
-        ready(page)
-        assert page.evaluate(paper) == "rgb(255, 255, 255)"
-
-
-@pytest.mark.slow
-def test_everything_that_can_be_used_has_a_name(page: Any) -> None:
-    """As a screen reader is told by the browser."""
-    say(page, "hello")
-    for panel in ("#show-settings", "#show-engine"):
-        page.click(panel)
-        session = page.context.new_cdp_session(page)
-        tree = session.send("Accessibility.getFullAXTree")["nodes"]
-        roles = ("button", "textbox", "combobox", "spinbutton", "checkbox", "image", "dialog", "status", "article")
-        controls = [
-            (n["role"]["value"], n.get("name", {}).get("value")) for n in tree if not n.get("ignored") and "role" in n
-        ]
-        used = [(role, name) for role, name in controls if role in roles]
-        assert len(used) > 10
-        assert [role for role, name in used if not name and role != "status"] == []
-        assert any(role == "status" for role, _ in used)
-
-
-def test_keys_alone(page: Any) -> None:
-    assert page.evaluate("document.activeElement.id") == "prompt"  # one may write at once
-    page.keyboard.type("hello")
-    page.keyboard.press("Shift+Enter")
-    page.keyboard.type("there")
-    assert page.input_value("#prompt") == "hello\nthere"
-    page.keyboard.press("Enter")
-    end(page)
-    assert said(page) == ALPHABET
-    page.keyboard.press("ArrowUp")
-    assert page.input_value("#prompt") == "hello\nthere"
-    page.keyboard.press("Escape")
-    assert page.input_value("#prompt") == ""
-    page.click("#show-settings")
-    page.focus("#system")
-    page.keyboard.press("Escape")
-    assert not page.is_visible("#settings")
-    assert page.evaluate("document.activeElement.id") == "prompt"
-    page.keyboard.press("Alt+n")
-    page.wait_for_selector(".empty")
-    assert page.locator("article").count() == 0

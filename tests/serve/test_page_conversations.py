@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import browser, missing, until, window
-from media_files import drawn, encoded
-from page_steps import begin, end, give, ready, said, say, visit
+from chromium import missing, until, window
+from media_files import drawn, encoded, film
+from page_steps import begin, choose, end, give, ready, said, say, visit
 from seeing import looking, seeing
 from serving import Served, serving, told
 
@@ -18,12 +18,6 @@ CHAT = "**/v1/chat/completions"
 LONG = "abcd efgh " * 40
 ANSWERS = {"hello": "Hello there!", "long": LONG, "other": "Another one.", "form": '{"a": 1}'}
 TITLES = "all => all.map(one => one.textContent)"
-
-
-@pytest.fixture(scope="module")
-def opened() -> Iterator[Any]:
-    with browser() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +54,7 @@ def test_list_search_rename_delete_and_undo(page: Any) -> None:
     page.reload()
     ready(page)
     assert titles(page) == ["other", "A greeting"]
-    page.click("#list >> text=A greeting")
+    choose(page, "A greeting")
     page.click("[aria-label='Delete A greeting']")
     until(page, "document.querySelectorAll('#list .open').length === 1")
     page.click("#toast >> text=Undo")
@@ -79,7 +73,7 @@ def test_what_is_not_sent_yet_stays(page: Any) -> None:
     page.click("#new")
     assert page.input_value("#prompt") == ""
     page.fill("#prompt", "another one")
-    page.click("#list >> text=hello")
+    choose(page, "hello")
     assert page.input_value("#prompt") == "half a question"
     page.reload()
     ready(page)
@@ -175,7 +169,10 @@ def test_every_kind_of_picture_that_the_page_takes_the_server_takes(opened: Any)
             until(page, "document.querySelectorAll('#attached img').length === 1")
             say(page, "it")
             assert page.locator("article.assistant .error:visible").count() == 0
-        assert len(llm.seen[-1][1]) == 4
+        give(page, film(), "drop", "a.webm", "video/webm")
+        until(page, "document.querySelectorAll('#attached video').length === 1")
+        say(page, "it")
+        assert [item.kind for item in llm.seen[-1][1]] == ["image"] * 4 + ["video"]
         give(page, encoded(drawn(9, 9), "BMP"), "drop", "a.bmp", "image/bmp")
         page.wait_for_selector("#note-text >> text=a.bmp is image/bmp")
 
@@ -210,7 +207,7 @@ def test_a_system_prompt_for_each_conversation(page: Any) -> None:
     say(page, "hello")
     page.click("#new")
     assert page.input_value("#system") == ""
-    page.click("#list >> text=hello")
+    choose(page, "hello")
     assert page.input_value("#system") == "Be brief."
 
 
@@ -273,7 +270,7 @@ def test_three_tasks_take_two_clicks_each(opened: Any) -> None:
         say(page, "other")
         page.evaluate("window.clicks = 0")
         assert page.text_content("#list h2 >> nth=1") == "Yesterday"
-        page.click("#list >> text=hello")
+        choose(page, "hello")
         assert said(page) == "Hello there!"
         done("yesterday's conversation")
         with page.expect_file_chooser() as chooser:

@@ -1,6 +1,7 @@
 """The page with the model that answers when none is named, and pictures of it: those in docs/ are made here."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from chromium import browser, missing, until, window
 from default_model import default_llm
+from page_steps import choose, end, ready, said
 from serving import Served, serving
 
 from whorl.engine.drafting import DraftOptions
@@ -72,6 +74,9 @@ def test_pictures_of_a_real_answer(served: Served, folder: Path) -> None:
             SHOWN,
         )
         picture(page, folder / "page_light.png")
+        page.click("#show-settings")
+        picture(page, folder / "page_settings.png")
+        page.click("#show-settings")
         page.click("#new")
         page.click("#tokens")
         page.click("#show-engine")
@@ -91,18 +96,40 @@ def test_pictures_of_a_real_answer(served: Served, folder: Path) -> None:
         # Other sequences, the cache and drafts have changed no bit of it.
         assert page.text_content(".again .equal").startswith("Equal: ")
         page.emulate_media(color_scheme="dark")
-        page.wait_for_timeout(1500)  # for the engine to be drawn once more
         picture(page, folder / "page_dark.png")
         page.emulate_media(color_scheme="light")
         page.click("#show-engine")
         page.click("#show-compare")
         page.select_option("#compare-right", "Varied")
         page.click("#compare-form >> text=Compare")
-        until(
-            page, "/^(They part|Equal|The same)/.test(document.querySelector('#compare-verdict').textContent)", SECONDS
-        )
+        page.wait_for_selector(".side:last-child > .hint >> text=tok/s")  # both are over
         picture(page, folder / "page_compare.png")
         page.keyboard.press("Escape")
         page.set_viewport_size({"width": 390, "height": 780})
         page.evaluate("document.querySelector('#log').scrollTop = 0")
         picture(page, folder / "page_phone.png")
+        page.click("#show-talks")
+        picture(page, folder / "page_phone_list.png")
+
+
+def test_two_tasks_in_time(served: Served) -> None:
+    """To the first word of an answer, and to yesterday's conversation; the seconds are printed (`pytest -s`)."""
+    with browser() as opened, window(opened) as page:
+        page.set_default_timeout(1000 * SECONDS)
+        page.add_init_script(f"localStorage.setItem('whorl.settings', '{SETTINGS}')")
+        began = time.monotonic()
+        page.goto(f"{served.url}/")
+        ready(page)
+        opened_after = time.monotonic() - began
+        began = time.monotonic()
+        ask(page, "What is the capital of France?")
+        until(page, "(document.querySelector('article.assistant > .said')?.textContent ?? '') !== ''", SECONDS)
+        first = time.monotonic() - began
+        end(page)
+        assert "Paris" in said(page)
+        page.click("#new")
+        page.wait_for_selector(".empty")
+        began = time.monotonic()
+        choose(page, "What is the capital")
+        assert "Paris" in said(page)
+        print(f"\npage {opened_after:.2f} s, first word {first:.2f} s, conversation {time.monotonic() - began:.2f} s")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import browser, missing, until, window
+from chromium import missing, until, window
 from mcp_servers import sdk_server
-from page_steps import axe_findings, begin, end, ready, said, say, use_axe, visit
+from page_steps import axe_findings, begin, choose, end, ready, said, say, use_axe, visit
 from serving import TEMPLATE, Served, serving, told
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
@@ -30,12 +30,6 @@ ANSWERS = {
     SUNNY: "Take your sunglasses.",
     "The person refused this call.": "As you like.",
 }
-
-
-@pytest.fixture(scope="module")
-def opened() -> Iterator[Any]:
-    with browser() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +70,7 @@ def test_a_call_is_seen_run_and_answered(page: Any, url: str, tmp_path: Path) ->
     use_axe(page)
     assert axe_findings(page) == []
     shown = tmp_path / "page_tools.png"
+    page.locator("#server-form").scroll_into_view_if_needed()
     page.screenshot(path=shown)
     if folder := os.environ.get("WHORL_PICTURES"):
         shutil.copy(shown, folder)
@@ -120,7 +115,7 @@ def test_the_choice_stays_and_can_be_taken_back(page: Any, url: str) -> None:
     with page.expect_request(CHAT) as request:
         say(page, "hello")
     assert "tools" not in request.value.post_data_json
-    page.click("#list >> text=call")
+    choose(page, "call")
     assert page.locator(".call >> text=Run at").count() == 0  # the server is not used any more
     page.click(f"[aria-label='Remove {url}']")
     assert page.locator("#servers input").count() == 0

@@ -9,6 +9,9 @@ import pytest
 from media_files import png
 from seeing import looking, seeing
 from serving import MODEL, Served, serving, told
+from typer.testing import CliRunner
+
+from whorl.cli import app
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 ANSWERS = {
@@ -155,6 +158,14 @@ RECORDED = {
         "keep_alive": 1800,
         "stream": True,
     },
+    # It sends neither the call nor whose result it is.
+    "continue, a tool's result": {
+        "model": MODEL,
+        "messages": [*user("call"), {"role": "assistant", "content": ""}, {"role": "tool", "content": "sunny"}],
+        "options": {"num_predict": 400, "num_ctx": 8192},
+        "keep_alive": 1800,
+        "stream": True,
+    },
 }
 
 
@@ -182,6 +193,11 @@ def test_recorded_bodies_of_other_endpoints(served: Served) -> None:
     assert loaded["context_length"] == 1024
     version = served.http.get("/api/version").json()["version"]
     assert [int(part) for part in version.split(".")] >= [0, 6, 4]  # below, editors refuse to talk to it
+
+
+def test_ps_reads_what_runs(served: Served) -> None:
+    done = CliRunner().invoke(app, ["ps", "--url", served.url])
+    assert done.output == f"{MODEL}  0 bytes  context 1024  0 running, 0 waiting  {served.url}\n"
 
 
 def test_pictures() -> None:

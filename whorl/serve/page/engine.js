@@ -97,7 +97,7 @@ function drawQueue(now) {
   $("queue").append(make("p", { class: "hint", text: `${several(now.engine.num_waiting, "sequence")} in line for blocks; ${now.queue.num_waiting} of up to ${now.queue.most} have no token yet.` }));
   const hits = now.engine.num_tokens_queried ? percent(now.engine.num_tokens_hit / now.engine.num_tokens_queried) : "none";
   $("counts").textContent = `Since the start: ${now.num_generated} tokens generated, ${hits} of prompt tokens from the cache, ${now.engine.num_accepted} of ${now.engine.num_drafted} drafted tokens accepted, ${now.engine.num_preemptions} preemptions.`;
-  const states = now.engine.num_state_bytes ? `States take ${gigabytes(now.engine.num_state_bytes)}, with ${several(now.engine.num_snapshots, "snapshot")}; ${now.engine.num_states_loaded ?? 0} prompts began with one. ` : "";
+  const states = now.engine.num_state_bytes ? `States take ${gigabytes(now.engine.num_state_bytes)}, with ${several(now.engine.num_snapshots, "snapshot")}; ${several(now.engine.num_states_loaded ?? 0, "prompt")} began with one. ` : "";
   const beyond = now.engine.num_host_bytes !== undefined ? `Beyond the device: ${gigabytes(now.engine.num_host_bytes)} in memory and ${gigabytes(now.engine.num_disk_bytes ?? 0)} in files; ${several(now.engine.num_blocks_fetched ?? 0, "block")} fetched. ` : "";
   $("states").textContent = states + beyond + (about?.adapters.length ? `Adapters: ${about.adapters.join(", ")}.` : "");
 }
@@ -119,7 +119,8 @@ function drawTimeline() {
   if (!lastTimes) return;
   const { parts } = lastTimes, whole = parts.at(-1)[2] - parts[1][1] || 1;
   const bar = make("div", { class: "bar", role: "img" }, ...parts.slice(1).map(([name, from, to]) => { const part = make("i", { title: name }); part.style.width = `${(100 * (to - from)) / whole}%`; return part; }));
-  const text = parts.map(([name, from, to]) => `${name} ${Math.max(0, to - from).toFixed(0)} ms`).join(", ");
+  const tints = ["", " (green)", " (blue)", " (orange)"];
+  const text = parts.map(([name, from, to], at) => `${name} ${Math.max(0, to - from).toFixed(0)} ms${tints[at]}`).join(", ");
   bar.setAttribute("aria-label", text);
   $("timeline").replaceChildren(bar, make("p", { class: "hint", text: `${text}.` }), button("Save as a Chrome trace", () => download("whorl-trace.json", trace())));
 }

@@ -88,6 +88,7 @@ function setTheme(name) {
   localStorage.setItem("whorl.theme", name);
   document.documentElement.dataset.theme = name;
   $("theme").textContent = { auto: "Auto", light: "Light", dark: "Dark" }[name] || "Auto";
+  redraw();
   $("theme").setAttribute("aria-label", `Colors: ${{ light: "light", dark: "dark" }[name] || "as the system has them"}`);
 }
 
@@ -98,8 +99,10 @@ function panel(name) {
     $(`show-${one}`).setAttribute("aria-expanded", isShown);
   }
   if (name === null) $("prompt").focus();
-  if (!$("engine").hidden && stats) draw(stats);
+  redraw();
 }
+
+function redraw() { if (!$("engine").hidden && stats) draw(stats); }
 
 function showTalks(is) {
   $("talks").classList.toggle("shown", is);
@@ -171,6 +174,7 @@ function wire() {
   });
   document.addEventListener("click", (event) => { if (!event.target.closest(".t, #token")) forget(); });
   document.addEventListener("keydown", onKey);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw); // a canvas does not follow by itself
   if (channel) channel.onmessage = onOtherTab;
 }
 

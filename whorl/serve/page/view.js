@@ -149,7 +149,7 @@ class View {
     this.calls.replaceChildren(...node.calls.map((call) => {
       const box = make("div", { class: "call", role: "group", "aria-label": `Call of ${call.name}` }, make("strong", { text: `Call: ${call.name}` }), make("pre", { text: pretty(call.arguments) }));
       if (isOpen && !answered.has(call.id)) {
-        const field = make("textarea", { rows: "2", "aria-label": `What ${call.name} returned` });
+        const field = make("textarea", { rows: "2", "aria-label": `What ${call.name} returned`, placeholder: `What ${call.name} returned` });
         box.append(...callButtons(node, call, box), field, button("Return this", () => returned(node, call, field.value)));
       }
       return box;
