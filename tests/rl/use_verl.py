@@ -69,6 +69,7 @@ def config_of(folder: str, transfer: str) -> Any:
         f"+{rollout}.engine_kwargs.whorl.transfer": transfer,
         f"+{rollout}.engine_kwargs.whorl.num_blocks": 256,
         f"+{rollout}.engine_kwargs.whorl.block_size": 8,
+        f"+{rollout}.engine_kwargs.whorl.tp_segments": 2,  # so that one rank has the bits of two
     }
     with initialize_config_dir(path, version_base=None):
         return compose("ppo_trainer", [f"{name}={value}" for name, value in overrides.items()])
@@ -78,7 +79,7 @@ def refusal(work: Any) -> str:
     try:
         ray.get(work)
     except Exception as error:
-        return str(error)
+        return str(error).splitlines()[-1]
     return "nothing was refused"
 
 
@@ -143,11 +144,24 @@ async def hybrid(config: Any, folder: str) -> dict[str, Any]:
     return told
 
 
+async def standalone(config: Any) -> dict[str, Any]:
+    """A server with devices of its own, beside verl's worker that receives weights. It does not sleep."""
+    with open_dict(config):
+        config.actor_rollout_ref.rollout.tensor_model_parallel_size = 1
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    replica = get_rollout_replica_class("whorl")(5, rollout, config.actor_rollout_ref.model, gpus_per_node=1)
+    await replica.init_standalone()
+    await replica.sleep()
+    await replica.wake_up()
+    params = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3, "ignore_eos": True, "logprobs": True}
+    answers = [await replica.server_handle.generate.remote(prompt, params, f"{prompt}") for prompt in PROMPTS]
+    return {"answers": [answer.model_dump() for answer in answers], "workers": len(replica.workers)}
+
+
 async def main(folder: str, transfer: str) -> dict[str, Any]:
     config = config_of(folder, transfer)
     told = {"class": str(get_rollout_class("whorl")), "replica": str(get_rollout_replica_class("whorl"))}
-    told |= {"hybrid": await hybrid(config, folder)}
-    return told
+    return told | {"hybrid": await hybrid(config, folder), "standalone": await standalone(config)}
 
 
 if __name__ == "__main__":
