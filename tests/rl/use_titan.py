@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torchstore
 from monarch.actor import Actor, endpoint, this_host
+from monarch.config import configure
 from monarch.spmd import setup_torch_elastic_env_async
 from safetensors.torch import save_file
 from torchtitan.experiments.rl.routing import InterGeneratorRouter
@@ -149,6 +150,8 @@ async def refusal(call: Any) -> str:
 
 async def main(folder: Path) -> dict[str, Any]:
     write(folder)
+    waits = dict.fromkeys(("host_spawn_ready_timeout", "mesh_proc_spawn_max_idle", "actor_spawn_max_idle"), "300s")
+    configure(**waits)  # the machine may do other things as well
     trainer_mesh, generator_mesh, router_mesh = [await mesh() for _ in range(3)]
     trainer = trainer_mesh.spawn("trainer", Trainer)
     generator = generator_mesh.spawn(

@@ -10,6 +10,7 @@ import math
 from operator import attrgetter
 from typing import Any
 
+import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
 
 from whorl.engine.llm import LLM
@@ -83,7 +84,7 @@ class WhorlGenerator(Actor):
             max_model_len=model_spec.model.max_seq_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            gpu_memory_utilization=config.gpu_memory_limit,
+            gpu_memory_utilization=config.gpu_memory_limit if torch.accelerator.is_available() else None,
             use_graphs=None if config.cudagraph.enable else False,
             seed=config.debug.seed,
         )
