@@ -66,7 +66,7 @@ def test_weights_come_while_requests_run(told: Any, folder: Path) -> None:
     """They go on, and say which versions sampled them; later ones have the new weights alone."""
     for answer in told["spanning"]:
         assert (answer["min_policy_version"], answer["max_policy_version"]) == (STEPS - 1, STEPS)
-        assert len(answer["token_ids"]) == len(answer["token_logprobs"]) == 600
+        assert len(answer["token_ids"]) == len(answer["token_logprobs"]) == 120
     assert said(told["greedy"]) == expected(engine(folder), temperature=0.0)
 
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from monarch.actor import Actor, endpoint, this_host
 from monarch.config import configure
 from monarch.spmd import setup_torch_elastic_env_async
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torchtitan.experiments.rl.routing import InterGeneratorRouter
 from torchtitan.models.qwen3 import model_registry
 
@@ -28,7 +31,8 @@ from whorl.rl.titan import KEY, WhorlGenerator, check_config, sampling_params
 
 PROMPTS = [[70, 71, 72, 73], list(range(60, 90))]
 STEPS = 3
-CONFIG = {
+LONG = 120  # tokens: ten times as many as of the other answers
+CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "hidden_size": 256,
@@ -43,6 +47,7 @@ CONFIG = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
+    "eos_token_id": 2047,
 }
 
 
@@ -108,6 +113,8 @@ def write(folder: Path) -> None:
     adapter = spec.state_dict_adapter(spec.model, None)
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
+    words = {str(number): number for number in range(CONFIG["vocab_size"])}
+    Tokenizer(WordLevel(words, unk_token="0")).save(str(folder / "model" / "tokenizer.json"))
     for step in range(STEPS):
         path = folder / "model" / "model.safetensors" if step == 0 else folder / f"{step}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in adapter.to_hf(state_dict(step)).items()}, path)
@@ -178,8 +185,10 @@ async def main(folder: Path) -> dict[str, Any]:
         await router.sync_log_step.call_one(step)
         result[f"step {step}"] = await answers(router, f"step {step}")
     await trainer.push_model_state_dict.call(0)
-    spanning = asyncio.create_task(answers(router, "long", max_tokens=600))
-    await asyncio.sleep(1)
+    started = time.monotonic()
+    await answers(router, "short")
+    spanning = asyncio.create_task(answers(router, "long", max_tokens=LONG))
+    await asyncio.sleep(time.monotonic() - started)
     await router.pull_model_state_dict.call_one(STEPS)
     result["spanning"] = await spanning
     result["greedy"] = await answers(router, "greedy", temperature=0.0)

@@ -63,7 +63,7 @@ def engine_settings(config: Any, mode: RolloutMode, replica_rank: int) -> Engine
         "tp": config.tensor_model_parallel_size,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+        "max_num_batched_tokens": config.max_num_batched_tokens,
         "gpu_memory_utilization": alone if mode is RolloutMode.STANDALONE and alone is not None else share,
         "use_prefix_cache": config.enable_prefix_caching,
         "use_graphs": False if config.enforce_eager else None,
