@@ -78,8 +78,8 @@ def test_what_comes_too_early_or_too_late_fails(told: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tensor_parallel", "generator.parallelism.tensor_parallel_degree is 2, expected 1"),
-        ("prefix", "generator.reset_prefix_cache_on_weight_sync is False, expected True"),
+        ("tensor_parallel", "generator.parallelism.tensor_parallel_degree is 2, and whorl's generator takes 1 alone"),
+        ("prefix", "generator.reset_prefix_cache_on_weight_sync is False, and whorl's generator takes True alone"),
         ("sampling", "sampling.top_k is unknown, expected max_tokens, "),
     ],
 )

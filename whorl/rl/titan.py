@@ -42,7 +42,7 @@ def check_config(config: Any) -> None:
     """Raise ValueError for a field of `VLLMGenerator.Config` that asks for what whorl's generator has not."""
     for name, only in _ONLY.items():
         if (value := attrgetter(name)(config)) != only:
-            raise ValueError(f"titan: generator.{name} is {value!r}, expected {only!r}; num_generators starts several")
+            raise ValueError(f"titan: generator.{name} is {value!r}, and whorl's generator takes {only!r} alone")
 
 
 def sampling_params(sampling: Any, *, room: int) -> SamplingParams:
