@@ -98,9 +98,12 @@ class WhorlGenerator(Actor):
     async def start_engine_loop(self) -> None:
         """Begin to take requests. A second call has no effect."""
         if self._ready is None:
-            loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
-            ready = self._ready
-            self._engine.readiness.on_ready = lambda: loop.call_soon_threadsafe(ready.set)
+            loop, ready = asyncio.get_running_loop(), asyncio.Event()
+
+            def wake() -> None:
+                loop.call_soon_threadsafe(ready.set)
+
+            self._ready, self._engine.readiness.on_ready = ready, wake
             self._engine.start()
         await self._ready.wait()
 
