@@ -49,7 +49,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"token_ids": IDS[:1], "logprobs": LOGPROBS[:1]},
         "3 tokens, expected those of the rollout, 4",
     ),
-    "a token more": ({"token_ids": [[1, 2, 3, 5], [4]], "logprobs": [torch.ones(4), LOGPROBS[1]]}, "tokens, expected those of the rollout"),
+    "a token more": (
+        {"token_ids": [[1, 2, 3, 5], [4]], "logprobs": [torch.ones(4), LOGPROBS[1]]},
+        "tokens, expected those of the rollout",
+    ),
     "an answer without logprobs": ({"logprobs": LOGPROBS[:1]}, "2 answers and logprobs of 1"),
     "other tokens": ({"token_ids": [[1, 2, 4], [4]]}, "other tokens than the rollout"),
     "another version": ({"versions": ("4",)}, "versions of the weights"),
