@@ -36,16 +36,22 @@ def test_one_bit_is_enough(where: str) -> None:
 
 
 NAN = [torch.tensor([-1.0, float("nan"), -0.5]), LOGPROBS[1]]
+INFINITE = [LOGPROBS[0], torch.tensor([float("inf")])]
 MASKED = [torch.tensor([-1.0, -2.0, float("-inf")]), LOGPROBS[1]]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no token": ({"token_ids": [[], []], "logprobs": [[], []]}, "has no token"),
     "no answer": ({"token_ids": [], "logprobs": []}, "has no token"),
     "nan": ({"logprobs": NAN}, "the logprob of token 1 is nan"),
+    "infinite": ({"logprobs": INFINITE}, "the logprob of token 0 is inf"),
     "masked": ({"logprobs": MASKED}, "the logprob of token 2 is -inf"),
     "a token skipped": ({"logprobs": [LOGPROBS[0][1:], LOGPROBS[1]]}, "none may be skipped"),
     "an answer skipped": (
         {"token_ids": IDS[:1], "logprobs": LOGPROBS[:1]},
         "3 tokens, expected those of the rollout, 4",
+    ),
+    "a token more": (
+        {"token_ids": [[1, 2, 3, 5], [4]], "logprobs": [torch.ones(4), LOGPROBS[1]]},
+        "tokens, expected those of the rollout",
     ),
     "an answer without logprobs": ({"logprobs": LOGPROBS[:1]}, "2 answers and logprobs of 1"),
     "other tokens": ({"token_ids": [[1, 2, 4], [4]]}, "other tokens than the rollout"),

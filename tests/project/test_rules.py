@@ -96,9 +96,14 @@ LAZY = (
     "torchtitan",
     "httpx",
     "ray",
+    "verl",
+    "monarch",
+    "torchstore",
 )
 WITH_FASTAPI = ("routes",)  # of whorl/rl: imported with --rl only; FastAPI reads their annotations
 WITH_RAY = ("ray_router",)  # of whorl/cluster: extends a class of Ray's, which imports it by name
+# Of whorl/rl: they extend classes of trainers, which import them by name.
+OF_TRAINERS = {"verl": {"verl", "ray"}, "verl_server": {"verl", "ray"}, "titan": {"monarch"}}
 # Of whorl/titan: what runs before TorchTitan is known to be there. The rest extends its classes.
 WITHOUT_TORCHTITAN = ("__init__", "config", "cpu", "display", "moments", "moments_triton", "register")
 WITHOUT_TORCHTITAN += ("rotary", "swap_memory", "swap_optimizer", "swap_update", "train_command")
@@ -154,8 +159,8 @@ def test_what_is_optional_is_imported_where_used(path: Path) -> None:
     own = {"triton"} if path.name.endswith("triton.py") else set()
     if part_of(path) == "cluster" and path.stem in WITH_RAY:
         own = {"ray"}
-    if part_of(path) == "rl" and path.stem in WITH_FASTAPI:
-        own = {"fastapi"}
+    if part_of(path) == "rl":
+        own = {"fastapi"} if path.stem in WITH_FASTAPI else OF_TRAINERS.get(path.stem, set())
     if part_of(path) == "titan" and path.stem not in WITHOUT_TORCHTITAN:
         own = {"torchtitan"}
     for name in on_import(path):

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,25 @@ def environment(name: str) -> Path:
     """The folder of a program's commands, among them python. It is made once, and again where its requirements change;
     the test is skipped where nothing can be downloaded."""
     folder = FOLDER / name
-    stamp = folder / "requirements.json"
-    requirements = json.dumps([sys.version.split()[0], *REQUIREMENTS[name]])
-    with _locked(FOLDER / f"{name}.lock"):
-        if not stamp.exists() or stamp.read_text() != requirements:
-            shutil.rmtree(folder, ignore_errors=True)
-            _make(folder, REQUIREMENTS[name])
-            stamp.write_text(requirements)
+    made(folder, (REQUIREMENTS[name],))
     return folder / "bin"
+
+
+def made(folder: Path, steps: tuple[tuple[str, ...], ...], finish: Callable[[], None] = lambda: None) -> None:
+    """Make an environment where it is not made yet. steps: what pip installs, one after the other; finish: at the end.
+
+    Requirements that contradict each other are installed alone, in a step with --no-deps."""
+    stamp = folder / "requirements.json"
+    requirements = json.dumps([sys.version.split()[0], *(word for step in steps for word in step)])
+    with _locked(folder.with_name(f"{folder.name}.lock")):
+        if stamp.exists() and stamp.read_text() == requirements:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        for step in steps:
+            pip(folder / "bin" / "python", "install", "--retries", "2", *step)
+        finish()
+        stamp.write_text(requirements)
 
 
 @contextlib.contextmanager
@@ -62,11 +73,6 @@ def _locked(file: Path) -> Iterator[None]:
     with file.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
-
-
-def _make(folder: Path, requirements: tuple[str, ...]) -> None:
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    pip(folder / "bin" / "python", "install", "--retries", "2", *requirements)
 
 
 def run(name: str, *command: str, seconds: float = 900, **more: Any) -> "subprocess.CompletedProcess[str]":

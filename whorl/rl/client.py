@@ -6,16 +6,15 @@ It needs torch and the standard library only.
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from .senders import GlooSender, IpcSender, Sender, SharedMemorySender
+from .senders import Sender, Transfer, announcement, make_sender
 
-Transfer = Literal["shm", "ipc", "gloo"]
 _CONCURRENT = 64
 
 
@@ -88,8 +87,7 @@ class Client:
         return str(self.post("/finish_weight_update", weight_version=version)["weight_version"])
 
     def _join(self) -> Sender:
-        makers: dict[str, Callable[[], Sender]] = {"shm": SharedMemorySender, "ipc": IpcSender}
-        sender = makers.get(self._transfer, lambda: GlooSender(self.timeout))()
+        sender = make_sender(self._transfer, self.timeout)
         with ThreadPoolExecutor(1) as pool:  # the server answers when both have met
             answer = pool.submit(self.post, "/init_weight_transfer_engine", init_info=sender.init_info)
             try:
@@ -99,14 +97,9 @@ class Client:
         return sender
 
     def _send(self, sender: Sender, batch: Sequence[tuple[str, Tensor]]) -> None:
-        info = {
-            "names": [name for name, _ in batch],
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in batch],
-            "shapes": [list(tensor.shape) for _, tensor in batch],
-        }
-        more = sender.prepare(batch)
+        info = announcement(batch) | sender.prepare(batch)
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(self.post, "/update_weights", update_info=info | more)
+            answer = pool.submit(self.post, "/update_weights", update_info=info)
             try:
                 sender.send()
             except RuntimeError:  # the server has closed the group: its answer says why

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, distributed
@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .transfers.group import broadcast
 from .transfers.memory import storage_row
 
+Transfer = Literal["shm", "ipc", "gloo"]
 _MOST_BYTES = 1 << 28
 
 
@@ -34,6 +35,22 @@ class Sender(Protocol):
         """Send them, while the server handles the announcement."""
 
     def close(self) -> None: ...
+
+
+def make_sender(transfer: Transfer, seconds: float) -> Sender:
+    """Return the sender of a transfer. seconds: how long one that meets the server waits for it."""
+    if transfer == "gloo":
+        return GlooSender(seconds)
+    return SharedMemorySender() if transfer == "shm" else IpcSender()
+
+
+def announcement(batch: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Return what the server must know of tensors before they come."""
+    return {
+        "names": [name for name, _ in batch],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in batch],
+        "shapes": [list(tensor.shape) for _, tensor in batch],
+    }
 
 
 class SharedMemorySender:
