@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .library import Matrix, Norm, Packing, Segment, Stack, address, library, plain, use_threads
+from .memory import zeros
 
 PANEL = 16  # rows that are interleaved
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # as library.cpp numbers them
@@ -45,7 +46,7 @@ def interleave(kind: str, blocks: Tensor, columns: int) -> Rows:
     """Interleave rows of GGUF blocks, uint8 [rows, bytes of a row], in panels of PANEL rows."""
     rows, packing = blocks.shape[0], packing_of(kind)
     size = library().whorl_cpu_panel_bytes(packing.bits, packing.scales, packing.has_minima, columns)
-    panels = torch.zeros(-(-rows // PANEL) * size, dtype=torch.uint8)
+    panels = zeros(-(-rows // PANEL) * size)
     blocks = blocks.contiguous()
     use_threads()
     library().whorl_cpu_pack(KINDS.index(kind), blocks.data_ptr(), rows, columns, panels.data_ptr())
