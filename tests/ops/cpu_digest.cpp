@@ -19,6 +19,7 @@ void whorl_cpu_linear_packed(const Matrix*, float*, int64_t, int64_t, float*, in
 void whorl_cpu_linear_plain(const Plain*, float*, int64_t, int64_t, float*, int64_t, const float*);
 void whorl_cpu_unpack(const Matrix*, const int64_t*, int64_t, float*);
 void whorl_cpu_glu(const float*, const float*, int64_t, int64_t, int64_t, int64_t, int32_t, float*);
+void whorl_cpu_route(const float*, int64_t, const Routing*, float*, int32_t*);
 void whorl_cpu_log_softmax(const float*, int64_t, int64_t, float*);
 void whorl_cpu_layers(const Layer*, int64_t, const Norm*, const Attention*, const Rotation*, const int64_t*, float*,
                       int64_t, int64_t, float*);
@@ -112,16 +113,39 @@ void logprobs(const std::string& name) {
   print(name + " log_softmax", y);
 }
 
-// Two layers, two prompts: the second is so long that its keys are several spans.
+void routes(const std::string& name) {
+  const int64_t tokens = 5, experts = 37, choices = 6;
+  std::vector<float> logits = numbers(tokens * experts, 4), bias = numbers(experts), weights(tokens * choices);
+  std::vector<int32_t> ids(tokens * choices);
+  for (int sigmoid : {0, 1}) {
+    const Routing routing{sigmoid ? bias.data() : nullptr, experts, choices, sigmoid, 1 - sigmoid, 1.5f};
+    whorl_cpu_route(logits.data(), tokens, &routing, weights.data(), ids.data());
+    for (size_t i = 0; i < ids.size(); i++) weights[i] += float(ids[i]);
+    print(name + " route " + std::to_string(sigmoid), weights);
+  }
+}
+
+// Two layers, the second with experts, and two prompts: the second is so long that its keys are several spans.
 void layers(const std::string& name, int64_t window, float softcap) {
   const int64_t width = 96, heads = 4, kv = 2, dim = 40, inner = 64, lengths[] = {7, 530}, count = 537, size = 16;
   std::vector<float> norm = numbers(width), head_norm = numbers(dim), cache_k(40 * size * kv * dim), cache_v(cache_k);
   const float scale = 0.15f;
   std::vector<float> qkv = numbers((heads + 2 * kv) * dim * width, scale), out = numbers(width * heads * dim, scale);
   std::vector<float> sinks = numbers(heads), table = numbers(count * dim), x = numbers(count * width), y(count * width);
-  Weights gate_up, down;
+  Weights gate_up, down, gate_ups[3], downs[3];
   pack(1, 2 * inner, width, gate_up);
   pack(4, width, inner, down);
+  const Matrix *gate_up_of[3], *down_of[3];
+  for (int e = 0; e < 3; e++) {
+    pack(e, 2 * inner, width, gate_ups[e]), pack(4 - e, width, inner, downs[e]);
+    gate_up_of[e] = &gate_ups[e].matrix, down_of[e] = &downs[e].matrix;
+  }
+  std::vector<float> router = numbers(3 * width, scale), plain_down = numbers(3 * width * inner, scale);
+  const Plain plain_router{(const uint8_t*)router.data(), 3, width, width, FP32};
+  const Plain first_down{(const uint8_t*)plain_down.data(), width, inner, inner, FP32};
+  Mixture mixture{{nullptr, &plain_router, nullptr}, {gate_up_of, {}, 0, width}, {down_of, {}, 0, inner}, {}};
+  if (window) mixture.down = {nullptr, first_down, width * inner * 4, inner};
+  mixture.routing = {nullptr, 3, 2, 0, 1, 1.0f};
   const Plain plain_qkv{(const uint8_t*)qkv.data(), (heads + 2 * kv) * dim, width, width, FP32};
   const Plain plain_out{(const uint8_t*)out.data(), width, heads * dim, heads * dim, FP32};
   Layer layer{};
@@ -133,7 +157,8 @@ void layers(const std::string& name, int64_t window, float softcap) {
                  nullptr, nullptr, size, FP32, FP32};
   layer.heads = heads, layer.kv_heads = kv, layer.dim = dim, layer.window = window, layer.inner = inner;
   layer.scale = 0.2f;
-  const Layer both[] = {layer, layer};
+  Layer both[] = {layer, layer};
+  both[1].mixture = &mixture;
   std::vector<int32_t> tables, starts{0, 7, 537}, context{7, 530};
   std::vector<int64_t> slots;
   for (int b = 0; b < 2; b++)
@@ -158,7 +183,7 @@ int main(int count, char** names) {
       state = 1;
       whorl_cpu_set_threads(threads);
       const std::string name = std::string(names[i]) + " " + std::to_string(threads);
-      products(name), logprobs(name), layers(name, 0, 0), layers(name, 100, 5);
+      products(name), logprobs(name), routes(name), layers(name, 0, 0), layers(name, 100, 5);
     }
   }
 }

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from whorl import ops
 from whorl.ops.cpu import library
-from whorl.ops.cpu.packed import KINDS, PackedMatrix, PackedStack, experts, interleave
+from whorl.ops.cpu.linear import linear
+from whorl.ops.cpu.moe import run_experts
+from whorl.ops.cpu.packed import KINDS, PackedMatrix, PackedStack, interleave
 from whorl.ops.moe.routed import run_routed
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"CPU kernels: {library.missing()}")
@@ -132,25 +134,54 @@ def test_mixed_types_and_rows_out_of_range() -> None:
         matrix.values(torch.tensor([0, 27]))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 19])
-def test_experts_are_their_products_one_by_one(tokens: int) -> None:
+def chosen(tokens: int, experts: int, per_token: int) -> tuple[Tensor, Tensor]:
+    """Weights and ids of a router's choices."""
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :per_token]
+    return torch.rand(tokens, per_token, generator=generator), ids
+
+
+# 19 tokens: experts have fewer and more than a group of 4; 600: more than are at hand at a time
+@pytest.mark.parametrize("tokens", [0, 1, 19, 600])
+def test_experts_are_their_products_one_by_one(tokens: int, restored: None) -> None:
     kinds = {"Q4_K": "Q4_1", "Q8_0": "Q5_0", "Q6_K": "Q8_0"}
     gate_up, down = (
         [matrix_of(kind, *size)[0] for kind in each]
         for each, size in ((kinds, (128, 256)), (kinds.values(), (256, 64)))
     )
-    torch.manual_seed(4)
-    x, weights = torch.randn(tokens, 256), torch.rand(tokens, 2)
-    ids = torch.stack([torch.randperm(3)[:2] for _ in range(tokens)]) if tokens else torch.empty(0, 2, dtype=torch.long)
+    x, (weights, ids) = torch.randn(tokens, 256), chosen(tokens, 3, 2)
     expected = run_routed(x, weights, ids, lambda e, rows: down[e].linear(ops.glu(gate_up[e].linear(rows))))
-    actual = experts(PackedStack(gate_up), PackedStack(down), x, weights, ids)
-    assert torch.equal(actual, expected)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(run_experts(PackedStack(gate_up), PackedStack(down), x, weights, ids), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 19])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_plain_weights_are_their_products_one_by_one(tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    gate_up, down = torch.randn(4, 2 * 24, 40, dtype=dtype), torch.randn(4, 40, 24, dtype=dtype)
+    x, (weights, ids) = torch.randn(tokens, 40), chosen(tokens, 4, 2)
+    expected = run_routed(x, weights, ids, lambda e, rows: linear(ops.glu(linear(rows, gate_up[e])), down[e]))
+    assert torch.equal(run_experts(gate_up, down, x, weights, ids), expected)
+    cut = torch.cat(
+        [run_experts(gate_up, down, *row) for row in zip(x.split(1), weights.split(1), ids.split(1), strict=True)]
+    )
+    assert torch.equal(cut, expected)
+
+
+def test_a_number_that_is_none_ranks_first() -> None:
+    """As torch.sort has it: a broken token must not look like a whole one."""
+    logits = torch.tensor([[0.0, float("nan"), 3.0], [-float("inf"), 1.0, 1.0]])
+    weights, ids = ops.route(logits, 2, scoring="sigmoid", renormalize=False, backend="cpp")
+    assert ids.tolist() == [[1, 2], [1, 2]]
+    assert weights[0, 0].isnan()
 
 
 def test_an_expert_that_is_not_there_is_refused() -> None:
     stack = PackedStack([matrix_of("Q4_1", 64, 32)[0]])
     with pytest.raises(ValueError, match="experts from 0 to 1 of 1"):
-        experts(stack, stack, torch.ones(1, 32), torch.ones(1, 2), torch.tensor([[0, 1]]))
+        run_experts(stack, stack, torch.ones(1, 32), torch.ones(1, 2), torch.tensor([[0, 1]]))
 
 
 def calls() -> dict[str, Any]:
@@ -164,8 +195,18 @@ def calls() -> dict[str, Any]:
         "glu": lambda: ops.glu(x),
         "gelu": lambda: ops.glu(x, activation="gelu_tanh"),
     }
-    for op in (ops.rope, ops.paged_attention, ops.causal_attention, ops.qk_norm_rope, ops.log_softmax):
+    for op in (
+        ops.rope,
+        ops.paged_attention,
+        ops.causal_attention,
+        ops.qk_norm_rope,
+        ops.log_softmax,
+        ops.experts,
+        ops.route,
+    ):
         for i, case in enumerate(op.cases):
+            if case.get("num_groups"):  # torch routes those
+                continue
             torch.manual_seed(i)
             values = op.make(dtype=torch.float32, device="cpu", **case)
             cases[f"{op.name} {i}"] = lambda op=op, values=values: op(**values)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from whorl.nn import Model, Ranks
 from whorl.streams import leave_default_stream
 
+from .heap import give_back
 from .launch import RankPlace
 from .memory import named_errors
 from .sequence_parallel import for_ranks
@@ -51,7 +52,9 @@ def load(
         if place.size == 1:
             ranks = Ranks(segments=settings.tp_segments or 0)
             model = load_model(folder, settings, device=device, tp=ranks, reserve=settings.memory or 0)
-            return model, tokenizer or FileTokenizer.from_path(folder), None
+            tokenizer = tokenizer or FileTokenizer.from_path(folder)
+            give_back()  # what lists of a vocabulary took, which its tokenizer has copied
+            return model, tokenizer, None
         tokenizer = tokenizer or FileTokenizer.from_path(folder)
         lead = load_shared(folder, place, settings, device=device, proposer=proposer)
         return lead.model, tokenizer, lead

@@ -51,7 +51,8 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
-        self._size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self._size, self._longest = max(vocabulary.values()) + 1, max(len(token.encode()) for token in vocabulary)
         added = backend.get_added_tokens_decoder()
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.bos_id = self.token_id(roles["bos_token"]) if "bos_token" in roles else None
@@ -154,14 +155,13 @@ class Tokenizer:
     def max_token_bytes(self) -> int | None:
         """The most bytes of text that one token can stand for; None if a token may stand for any number, as an unknown
         word does, or white space that a special token swallows."""
-        file = json.loads(self.to_json())
-        model, normalizer = file["model"], file["normalizer"]
-        is_bytes = model["type"] == "BPE" and (model.get("unk_token") is None or bool(model.get("byte_fallback")))
-        has_strips = any(token["lstrip"] or token["rstrip"] for token in file["added_tokens"])
-        factor = _shrinks(normalizer)
-        if not is_bytes or has_strips or factor is None or not _keeps_all(file["pre_tokenizer"]):
+        model, added = self._backend.model, self._backend.get_added_tokens_decoder().values()
+        is_bytes = isinstance(model, models.BPE) and (model.unk_token is None or bool(model.byte_fallback))
+        factor = _shrinks(_settings(self._backend.normalizer))
+        is_kept = _keeps_all(_settings(self._backend.pre_tokenizer))
+        if not is_bytes or any(token.lstrip or token.rstrip for token in added) or factor is None or not is_kept:
             return None
-        return factor * max(len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True))
+        return factor * self._longest
 
     @functools.cached_property
     def byte_ids(self) -> frozenset[int]:
@@ -251,6 +251,11 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special=self._skip_special)
+
+
+def _settings(part: Any) -> dict[str, Any] | None:
+    """Return what a tokenizer.json says of a part, without writing all of the vocabulary."""
+    return None if part is None else json.loads(part.__getstate__())  # type: ignore[no-any-return]
 
 
 def _shrinks(normalizer: Mapping[str, Any] | None) -> int | None:

@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 
 from whorl.device import HOST
-from whorl.nn import KVCache, Linear, RMSNorm, Rope, Step
+from whorl.nn import Experts, KVCache, Linear, RMSNorm, Rope, Step
+from whorl.nn.experts import StackedExperts
 from whorl.nn.ranks import SHARED
-from whorl.nn.weight import changes
+from whorl.nn.weight import Matrix, changes
 from whorl.ops.cpu import library
-from whorl.ops.cpu.layers import LayerParts, LayerStack, NormPart, ProductPart, Sequences
+from whorl.ops.cpu.layers import (
+    LayerParts,
+    LayerStack,
+    MixtureParts,
+    MLPParts,
+    NormPart,
+    ProductPart,
+    Sequences,
+)
 
 if TYPE_CHECKING:
     from .llama import Llama
@@ -42,7 +51,7 @@ class OneCall:
         self._model = model
         self._stack: LayerStack | None = None
         self._made_of: tuple[Any, ...] = ()
-        self._linears: list[Linear] = []
+        self._matrices: list[Matrix] = []
 
     def __call__(self, step: Step, caches: Sequence[Any]) -> Tensor | None:
         """Return the hidden states of a step, or None where the layers must run one by one."""
@@ -53,7 +62,7 @@ class OneCall:
         made_of = (changes(), *(cache.k.data_ptr() for cache in caches if isinstance(cache, KVCache)))
         if made_of != self._made_of:
             self._stack, self._made_of = self._build(caches), made_of
-        if self._stack is None or any(linear.adapter is not None for linear in self._linears):
+        if self._stack is None or any(matrix.adapter is not None for matrix in self._matrices):
             return None
         sequences = Sequences(step.block_tables, step.query_starts, step.context_lens, step.slots)
         return self._stack(self._model.embed(step.token_ids), self._model.rope.rows(step), sequences)
@@ -71,7 +80,7 @@ class OneCall:
             if parts is None:
                 return None
             layers.append(parts)
-        self._linears = [module for module in decoder.layers.modules() if isinstance(module, Linear)]
+        self._matrices = [module for module in decoder.layers.modules() if isinstance(module, Matrix)]
         style = model.config.rope
         if style.where != "leading" or any(_has_hooks(module) for module in decoder.modules()):
             return None
@@ -92,12 +101,11 @@ def _parts(layer: Any, cache: Any) -> LayerParts | None:
         return None
     if not isinstance(cache, KVCache) or cache.k_scale is not None:
         return None
-    linears = mixer.qkv_proj, mixer.o_proj, mlp.gate_up_proj, mlp.down_proj
-    products = [product for linear in linears if (product := _product(linear)) is not None]
+    qkv, out = map(_product, (mixer.qkv_proj, mixer.o_proj))
+    feed_forward = _mixture(mlp) if isinstance(getattr(mlp, "experts", None), Experts) else _mlp(mlp)
     norms = layer.input_layernorm, layer.post_attention_layernorm
-    if not all(type(norm) is RMSNorm for norm in norms) or len(products) < len(linears):
+    if not all(type(norm) is RMSNorm for norm in norms) or qkv is None or out is None or feed_forward is None:
         return None
-    qkv, out, gate_up, down = products
     is_normed = getattr(mixer, "is_normed", False)
     return LayerParts(
         attention_norm=_norm(norms[0]),
@@ -106,8 +114,7 @@ def _parts(layer: Any, cache: Any) -> LayerParts | None:
         k_norm=_norm(mixer.k_norm) if is_normed else None,
         out=out,
         mlp_norm=_norm(norms[1]),
-        gate_up=gate_up,
-        down=down,
+        mlp=feed_forward,
         k_cache=cache.k,
         v_cache=cache.v,
         num_heads=mixer.num_heads,
@@ -116,6 +123,23 @@ def _parts(layer: Any, cache: Any) -> LayerParts | None:
         window=mixer.window or 0,
         scale=mixer.scale,
     )
+
+
+def _mlp(mlp: Any) -> MLPParts | None:
+    gate_up, down = map(_product, (mlp.gate_up_proj, mlp.down_proj))
+    return None if gate_up is None or down is None else MLPParts(gate_up, down)
+
+
+def _mixture(moe: Any) -> MixtureParts | None:
+    """Return a mixture's parts; None where its experts are of a class of their own, or are divided among ranks."""
+    experts, router = moe.experts, _product(moe.gate)
+    stacks = experts.gate_up_proj, experts.down_proj
+    gate_up, down = (stack.format.for_kernels(stack) for stack in stacks)
+    ranks = experts.ranks
+    is_whole = type(experts) in (Experts, StackedExperts) and ranks.size == 1 and ranks.experts is None
+    if not is_whole or experts.segments or router is None or gate_up is None or down is None:
+        return None
+    return MixtureParts(router, gate_up, down, moe.k, moe.renormalize)
 
 
 def _norm(norm: RMSNorm) -> NormPart:

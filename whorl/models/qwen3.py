@@ -119,6 +119,7 @@ class Attention(llama.Attention):
         return q
 
 
+@plain_form
 class MoE(Normed):
     """Routes each token to the experts with the highest scores and adds their outputs, weighted by the scores."""
 

@@ -180,7 +180,8 @@ class Format(ABC):
         return self.linear(matrix, normed, bias), normed, total
 
     def for_kernels(self, matrix: "Matrix") -> Any:
-        """Return the matrix as whorl's CPU kernels multiply it, plain or a `PackedMatrix`; None: they do not."""
+        """Return the matrix as whorl's CPU kernels multiply it, plain, a `PackedMatrix` or a `PackedStack`; None: they
+        do not."""
         return None
 
     def experts(self, gate_up: "Matrix", down: "Matrix", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

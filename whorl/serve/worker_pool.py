@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from typing import IO, Any, TypeVar
 
+from whorl.engine.heap import give_back
 from whorl.sandbox import START_SECONDS, Ending, Sandbox, close_all, read, write
 
 from .api_error import ApiError
@@ -32,6 +33,10 @@ class Worker(Sandbox):
     def __init__(self, setup: dict[str, Any]) -> None:
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
         super().__init__("whorl.serve.worker", environment, setup, start_seconds=START_SECONDS)
+
+    def greet(self, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        super().greet(stdin, stdout)
+        give_back()  # the setup as JSON is several times a vocabulary
 
     def ask(self, name: str, **arguments: Any) -> Any:
         """Run a job of `worker.Jobs` and return its value; raise ApiError when it is refused or had to be killed, and

@@ -6,12 +6,11 @@ are stored.
 
 import mmap
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,12 +69,26 @@ Array = np.ndarray[Any, Any]
 _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<what>\w+)\.(?P<kind>weight|bias)")
 
 
+class Extent(NamedTuple):
+    """Bytes of a mapped file."""
+
+    data: mmap.mmap
+    start: int
+    count: int
+
+    def release(self) -> None:
+        """Tell the system that they are no longer needed. Reading them again is slower, no more."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
+            self.data.madvise(mmap.MADV_DONTNEED, first, self.start + self.count - first)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
     """A tensor as it is stored: `data` [*leading dims, bytes of a row] of blocks of `kind`, with rows in `order`.
 
-    offset: what llama.cpp's converter has added to every number of a vector. release: lets go of the memory that the
-    mapped file takes.
+    offset: what llama.cpp's converter has added to every number of a vector. extent: of the mapped file; its memory is
+    let go of when the bytes have been read.
     """
 
     shape: tuple[int, ...]
@@ -83,7 +96,7 @@ class Blocks:
     data: Array
     order: Array | None = None
     offset: float = 0.0
-    release: Callable[[], None] | None = None
+    extent: Extent | None = None
 
     def read(self, index: Index) -> Tensor:
         """Return the values of a part; of a matrix, rows are selected before they are dequantised."""
@@ -105,13 +118,16 @@ class Blocks:
         """Return the stored bytes of a part. index: rows, and columns in bytes."""
         rows: Any = index[0] if self.order is None else self.order[index[0]]
         stored = np.array(self.data[rows][(slice(None), *index[1:])])
-        if self.release is not None:
-            self.release()
+        if self.extent is not None:
+            self.extent.release()
         return torch.from_numpy(stored)
 
     def part(self, number: int) -> "Blocks":
         """Return one matrix of a stack, such as an expert."""
-        return Blocks(shape=self.shape[1:], kind=self.kind, data=self.data[number])
+        data, extent = self.data[number], self.extent
+        if extent is not None:
+            extent = extent._replace(start=extent.start + number * data.nbytes, count=data.nbytes)
+        return Blocks(shape=self.shape[1:], kind=self.kind, data=data, extent=extent)
 
     def in_halves(self, num_heads: int) -> "Blocks":
         """Undo the channel order of llama.cpp's Llama heads, which rotate neighbours: put even ones first, then odd."""
@@ -159,18 +175,10 @@ def _tensors(path: Path, header: Header) -> dict[str, Blocks]:
             truncated.append(name)
             continue
         stored = np.frombuffer(header.data, np.uint8, count, start).reshape(*shape[:-1], row)
-        release = partial(_release, header.data, start, count)
-        tensors[name] = Blocks(shape=shape, kind=kind, data=stored, release=release)
+        tensors[name] = Blocks(shape=shape, kind=kind, data=stored, extent=Extent(header.data, start, count))
     if truncated:
         raise ValueError(f"{path}: truncated, which cuts {len(truncated)} tensors: {', '.join(truncated[:8])}")
     return tensors
-
-
-def _release(data: mmap.mmap, start: int, count: int) -> None:
-    """Tell the system that this part of a mapped file is no longer needed. Reading it again is slower, no more."""
-    if hasattr(mmap, "MADV_DONTNEED"):
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        data.madvise(mmap.MADV_DONTNEED, first, start + count - first)
 
 
 def _named(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterator[tuple[str, Blocks]]:

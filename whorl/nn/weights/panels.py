@@ -1,7 +1,8 @@
 """GGUF weights on a CPU with whorl's own kernels: multiplied in the file's bits, by tokens rounded to 16 bits.
 
 `whorl/ops/cpu/packed.py` has the arithmetic. Products are not those of the unpacked values, because tokens are rounded,
-too. A matrix with a type or a size that has no kernel stays in its blocks.
+too. A matrix of plain numbers, such as a router's, is multiplied as it is; one with a type or a size that has no kernel
+stays in its blocks.
 """
 
 from dataclasses import dataclass
@@ -12,10 +13,14 @@ from torch import Tensor
 
 from whorl.nn.weight import Norm, Part
 from whorl.ops.cpu import norm as cpu_norm
-from whorl.ops.cpu.packed import KINDS, PackedMatrix, PackedStack, columns_per_block, experts, interleave, trim
+from whorl.ops.cpu.linear import linear
+from whorl.ops.cpu.moe import run_experts
+from whorl.ops.cpu.packed import KINDS, PackedMatrix, PackedStack, columns_per_block, interleave, trim
 
 from .gguf import GgufBlocks
 from .quantised import Pick
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,8 @@ class GgufPanels(GgufBlocks):
     """Weights in GGUF's types, with rows interleaved for the kernels.
 
     The parameters of a matrix are panels<e>_<n>, uint8 [bytes], of part n of matrix e of a stack, or of matrix 0; the
-    attribute `products` has a `PackedMatrix` for each matrix. token_bits: what tokens are rounded to.
+    attribute `products` has a `PackedMatrix` for each matrix. One of plain numbers has the parameter `weight` instead.
+    token_bits: what tokens are rounded to.
     """
 
     token_bits: Literal[8, 16] = 16
@@ -34,11 +40,14 @@ class GgufPanels(GgufBlocks):
         parts = matrix.entry_parts
         columns = matrix.shape[-1]
         kinds = [self.kinds[part.source(matrix.name)] for part in parts]
-        if not all(kind in KINDS and columns % columns_per_block(kind) == 0 for kind in kinds):
-            return
         if sum(_rows(part) for part in parts) != matrix.shape[-2]:  # rows that pad the last rank's share
             return
         stacks = [getattr(matrix, f"blocks{number}").data for number in range(len(parts))]
+        if kinds[0] in PLAIN and len(set(kinds)) == 1:
+            matrix.replace(weight=torch.cat(stacks, -2).view(PLAIN[kinds[0]]))
+            return
+        if not all(kind in KINDS and columns % columns_per_block(kind) == 0 for kind in kinds):
+            return
         stacks = [stack.view(-1, *stack.shape[-2:]) for stack in stacks]
         entries = [
             [interleave(kind, stack[e], columns) for kind, stack in zip(kinds, stacks, strict=True)]
@@ -54,6 +63,8 @@ class GgufPanels(GgufBlocks):
         trim()
 
     def values_of(self, matrix: Any, pick: Pick) -> Tensor:
+        if isinstance(weight := self.for_kernels(matrix), Tensor):
+            return weight[pick].to(matrix.dtype)
         products = getattr(matrix, "products", None)
         if products is None:
             return GgufBlocks.values_of(self, matrix, pick)
@@ -65,15 +76,19 @@ class GgufPanels(GgufBlocks):
         rows = torch.arange(matrix.shape[0])[pick] if isinstance(pick, slice) else pick
         return products[0].values(rows).to(matrix.dtype)
 
-    def for_kernels(self, matrix: Any) -> PackedMatrix | None:
-        products: list[PackedMatrix] | None = getattr(matrix, "products", None)
-        return None if products is None or matrix.lead else products[0]
-
-    def linear(self, matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    def for_kernels(self, matrix: Any) -> Tensor | PackedMatrix | PackedStack | None:
+        if (weight := getattr(matrix, "weight", None)) is not None:
+            return weight  # type: ignore[no-any-return]
         products: list[PackedMatrix] | None = getattr(matrix, "products", None)
         if products is None:
+            return None
+        return matrix.stack if matrix.lead else products[0]  # type: ignore[no-any-return]
+
+    def linear(self, matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight = self.for_kernels(matrix)
+        if weight is None:
             return GgufBlocks.linear(self, matrix, x, bias)
-        return products[0].linear(x, bias)
+        return linear(x, weight, bias) if isinstance(weight, Tensor) else weight.linear(x, bias)  # type: ignore[union-attr]
 
     def norm_linear(
         self, matrix: Any, norm: Norm, x: Tensor, residual: Tensor | None, bias: Tensor | None
@@ -85,10 +100,10 @@ class GgufPanels(GgufBlocks):
         return products[0].norm_linear(x, residual, described, bias)
 
     def experts(self, gate_up: Any, down: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        first, second = (getattr(matrix, "stack", None) for matrix in (gate_up, down))
+        first, second = (self.for_kernels(matrix) for matrix in (gate_up, down))
         if first is None or second is None:
             return GgufBlocks.experts(self, gate_up, down, x, weights, ids)
-        return experts(first, second, x, weights, ids)
+        return run_experts(first, second, x, weights, ids)  # type: ignore[arg-type]
 
 
 def _rows(part: Part) -> int:

@@ -60,7 +60,7 @@ def build(
     command = list(compiler) or shlex.split(os.environ.get("CXX", "c++"))
     own = GCC_FLAGS if "Free Software Foundation" in _run([*command, "--version"]) else []
     define = f'-DWHORL_SOURCES="{sources_digest()}"'
-    units = {"library": "library.cpp", "pool": "pool.cpp", "plain": "kernels.cpp"}
+    units = {name: f"{name}.cpp" for name in ("library", "interleave", "pool")} | {"plain": "kernels.cpp"}
     units |= {} if program is None else {"program": str(program)}
     own_flags = {"library": [define], "plain": ["-DWHORL_VARIANT=plain"]}
     for name, variant in VARIANTS.get(MACHINES.get(machine, machine), {}).items():

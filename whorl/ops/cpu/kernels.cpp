@@ -432,6 +432,43 @@ void log_softmax(const float* x, int64_t width, float* y) {
   }
 }
 
+// ---- router
+
+// Chooses the experts that rank highest, ties to the lowest, and NaN above all numbers.
+void route(const float* logits, const Routing& routing, float* weights, int32_t* ids) {
+  static thread_local Buffer<float> memory;
+  const int64_t count = routing.experts, width = (count + LANES - 1) / LANES * LANES;
+  float *scores = memory.get(2 * width), *ranks = scores + width;
+  fill(scores, width, -INFINITY);
+  memcpy(scores, logits, count * sizeof(float));
+  F highest = set1(-INFINITY), total = zero();
+  for (int64_t i = 0; i < width; i += LANES) highest = greater(highest, load(scores + i));
+  const F top = set1(greatest(highest)), one = set1(1.0f);
+  for (int64_t i = 0; i < width; i += LANES) {
+    const F x = load(scores + i);
+    const F y = routing.is_sigmoid ? div(one, add(one, exp_of(sub(zero(), x)))) : exp_of(sub(x, top));
+    store(scores + i, y);
+    total = add(total, y);
+  }
+  const F divisor = set1(sum(total));
+  for (int64_t i = 0; i < width && !routing.is_sigmoid; i += LANES) store(scores + i, div(load(scores + i), divisor));
+  for (int64_t i = 0; i < count; i++) ranks[i] = routing.bias ? scores[i] + routing.bias[i] : scores[i];
+  for (int64_t i = 0, size = 0; i < count; i++) {  // ids: the best so far, in their order
+    auto is_before = [&](int64_t other) { return !(ranks[i] <= ranks[other]) && ranks[other] == ranks[other]; };
+    int64_t at = size;
+    while (at > 0 && is_before(ids[at - 1])) at--;
+    if (at == routing.choices) continue;
+    size = least(size + 1, routing.choices);
+    for (int64_t c = size - 1; c > at; c--) ids[c] = ids[c - 1];
+    ids[at] = int32_t(i);
+  }
+  float chosen = scores[ids[0]];
+  for (int64_t c = 1; c < routing.choices; c++) chosen += scores[ids[c]];
+  const float share = chosen < 1e-20f ? 1e-20f : chosen;
+  for (int64_t c = 0; c < routing.choices; c++)
+    weights[c] = (routing.renormalizes ? scores[ids[c]] / share : scores[ids[c]]) * routing.scale;
+}
+
 // ---- attention
 //
 // A row is one query of one head. Its keys are cut into spans of SPAN, from multiples of SPAN on, and a span into blocks
@@ -697,7 +734,7 @@ void fold(const Attention& a, int64_t sequence, int64_t kv_head, int64_t row, co
 
 const Kernels JOIN(WHORL_VARIANT, _kernels) = {
     NAME_OF(WHORL_VARIANT), round_tokens, multiply_packed, multiply_plain, unpack_row, norm_row, rotate_head,
-    attend, fold, gate, log_softmax,
+    attend, fold, gate, log_softmax, route,
 };
 
 }  // namespace whorl

@@ -102,10 +102,33 @@ struct Product {
   const float* bias;
 };
 
-// A layer of a decoder: norm, attention and out, then norm, gate and up, activation and down.
+// A matrix for each expert: packed ones, or plain ones that lie `bytes` apart, of which this is the first.
+struct Stack {
+  const Matrix* const* packed;
+  Plain first;
+  int64_t bytes, columns;
+};
+
+// How the scores of experts become the choices of a token, as whorl/ops/moe/route.py has it, without groups.
+struct Routing {
+  const float* bias;  // [experts] or null
+  int64_t experts, choices;
+  int32_t is_sigmoid, renormalizes;
+  float scale;
+};
+
+// A router and its experts, SwiGLU networks.
+struct Mixture {
+  Product router;
+  Stack gate_up, down;
+  Routing routing;
+};
+
+// A layer of a decoder: norm, attention and out, then norm, gate and up, activation and down, or a mixture of experts.
 struct Layer {
   Norm attention_norm, q_norm, k_norm, mlp_norm;  // without weights: no norm of heads
   Product qkv, out, gate_up, down;
+  const Mixture* mixture;  // or null
   Cache cache;
   int64_t heads, kv_heads, dim, window, inner;
   float scale;
@@ -125,6 +148,7 @@ struct Kernels {
                int64_t stride);
   void (*gate)(const float* gate, const float* up, int64_t stride, int64_t width, int32_t is_gelu, float* y);
   void (*log_softmax)(const float* x, int64_t width, float* y);
+  void (*route)(const float* logits, const Routing& routing, float* weights, int32_t* ids);
 };
 
 extern const Kernels plain_kernels;

@@ -3,13 +3,27 @@
 from collections.abc import Sequence
 from ctypes import byref, pointer
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .library import TYPES, Attention, Layer, Norm, Plain, Product, Rotation, address, library, use_threads
-from .packed import PackedMatrix
+from .library import (
+    TYPES,
+    Attention,
+    Layer,
+    Mixture,
+    Norm,
+    Plain,
+    Product,
+    Rotation,
+    Routing,
+    address,
+    library,
+    use_threads,
+)
+from .moe import stack_of
+from .packed import PackedMatrix, PackedStack
 from .rotation import cache_of
 
 
@@ -24,9 +38,24 @@ class ProductPart(NamedTuple):
     bias: Tensor | None
 
 
+class MLPParts(NamedTuple):
+    gate_up: ProductPart
+    down: ProductPart
+
+
+class MixtureParts(NamedTuple):
+    """A router without bias, by softmax, and its experts: tensors [E, N, K] or packed ones."""
+
+    router: ProductPart
+    gate_up: Tensor | PackedStack
+    down: Tensor | PackedStack
+    per_token: int
+    renormalize: bool
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerParts:
-    """A layer with norms before attention and MLP, SwiGLU, and keys and values in fp32."""
+    """A layer with norms before attention and MLP, SwiGLU or a mixture of it, and keys and values in fp32."""
 
     attention_norm: NormPart
     qkv: ProductPart
@@ -34,8 +63,7 @@ class LayerParts:
     k_norm: NormPart | None
     out: ProductPart
     mlp_norm: NormPart
-    gate_up: ProductPart
-    down: ProductPart
+    mlp: MLPParts | MixtureParts
     k_cache: Tensor
     v_cache: Tensor
     num_heads: int
@@ -81,11 +109,12 @@ class LayerStack:
         return out
 
     def _layer(self, parts: LayerParts) -> Layer:
-        products = {name: self._product(getattr(parts, name)) for name in ("qkv", "out", "gate_up", "down")}
+        products = {name: self._product(getattr(parts, name)) for name in ("qkv", "out")}
         norms = {f"{name}_norm": self._norm(getattr(parts, f"{name}_norm")) for name in ("attention", "q", "k", "mlp")}
         return Layer(
             **norms,
             **products,
+            **self._feed_forward(parts.mlp),
             cache=cache_of(
                 _checked(parts.k_cache, is_strided=True),
                 _checked(parts.v_cache, is_strided=True),
@@ -97,9 +126,19 @@ class LayerStack:
             kv_heads=parts.num_kv_heads,
             dim=parts.head_dim,
             window=parts.window,
-            inner=parts.down.weight.shape[1],
             scale=parts.scale,
         )
+
+    def _feed_forward(self, parts: MLPParts | MixtureParts) -> dict[str, Any]:
+        """Return the fields of a layer that describe it."""
+        if isinstance(parts, MLPParts):
+            gate_up, down = map(self._product, parts)
+            return {"gate_up": gate_up, "down": down, "inner": parts.down.weight.shape[1]}
+        router, stacks = self._product(parts.router), map(stack_of, (parts.gate_up, parts.down))
+        routing = Routing(None, parts.router.weight.shape[0], parts.per_token, False, parts.renormalize, 1.0)
+        mixture = Mixture(router, *stacks, routing)
+        self._kept.append(mixture)
+        return {"mixture": pointer(mixture)}
 
     def _norm(self, part: NormPart | None) -> Norm:
         return Norm() if part is None else Norm(_checked(part.weight).data_ptr(), part.eps, part.plus_one)

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
-#include "pool.h"
+#include "work.h"
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
@@ -18,7 +18,6 @@
 #ifndef WHORL_SOURCES
 #define WHORL_SOURCES ""
 #endif
-#define API extern "C" __attribute__((visibility("default")))
 
 using namespace whorl;
 
@@ -26,42 +25,21 @@ namespace {
 
 const Kernels* kernels = &plain_kernels;
 
-// Work that is worth a thread, in products of two numbers or in bytes of weights: a few microseconds.
-constexpr int64_t WORTH = 48 << 10;
 constexpr int64_t TILE_BYTES = 192 << 10;  // of weights that stay in a cache
-
-int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Pieces that `count` units of this much work are cut into: enough that threads end together.
-int64_t pieces(int64_t count, int64_t work) {
-  const int64_t most = std::max<int64_t>(1, count * work / WORTH);
-  return std::min({count, most, int64_t(num_threads()) * (work * count > 64 * WORTH ? 8 : 3)});
-}
-
-// Calls function(first, last) for ranges of [0, count).
-template <class Function>
-void ranges(int64_t count, int64_t work, const Function& function) {
-  const int64_t parts = count ? pieces(count, work) : 0;
-  parallel(parts, [&](int64_t i) { function(count * i / parts, count * (i + 1) / parts); });
-}
-
-template <class T>
-struct Scratch {  // memory of the calling thread, used again by the next call
-  std::vector<T> memory;
-  T* get(int64_t count) {
-    if (int64_t(memory.size()) < count) memory.resize(count);
-    return memory.data();
-  }
-};
 
 thread_local Scratch<int8_t> codes_of_tokens;
 thread_local Scratch<float> scales_of_tokens, partials_of_rows;
 thread_local Scratch<int32_t> sums_of_tokens;
 
+// Memory for tokens in 8 or 16 bits.
+Rounded room_for(int64_t count, int64_t columns, int32_t planes) {
+  const int64_t size = count * columns, blocks = size / BLOCK;
+  return {codes_of_tokens.get(size * planes), scales_of_tokens.get(2 * blocks), sums_of_tokens.get(2 * planes * blocks),
+          columns, count, planes};
+}
+
 Rounded rounded(Rows x, const Matrix& matrix) {
-  const int64_t size = x.count * matrix.columns, blocks = size / BLOCK, planes = matrix.planes;
-  const Rounded out{codes_of_tokens.get(size * planes), scales_of_tokens.get(2 * blocks),
-                    sums_of_tokens.get(2 * planes * blocks), matrix.columns, x.count, matrix.planes};
+  const Rounded out = room_for(x.count, matrix.columns, matrix.planes);
   ranges(up(x.count, GROUP), GROUP * matrix.columns,
          [&](int64_t first, int64_t last) { kernels->round_tokens(x, out, first, last); });
   return out;
@@ -72,41 +50,52 @@ void add_bias(Rows out, int64_t column, int64_t count, const float* bias) {
     for (int64_t i = column; i < column + count; i++) out.data[t * out.stride + i] += bias[i];
 }
 
-void multiply(const Matrix& matrix, const Rounded& x, Rows out, const float* bias) {
+struct Units {  // what a product is divided into: panels of packed weights, rows of plain ones
+  int64_t count, work;  // of each
+};
+
+Units units_of(const Matrix& matrix, int64_t tokens) {
   int64_t panels = 0, bytes = 0;
   for (int64_t s = 0; s < matrix.count; s++) {
     const Segment& segment = matrix.segments[s];
     panels += up(segment.rows, PANEL);
     bytes += up(segment.rows, PANEL) * panel_bytes(segment.packing, matrix.columns);
   }
-  ranges(panels, panels ? bytes / panels * std::max<int64_t>(1, out.count / 2) : 0, [&](int64_t first, int64_t last) {
-    int64_t start = 0;
-    for (int64_t s = 0; s < matrix.count; s++) {
-      const Segment& segment = matrix.segments[s];
-      const int64_t count = up(segment.rows, PANEL);
-      const int64_t from = std::max<int64_t>(first - start, 0), to = std::min(last - start, count);
-      if (from < to) {
-        kernels->multiply_packed(segment, x, from, to, out);
-        if (bias) {
-          const int64_t row = from * PANEL;
-          add_bias(out, segment.column + row, std::min(segment.rows, to * PANEL) - row, bias);
-        }
-      }
-      start += count;
-    }
-  });
+  return {panels, panels ? bytes / panels * std::max<int64_t>(1, tokens / 2) : 0};
 }
 
-void multiply(const Plain& w, Rows x, Rows out, const float* bias) {
-  ranges(w.rows, w.columns * std::max<int64_t>(1, out.count), [&](int64_t first, int64_t last) {
-    // A block of weights stays in the cache while all tokens pass.
-    const int64_t step = std::max<int64_t>(TILE_BYTES / (w.columns * 4), 12) / 12 * 12;
-    for (int64_t row = first; row < last; row += step) {
-      const int64_t end = std::min(last, row + step);
-      kernels->multiply_plain(w, x, row, end, out);
+Units units_of(const Plain& w, int64_t tokens) { return {w.rows, w.columns * std::max<int64_t>(1, tokens)}; }
+
+void multiply_units(const Matrix& matrix, const Rounded& x, Rows out, const float* bias, int64_t first, int64_t last) {
+  int64_t start = 0;
+  for (int64_t s = 0; s < matrix.count; s++) {
+    const Segment& segment = matrix.segments[s];
+    const int64_t count = up(segment.rows, PANEL);
+    const int64_t from = std::max<int64_t>(first - start, 0), to = std::min(last - start, count);
+    if (from < to) {
+      kernels->multiply_packed(segment, x, from, to, out);
+      if (bias) {
+        const int64_t row = from * PANEL;
+        add_bias(out, segment.column + row, std::min(segment.rows, to * PANEL) - row, bias);
+      }
     }
-    if (bias) add_bias(out, first, last - first, bias);
-  });
+    start += count;
+  }
+}
+
+void multiply_units(const Plain& w, Rows x, Rows out, const float* bias, int64_t first, int64_t last) {
+  // A block of weights stays in the cache while all tokens pass.
+  const int64_t step = std::max<int64_t>(TILE_BYTES / (w.columns * 4), 12) / 12 * 12;
+  for (int64_t row = first; row < last; row += step)
+    kernels->multiply_plain(w, x, row, std::min(last, row + step), out);
+  if (bias) add_bias(out, first, last - first, bias);
+}
+
+template <class Weights, class Tokens>
+void multiply(const Weights& weights, const Tokens& x, Rows out, const float* bias) {
+  const Units units = units_of(weights, out.count);
+  ranges(units.count, units.work,
+         [&](int64_t first, int64_t last) { multiply_units(weights, x, out, bias, first, last); });
 }
 
 void normalise(Rows x, const float* residual, const Norm& norm, int64_t width, float* y, float* total) {
@@ -180,7 +169,7 @@ API void whorl_cpu_norm(float* x, const float* residual, const float* weight, fl
 
 API void whorl_cpu_linear_plain(const Plain* w, float* x, int64_t count, int64_t stride, float* out, int64_t out_stride,
                                 const float* bias) {
-  multiply(*w, {x, count, stride}, {out, count, out_stride}, bias);
+  multiply(*w, Rows{x, count, stride}, {out, count, out_stride}, bias);
 }
 
 API void whorl_cpu_unpack(const Matrix* matrix, const int64_t* indices, int64_t count, float* out) {
@@ -307,9 +296,165 @@ int64_t rows_of(const Product& product) {
 void multiply(const Product& product, float* x, int64_t count, float* out) {
   const int64_t rows = rows_of(product);
   if (product.plain)
-    return multiply(*product.plain, {x, count, product.plain->columns}, {out, count, rows}, product.bias);
+    return multiply(*product.plain, Rows{x, count, product.plain->columns}, {out, count, rows}, product.bias);
   const int64_t columns = product.packed->columns;
   multiply(*product.packed, rounded({x, count, columns}, *product.packed), {out, count, rows}, product.bias);
+}
+
+// ---- routed experts
+
+void route_all(const float* logits, int64_t count, const Routing& routing, float* weights, int32_t* ids) {
+  ranges(count, routing.experts * (4 + routing.choices), [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++)
+      kernels->route(logits + t * routing.experts, routing, weights + t * routing.choices, ids + t * routing.choices);
+  });
+}
+
+struct Share {  // an expert's rows of the choices, which are sorted by expert; `at`: the first of them among those at hand
+  int64_t expert, first, count, at;
+};
+using Shares = std::vector<Share>;
+constexpr int64_t ROWS_AT_HAND = 512;
+
+struct Tokens {  // what experts multiply: rows, and their codes, each share's by itself
+  Rows rows;
+  Rounded codes;
+  bool is_shared;  // one row, which every expert multiplies
+};
+
+Tokens tokens_of(Rows rows, const Stack& stack, bool is_shared) {
+  if (!stack.packed) return {rows, {}, is_shared};
+  return {rows, room_for(rows.count, stack.packed[0]->columns, stack.packed[0]->planes), is_shared};
+}
+
+Rounded codes_of(const Tokens& x, const Share& share) {
+  const Rounded& all = x.codes;
+  const int64_t at = x.is_shared ? 0 : share.at, coded = at * all.planes, blocks = all.columns / BLOCK;
+  return {all.codes + coded * all.columns, all.scales + 2 * at * blocks, all.sums + 2 * coded * blocks, all.columns,
+          share.count, all.planes};
+}
+
+Rows rows_of(const Tokens& x, const Share& share) {
+  return {x.rows.data + (x.is_shared ? 0 : share.at * x.rows.stride), share.count, x.rows.stride};
+}
+
+void round_share(const Tokens& x, const Share& share) {
+  if (x.codes.codes) kernels->round_tokens(rows_of(x, share), codes_of(x, share), 0, up(share.count, GROUP));
+}
+
+// The products of all shares side by side, in pieces of about equal work. out(share): where its rows go.
+template <class Out>
+void multiply_shares(const Stack& stack, const Tokens& x, const Shares& shares, const Out& out) {
+  struct Piece { const Share* share; int64_t first, last; };
+  std::vector<Piece> pieces;
+  auto plain_of = [&](const Share& share) {
+    Plain plain = stack.first;
+    plain.data += share.expert * stack.bytes;
+    return plain;
+  };
+  auto units = [&](const Share& share) {
+    return stack.packed ? units_of(*stack.packed[share.expert], share.count) : units_of(stack.first, share.count);
+  };
+  int64_t work = 0;
+  for (const Share& share : shares) work += units(share).count * units(share).work;
+  const int64_t worth = std::max(WORTH, work / (num_threads() * 16));
+  for (const Share& share : shares) {
+    const auto [count, each] = units(share);
+    const int64_t parts = std::min(count, up(count * each, worth));
+    for (int64_t p = 0; p < parts; p++) pieces.push_back({&share, count * p / parts, count * (p + 1) / parts});
+  }
+  parallel(pieces.size(), [&](int64_t i) {
+    const auto [share, first, last] = pieces[i];
+    if (stack.packed)
+      multiply_units(*stack.packed[share->expert], codes_of(x, *share), out(*share), nullptr, first, last);
+    else
+      multiply_units(plain_of(*share), rows_of(x, *share), out(*share), nullptr, first, last);
+  });
+}
+
+// Writes the results of choices to `parts`, sorted by expert. tokens: of each choice in this order.
+void run_shares(const Stack& gate_up, const Stack& down, const Shares& shares, Rows x, const int64_t* tokens,
+                float* parts) {
+  static thread_local Scratch<float> arena[2];
+  const int64_t width = gate_up.columns, inner = down.columns, rows = shares.back().at + shares.back().count;
+  auto each = [&](int64_t work, const auto& function) {  // work: for each row
+    ranges(shares.size(), rows * work / int64_t(shares.size()), [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) function(shares[i]);
+    });
+  };
+  const bool is_alone = x.count == 1;
+  float* both = arena[0].get(rows * 3 * inner);
+  const Rows hidden{both + rows * 2 * inner, rows, inner};
+  const Tokens inputs = tokens_of(is_alone ? x : Rows{arena[1].get(rows * width), rows, width}, gate_up, is_alone);
+  if (is_alone) {
+    round_share(inputs, {0, 0, 1, 0});
+  } else {
+    each(width * 4, [&](const Share& share) {
+      for (int64_t i = 0; i < share.count; i++)
+        memcpy(rows_of(inputs, share).data + i * width, x.data + tokens[share.first + i] * width, width * sizeof(float));
+      round_share(inputs, share);
+    });
+  }
+  multiply_shares(gate_up, inputs, shares, [&](const Share& share) {
+    return Rows{both + share.at * 2 * inner, share.count, 2 * inner};
+  });
+  const Tokens between = tokens_of(hidden, down, false);
+  each(inner * 8, [&](const Share& share) {
+    for (int64_t i = share.at; i < share.at + share.count; i++)
+      kernels->gate(both + i * 2 * inner, both + i * 2 * inner + inner, 1, inner, 0, hidden.data + i * inner);
+    round_share(between, share);
+  });
+  multiply_shares(down, between, shares,
+                  [&](const Share& share) { return Rows{parts + share.first * width, share.count, width}; });
+}
+
+void run_experts(const Stack& gate_up, const Stack& down, int64_t num_experts, float* x, int64_t count,
+                 int64_t num_choices, const float* weights, const int32_t* ids, float* out) {
+  static thread_local Scratch<float> arena;
+  static thread_local Scratch<int64_t> memory;
+  const int64_t width = gate_up.columns, total = count * num_choices;
+  int64_t *starts = memory.get(num_experts + 1 + 2 * total), *places = starts + num_experts + 1, *tokens = places + total;
+  std::fill(starts, places, 0);
+  for (int64_t i = 0; i < total; i++) starts[ids[i] + 1]++;
+  for (int64_t e = 0; e < num_experts; e++) starts[e + 1] += starts[e];
+  for (int64_t i = 0; i < total; i++) {  // afterwards starts[e] is where expert e ends
+    places[i] = starts[ids[i]]++;
+    tokens[places[i]] = i / num_choices;
+  }
+  float* parts = arena.get(total * width);
+  Shares shares;
+  int64_t rows = 0;
+  auto run = [&] {
+    if (rows) run_shares(gate_up, down, shares, {x, count, width}, tokens, parts);
+    shares.clear(), rows = 0;
+  };
+  for (int64_t e = 0; e < num_experts; e++) {
+    const int64_t first = e ? starts[e - 1] : 0, some = starts[e] - first;
+    if (!some) continue;
+    if (rows + some > ROWS_AT_HAND) run();
+    shares.push_back({e, first, some, rows});
+    rows += some;
+  }
+  run();
+  ranges(count, num_choices * width, [&](int64_t from, int64_t to) {
+    std::fill(out + from * width, out + to * width, 0.0f);
+    for (int64_t i = from * num_choices; i < to * num_choices; i++) {
+      const float* part = parts + places[i] * width;
+      float* y = out + i / num_choices * width;
+      for (int64_t j = 0; j < width; j++) y[j] += part[j] * weights[i];
+    }
+  });
+}
+
+void mix_experts(const Mixture& mixture, float* x, int64_t count, float* out) {
+  static thread_local Scratch<float> arena;
+  static thread_local Scratch<int32_t> chosen;
+  const Routing& routing = mixture.routing;
+  float *logits = arena.get(count * (routing.experts + routing.choices)), *weights = logits + count * routing.experts;
+  int32_t* ids = chosen.get(count * routing.choices);
+  multiply(mixture.router, x, count, logits);
+  route_all(logits, count, routing, weights, ids);
+  run_experts(mixture.gate_up, mixture.down, routing.experts, x, count, routing.choices, weights, ids, out);
 }
 
 }  // namespace
@@ -336,32 +481,17 @@ API void whorl_cpu_glu(const float* gates, const float* up, int64_t count, int64
   gate_all(gates, up, count, stride, step, width, is_gelu, out);
 }
 
-// Routed experts. out[t] = the sum of weights[t, c] * down(gate(gate_up(x[t]))) over the choices c of token t, in their
-// order, with the matrices of expert ids[t, c]. All tensors are contiguous.
-API void whorl_cpu_experts(const Matrix* const* gate_up, const Matrix* const* down, int64_t num_experts, const float* x,
-                           int64_t count, int64_t num_choices, const float* weights, const int64_t* ids, float* out) {
-  const int64_t width = gate_up[0]->columns, inner = down[0]->columns;
-  static thread_local Scratch<float> arena[3];
-  std::vector<std::vector<int64_t>> choices(num_experts);  // of each expert
-  for (int64_t i = 0; i < count * num_choices; i++) choices[ids[i]].push_back(i);
-  float* parts = arena[0].get(count * num_choices * width);
-  for (int64_t e = 0; e < num_experts; e++) {
-    const int64_t rows = int64_t(choices[e].size());
-    if (!rows) continue;
-    float *some = arena[1].get(rows * width), *both = arena[2].get(rows * 3 * inner), *hidden = both + rows * 2 * inner;
-    for (int64_t i = 0; i < rows; i++)
-      memcpy(some + i * width, x + choices[e][i] / num_choices * width, width * sizeof(float));
-    multiply(*gate_up[e], rounded({some, rows, width}, *gate_up[e]), {both, rows, 2 * inner}, nullptr);
-    gate_all(both, both + inner, rows, 2 * inner, 1, inner, 0, hidden);
-    multiply(*down[e], rounded({hidden, rows, inner}, *down[e]), {some, rows, width}, nullptr);
-    for (int64_t i = 0; i < rows; i++)
-      memcpy(parts + choices[e][i] * width, some + i * width, width * sizeof(float));
-  }
-  std::fill(out, out + count * width, 0.0f);
-  for (int64_t i = 0; i < count * num_choices; i++)
-    for (int64_t j = 0; j < width; j++) out[i / num_choices * width + j] += parts[i * width + j] * weights[i];
+// Scores of a router [T, experts] to the choices of each token: weights and ids [T, choices].
+API void whorl_cpu_route(const float* logits, int64_t count, const Routing* routing, float* weights, int32_t* ids) {
+  route_all(logits, count, *routing, weights, ids);
 }
 
+// out[t] = the sum of weights[t, c] * down(gate(gate_up(x[t]))) over the choices c of token t, in their order, with the
+// matrices of expert ids[t, c]. All tensors are contiguous.
+API void whorl_cpu_experts(const Stack* gate_up, const Stack* down, int64_t num_experts, float* x, int64_t count,
+                           int64_t num_choices, const float* weights, const int32_t* ids, float* out) {
+  run_experts(*gate_up, *down, num_experts, x, count, num_choices, weights, ids, out);
+}
 // x, y: [count, width], contiguous.
 API void whorl_cpu_log_softmax(const float* x, int64_t count, int64_t width, float* y) {
   ranges(count, width * 8, [&](int64_t first, int64_t last) {
@@ -401,114 +531,14 @@ API void whorl_cpu_layers(const Layer* layers, int64_t num_layers, const Norm* l
     multiply(layer.out, a.out, count, x);
     normalise({x, count, width}, total, layer.mlp_norm, width, normed, other);
     std::swap(total, other);
+    if (layer.mixture) {
+      mix_experts(*layer.mixture, normed, count, x);
+      continue;
+    }
     float* both = arena[6].get(count * 3 * layer.inner);
     multiply(layer.gate_up, normed, count, both);
     gate_all(both, both + layer.inner, count, 2 * layer.inner, 1, layer.inner, 0, both + count * 2 * layer.inner);
     multiply(layer.down, both + count * 2 * layer.inner, count, x);
   }
   normalise({x, count, width}, total, *last_norm, width, out, other);
-}
-
-// ---- rows of GGUF's blocks, interleaved
-
-namespace {
-
-struct Kind {  // of GGUF: a row is blocks of `values` values in `bytes` bytes
-  Packing packing;
-  int64_t values, bytes;
-};
-
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
-const Kind KINDS[] = {
-    {{4, HALF_SCALES, 0, 8}, 32, 18},  {{4, HALF_SCALES, 1, 0}, 32, 20},    {{8, HALF_SCALES, 0, 0}, 32, 22},
-    {{8, HALF_SCALES, 1, 0}, 32, 24},  {{8, HALF_SCALES, 0, 0}, 32, 34},    {{4, SUB_SCALES, 1, 0}, 256, 144},
-    {{8, SUB_SCALES, 1, 0}, 256, 176}, {{8, PAIR_SCALES, 0, 0}, 256, 210},
-};
-
-// Writes the codes of a row's block of 32 to its place in a panel.
-void put_codes(const int8_t* codes, int32_t bits, int64_t r, uint8_t* to) {
-  for (int64_t quad = 0; quad < bits; quad++) {
-    uint32_t four, later = 0;
-    memcpy(&four, codes + 4 * quad, 4);
-    if (bits == 4) memcpy(&later, codes + 16 + 4 * quad, 4);
-    four |= later << 4;  // codes of 4 bits are not negative
-    memcpy(to + (quad * PANEL + r) * 4, &four, 4);
-  }
-}
-
-void put_half(const uint8_t* from, int64_t r, uint8_t* to) { memcpy(to + 2 * r, from, 2); }
-
-// A block of 32 of a type that has its own scale.
-void pack_block(int kind, const uint8_t* from, int64_t r, uint8_t* to) {
-  const Packing& p = KINDS[kind].packing;
-  put_half(from, r, to);
-  if (p.has_minima) put_half(from + 2, r, to + 32);
-  const uint8_t* at = from + (p.has_minima ? 4 : 2);
-  uint32_t fifth = 0;
-  if (kind == Q5_0 || kind == Q5_1) memcpy(&fifth, at, 4), at += 4;
-  int8_t codes[BLOCK];
-  if (kind == Q8_0) {
-    memcpy(codes, at, BLOCK);
-  } else {
-    for (int i = 0; i < 16; i++) codes[i] = at[i] & 15, codes[16 + i] = at[i] >> 4;
-    if (kind == Q5_0 || kind == Q5_1)
-      for (int i = 0; i < BLOCK; i++) codes[i] = int8_t((codes[i] | (fifth >> i & 1) << 4) - (kind == Q5_0 ? 16 : 0));
-  }
-  put_codes(codes, p.bits, r, to + (p.has_minima ? 64 : 32));
-}
-
-// A block of 256 with scales of its sub-blocks.
-void pack_super(int kind, const uint8_t* from, int64_t r, uint8_t* to) {
-  const Packing& p = KINDS[kind].packing;
-  int8_t codes[BLOCK];
-  if (kind == Q6_K) {
-    put_half(from + 208, r, to);
-    to += 32;
-    for (int b = 0; b < 8; b++, to += block_bytes(p)) {
-      to[r] = from[192 + 2 * b], to[16 + r] = from[192 + 2 * b + 1];
-      const uint8_t *low = from + b / 4 * 64 + b % 2 * 32, *high = from + 128 + b / 4 * 32;
-      for (int i = 0; i < BLOCK; i++) {
-        const int nibble = b % 4 < 2 ? low[i] & 15 : low[i] >> 4;
-        codes[i] = int8_t((nibble | (high[i] >> (2 * (b % 4)) & 3) << 4) - 32);
-      }
-      put_codes(codes, 8, r, to + 32);
-    }
-    return;
-  }
-  put_half(from, r, to), put_half(from + 2, r, to + 32);
-  to += 64;
-  const uint8_t *s = from + 4, *fifth = from + 16, *nibbles = from + (kind == Q5_K ? 48 : 16);
-  for (int b = 0; b < 8; b++, to += block_bytes(p)) {
-    to[r] = b < 4 ? s[b] & 63 : (s[b + 4] & 15) | (s[b - 4] >> 6) << 4;
-    to[16 + r] = b < 4 ? s[b + 4] & 63 : s[b + 4] >> 4 | (s[b] >> 6) << 4;
-    for (int i = 0; i < BLOCK; i++) {
-      const uint8_t both = nibbles[b / 2 * 32 + i];
-      codes[i] = int8_t((b % 2 ? both >> 4 : both & 15) | (kind == Q5_K ? (fifth[i] >> b & 1) << 4 : 0));
-    }
-    put_codes(codes, p.bits, r, to + 32);
-  }
-}
-
-}  // namespace
-
-// How a GGUF type is packed; 0 if it is not known. The types are those of KINDS, in their order.
-API int whorl_cpu_packing(int32_t kind, Packing* packing) {
-  if (kind < 0 || kind >= int(sizeof KINDS / sizeof *KINDS)) return 0;
-  *packing = KINDS[kind].packing;
-  return 1;
-}
-
-// blocks: `rows` rows as GGUF has them; out: panels, of zeros.
-API void whorl_cpu_pack(int32_t kind, const uint8_t* blocks, int64_t rows, int64_t columns, uint8_t* out) {
-  const Kind& k = KINDS[kind];
-  const int64_t row_bytes = columns / k.values * k.bytes, panel = panel_bytes(k.packing, columns);
-  const int64_t step = k.values == SUPER ? panel / (columns / SUPER) : block_bytes(k.packing);
-  ranges(up(rows, PANEL), panel, [&](int64_t first, int64_t last) {
-    for (int64_t row = first * PANEL; row < std::min(rows, last * PANEL); row++)
-      for (int64_t b = 0; b < columns / k.values; b++) {
-        const uint8_t* from = blocks + row * row_bytes + b * k.bytes;
-        uint8_t* to = out + row / PANEL * panel + b * step;
-        (k.values == SUPER ? pack_super : pack_block)(kind, from, row % PANEL, to);
-      }
-  });
 }

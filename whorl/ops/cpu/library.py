@@ -69,13 +69,30 @@ class Product(Structure):
     _fields_ = (("packed", POINTER(Matrix)), ("plain", POINTER(Plain)), ("bias", c_void_p))
 
 
+class Stack(Structure):
+    """A matrix for each expert: see kernels.h."""
+
+    _fields_ = (("packed", c_void_p), ("first", Plain), ("bytes", c_int64), ("columns", c_int64))
+
+
+class Routing(Structure):
+    _fields_ = (
+        *(("bias", c_void_p), ("experts", c_int64), ("choices", c_int64)),
+        *(("is_sigmoid", c_int32), ("renormalizes", c_int32), ("scale", c_float)),
+    )
+
+
+class Mixture(Structure):
+    _fields_ = (("router", Product), ("gate_up", Stack), ("down", Stack), ("routing", Routing))
+
+
 class Layer(Structure):
     """A layer of a decoder: see kernels.h."""
 
     _fields_ = (
         *((f"{name}_norm", Norm) for name in ("attention", "q", "k", "mlp")),
         *((name, Product) for name in ("qkv", "out", "gate_up", "down")),
-        ("cache", Cache),
+        *(("mixture", POINTER(Mixture)), ("cache", Cache)),
         *((name, c_int64) for name in ("heads", "kv_heads", "dim", "window", "inner")),
         ("scale", c_float),
     )
@@ -93,6 +110,7 @@ _FUNCTIONS = {
     "attention": "p",
     "glu": "ppiiiinp",
     "experts": "ppipiippp",
+    "route": "pippp",
     "log_softmax": "piip",
     "layers": "pipppppiip",
     "pack": "npiip",

@@ -8,13 +8,14 @@ rows, threads or the processor's instruction set.
 """
 
 from collections.abc import Sequence
-from ctypes import POINTER, byref, pointer
+from ctypes import POINTER, addressof, byref, pointer
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .library import Matrix, Norm, Packing, Segment, address, library, plain, use_threads
+from .library import Matrix, Norm, Packing, Segment, Stack, address, library, plain, use_threads
+from .memory import zeros
 
 PANEL = 16  # rows that are interleaved
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # as library.cpp numbers them
@@ -45,7 +46,7 @@ def interleave(kind: str, blocks: Tensor, columns: int) -> Rows:
     """Interleave rows of GGUF blocks, uint8 [rows, bytes of a row], in panels of PANEL rows."""
     rows, packing = blocks.shape[0], packing_of(kind)
     size = library().whorl_cpu_panel_bytes(packing.bits, packing.scales, packing.has_minima, columns)
-    panels = torch.zeros(-(-rows // PANEL) * size, dtype=torch.uint8)
+    panels = zeros(-(-rows // PANEL) * size)
     blocks = blocks.contiguous()
     use_threads()
     library().whorl_cpu_pack(KINDS.index(kind), blocks.data_ptr(), rows, columns, panels.data_ptr())
@@ -113,23 +114,13 @@ class PackedMatrix:
 
 
 class PackedStack:
-    """The matrices of a layer's experts, of equal shapes."""
+    """The matrices of a layer's experts, of equal shapes. shape: of one."""
 
     def __init__(self, matrices: Sequence[PackedMatrix]) -> None:
         self.shape = matrices[0].shape
-        self.matrices = (POINTER(Matrix) * len(matrices))(*(pointer(each.matrix) for each in matrices))
+        self._matrices = (POINTER(Matrix) * len(matrices))(*(pointer(each.matrix) for each in matrices))
         self._kept = matrices
+        self.stack = Stack(packed=addressof(self._matrices), columns=self.shape[1])
 
-
-def experts(gate_up: PackedStack, down: PackedStack, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """Return what `ops.experts` does, like x; weights, ids: [T, choices]."""
-    wide, scales, ids = plain(x).contiguous(), plain(weights).contiguous(), ids.long().contiguous()
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(gate_up.matrices):
-        raise ValueError(f"experts from {int(ids.min())} to {int(ids.max())} of {len(gate_up.matrices)}")
-    y = torch.empty(wide.shape)
-    use_threads()
-    library().whorl_cpu_experts(
-        *(gate_up.matrices, down.matrices, len(gate_up.matrices), wide.data_ptr(), *ids.shape),
-        *(scales.data_ptr(), ids.data_ptr(), y.data_ptr()),
-    )
-    return y if x.dtype == torch.float32 else y.to(x.dtype)
+    def __len__(self) -> int:
+        return len(self._kept)

@@ -118,6 +118,12 @@ def _triton_reason(logits: Tensor, **_: object) -> str | None:
     return None if logits.shape[1] <= 4096 else f"{logits.shape[1]} experts do not fit one program (4096)"
 
 
+def _cpp_reason(num_groups: int, **_: object) -> str | None:
+    return None if num_groups == 1 else f"{num_groups} groups of experts: it has no groups"
+
+
+route.impl("cpp", "whorl.ops.cpu.moe:route", accepts=_cpp_reason)
+route_backward.impl("cpp", takes_fp64=False)(route_backward.reference)
 route.impl("triton", "route_triton:forward", accepts=_triton_reason)
 route_backward.impl("triton", "route_triton:backward", accepts=_triton_reason)
 route.impl("torch_npu", "route_torch_npu:route", accepts=route_torch_npu.reason, takes_fp64=False)
