@@ -27,7 +27,6 @@ class GgufPanels(GgufBlocks):
     """
 
     token_bits: Literal[8, 16] = 16
-
     is_weight_only = False  # tokens are rounded, too
 
     def finish(self, matrix: Any) -> None:
@@ -57,6 +56,11 @@ class GgufPanels(GgufBlocks):
         products = getattr(matrix, "products", None)
         if products is None:
             return GgufBlocks.values_of(self, matrix, pick)
+        if self.tiles.has(matrix):
+            return self.tiles.as_checkpoint(self._of_panels(matrix, products, pick))
+        return self._of_panels(matrix, products, pick)
+
+    def _of_panels(self, matrix: Any, products: list[PackedMatrix], pick: Pick) -> Tensor:
         if matrix.lead:
             chosen = range(len(products))[pick] if isinstance(pick, slice) else pick.tolist()
             return torch.stack([products[e].values() for e in chosen]).to(matrix.dtype)
@@ -67,20 +71,21 @@ class GgufPanels(GgufBlocks):
 
     def for_kernels(self, matrix: Any) -> PackedMatrix | None:
         products: list[PackedMatrix] | None = getattr(matrix, "products", None)
-        return None if products is None or matrix.lead else products[0]
+        return None if products is None or matrix.lead or self.tiles.has(matrix) else products[0]
 
     def linear(self, matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         products: list[PackedMatrix] | None = getattr(matrix, "products", None)
         if products is None:
             return GgufBlocks.linear(self, matrix, x, bias)
-        return products[0].linear(x, bias)
+        return products[0].linear(self.tiles.as_file(x) if self.tiles.has(matrix) else x, bias)
 
     def norm_linear(
         self, matrix: Any, norm: Norm, x: Tensor, residual: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         products: list[PackedMatrix] | None = getattr(matrix, "products", None)
         described = None if products is None or x.dtype != torch.float32 else cpu_norm.described(norm, x, residual)
-        if products is None or described is None or (bias is not None and bias.dtype != torch.float32):
+        is_plain = bias is None or bias.dtype == torch.float32
+        if products is None or described is None or not is_plain or self.tiles.has(matrix):
             return GgufBlocks.norm_linear(self, matrix, norm, x, residual, bias)
         return products[0].norm_linear(x, residual, described, bias)
 
