@@ -1,4 +1,4 @@
-"""Log-probabilities of a GGUF file by llama.cpp, in an environment that has xllamacpp: PATH COUNT, prompts on stdin.
+"""Log-probabilities of a GGUF file by llama.cpp, in an environment that has xllamacpp: PATH COUNT PROMPTS.
 
 Prints, for each prompt of token ids, the tokens of a greedy answer and the log-probabilities of all tokens at each.
 """
@@ -27,4 +27,4 @@ def main(path: str, count: int, prompts: list[list[int]]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), json.load(sys.stdin))
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))
