@@ -1,4 +1,4 @@
-"""GGUF files of Qwen3.5 and Qwen3-Next, laid out as llama.cpp's converter does, from tensors by Hugging Face's names."""
+"""GGUF files of Qwen3.5 and Qwen3-Next, as llama.cpp's converter lays them out, from Hugging Face's tensors."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -174,7 +174,7 @@ def _add_tokenizer(writer: Any, size: int) -> None:
 
 
 def quantized(x: Array, number: Any) -> Array:
-    """Quantize as the gguf package does, and to Q4_K, for which it has no code: 8 sub-blocks of 32 with 6-bit scales."""
+    """Quantize as the gguf package does, and to Q4_K, which it only reads: 8 sub-blocks of 32 with 6-bit scales."""
     if number != gguf.GGMLQuantizationType.Q4_K:
         stored: Array = gguf.quants.quantize(x, number)
         return stored

@@ -1,4 +1,4 @@
-"""A virtual environment for each program that the server, or its files, are tried with: their requirements contradict each other's."""
+"""A virtual environment for each program that whorl is tried with: their requirements contradict each other's."""
 
 import contextlib
 import fcntl

@@ -172,9 +172,7 @@ class DeltaTensors:
     def _behind_keys(self, blocks: Blocks) -> Blocks:
         return self._of_values(blocks, self.value_dim, 2 * self.key_heads * self.key_dim)
 
-    def _by_head(
-        self, blocks: Blocks, sizes: Mapping[str, tuple[int, int]]
-    ) -> Iterator[tuple[str, Blocks]]:
+    def _by_head(self, blocks: Blocks, sizes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Blocks]]:
         """Yield the projections of a tensor that has the rows of all of them for each key head.
 
         sizes: how many parts of how many rows each has for a head; "": more parts of the one before.

@@ -85,8 +85,8 @@ class GgufBlocks(Quantised):
         ranges = self.tiles.ranges(part.columns, part.shape[1])
         if any(n % kind.values for each in ranges for n in (each.start, each.stop)):
             raise ValueError(
-                f"{matrix.name}: this rank's value heads are columns {ranges[0].start} to {ranges[0].stop} of the file, "
-                f"which has blocks of {kind.values}: take fewer tensor-parallel ranks (--tp), or unpack (--unpack)"
+                f"{matrix.name}: this rank's value heads are columns {ranges[0].start} to {ranges[0].stop} of the "
+                f"file, which has blocks of {kind.values}: take fewer tensor-parallel ranks (--tp), or unpack (--unpack)"
             )
         return ranges
 

@@ -16,8 +16,8 @@ ROWS = 16  # tokens of a program
 def _exp(x):
     """Return e^x within about an ulp, for x from -87 to 88, to which x is cut.
 
-    A GPU's own exponential is one of a power of 2, whose exponent is rounded first: for x = 30 it is off by 15 ulp. Here
-    e^x = 2^n e^r with |r| < 0.35, in which n log 2 is subtracted in two parts, the first of which is exact.
+    A GPU's own exponential is that of 2, whose exponent x / log 2 is rounded first: the larger x, the larger the error.
+    Here e^x = 2^n e^r with |r| < 0.35, and n log 2 is subtracted in two parts, of which the first is exact.
     """
     x = tl.maximum(x, -87.0, propagate_nan=tl.PropagateNan.ALL)
     x = tl.minimum(x, 88.0, propagate_nan=tl.PropagateNan.ALL)
