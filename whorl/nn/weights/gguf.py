@@ -86,7 +86,7 @@ class GgufBlocks(Quantised):
         if any(n % kind.values for each in ranges for n in (each.start, each.stop)):
             raise ValueError(
                 f"{matrix.name}: this rank's value heads are columns {ranges[0].start} to {ranges[0].stop} of the "
-                f"file, which has blocks of {kind.values}: take fewer tensor-parallel ranks (--tp), or unpack (--unpack)"
+                f"file, which has blocks of {kind.values}: take fewer tensor-parallel ranks (--tp), or --unpack"
             )
         return ranges
 
