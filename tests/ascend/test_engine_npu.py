@@ -30,6 +30,7 @@ RUNS = ("gpt_oss:plain", "qwen3:lookup", "experts:w4a16", "vision:plain", "deeps
 MORE = ("llama:plain", "window:lookup", "experts:plain", "qwen3:draft_model", "qwen3:plain", "qwen3:crowded")
 MORE += ("experts:draft_model", "window:plain", "window:crowded", "experts:w8a8", "qwen3:w4a16", "deepseek:crowded")
 MORE += ("gpt_oss:crowded", "llama:crowded", "deepseek:mtp", "deepseek_v3:plain", "deepseek_v3:lookup")
+MORE += ("qwen3_5:plain",)
 DENSE = {"npu_linear", "npu_rms_norm", "npu_add_rms_norm", "npu_swiglu", "npu_top_k_top_p"}
 CACHE = {"npu_scatter_pa_kv_cache", "npu_fused_infer_attention_score"}
 ROUTED = {"npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_finalize_routing"}
@@ -44,9 +45,14 @@ CALLED = {
     "gpt_oss": DENSE - {"npu_swiglu"} | EXPERTS | SINKS | {"npu_rotary_mul"},
     "deepseek": DENSE | LATENT | ROUTED | {"npu_moe_gating_top_k", "npu_lightning_indexer"},
     "deepseek_v3": DENSE | LATENT | ROUTED | {"npu_moe_gating_top_k"},
+    # Norms of 1 + weight are not added to a residual there.
+    "qwen3_5": DENSE - {"npu_add_rms_norm"} | CACHE | {"npu_mrope"},
     # In the tower heads have 72 channels, which npu_mrope does not take, and see the whole frame.
     "vision": DENSE | CACHE | {"npu_mrope", "npu_rotary_mul", "npu_fusion_attention"},
 }
+# torch_npu's operators of gated delta layers keep states in bf16, and its convolution has three taps: torch runs.
+DELTA = {"causal_conv_lanes", "delta_gates", "gated_delta_lanes", "gated_delta_step", "gated_rms_norm", "l2_norm"}
+FALLBACKS = {"qwen3_5": DELTA | {"output_gate"}}
 # By kind of weights; experts call the grouped matmul whatever they are stored in, the router and the head npu_linear.
 QUANTISED = {"w8a8": {"npu_quant_matmul", "npu_dynamic_quant"}, "w4a16": {"npu_weight_quant_batchmatmul"}}
 # What runs where AscendC's batch-invariant operators are installed.
@@ -193,7 +199,7 @@ def judge(row: dict[str, Any], model: str, kind: str) -> None:
         expected = expected - set(REPLACED) | {REPLACED[name] for name in expected & set(REPLACED)} | LOGPROBS
         expected |= {"npu_reduce_sum_batch_invariant"} if model == "experts" else set()
     assert set(row["called"]) == expected
-    assert row["fallbacks"] == []
+    assert {text.partition(":")[0] for text in row["fallbacks"]} == FALLBACKS.get(model, set())
     stats = row["stats"]
     assert stats["num_steps"] > 10  # prompts come in chunks
     assert stats["num_blocks_used"] == 0

@@ -1,4 +1,4 @@
-"""A virtual environment for each program that the server is tried with: their requirements contradict each other's."""
+"""A virtual environment for each program that whorl is tried with: their requirements contradict each other's."""
 
 import contextlib
 import fcntl
@@ -22,6 +22,7 @@ REQUIREMENTS = {
     "pydantic-ai": ("pydantic-ai-slim[openai,anthropic]==2.66.0",),
     "llm": ("llm==0.36",),
     "ollama": ("ollama==0.6.3",),
+    "llama-cpp": ("xllamacpp==2026.10.11549",),
     "lm-eval": ("lm-eval[api]==0.4.13",),
     "guidellm": ("guidellm==0.8.1", "torch==2.13.0"),
     "schemathesis": ("schemathesis==4.32.5",),

@@ -230,7 +230,7 @@ def test_gguf_files_that_are_refused(tmp_path: Path) -> None:
     write_gguf(path, "gemma", hf)
     with pytest.raises(
         ValueError,
-        match=r"architecture is 'gemma'; known are .*llama, .*qwen3moe\. gemma needs .*; nearest is Gemma3.*or add it",
+        match=r"architecture is 'gemma'; known are .*llama, .*qwen3next\. gemma needs .*; nearest is Gemma3.*or add it",
     ):
         load(path)
     write_gguf(path, "llama", hf, keys={"llama.expert_count": 8})

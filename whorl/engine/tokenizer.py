@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from . import tiktoken_file, tokenizer_gguf
 from .chat_template import ChatTemplate, Message, PromptWriter, format_of, prompt_writer, write_open

@@ -16,11 +16,12 @@ _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # values of tokenizer.ggml.token_typ
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>")
 # A vocabulary has three lists: tokens, types, and this one, by kind of tokenizer (byte-level BPE, SentencePiece).
 _LISTS = {"gpt2": ("merges", str), "llama": ("scores", float)}
+_QWEN = ("qwen2", "qwen35")
 _LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
 _INSTEAD = "Put the model's tokenizer.json next to the file"
 _WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?LETTER+|\p{N}DIGITS"
+    r"| ?[^\sLETTERS\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -28,9 +29,13 @@ def _byte_level(use_regex: bool = True) -> Any:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
-def _words(digits: str) -> Any:
-    """Return the pre-tokenizer of Qwen2, which splits numbers into digits, or of Llama 3: up to three at a time."""
-    pattern = Regex(_WORDS.replace("DIGITS", digits))
+def _words(digits: str, *, with_marks: bool = False) -> Any:
+    """Return the pre-tokenizer of Qwen2, which splits numbers into digits, or of Llama 3: up to three at a time.
+
+    with_marks: accents and vowel signs belong to words, as in Qwen3.5.
+    """
+    letter, letters = (r"[\p{L}\p{M}]", r"\p{L}\p{M}") if with_marks else (r"\p{L}", r"\p{L}")
+    pattern = Regex(_WORDS.replace("DIGITS", digits).replace("LETTERS", letters).replace("LETTER", letter))
     return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), _byte_level(use_regex=False)])
 
 
@@ -42,9 +47,11 @@ def _pre_tokenizer(kind: str | None, path: Path) -> Any:
         return _byte_level()
     if kind == "qwen2":
         return _words("")
+    if kind == "qwen35":
+        return _words("", with_marks=True)
     if kind in _LLAMA_3:
         return _words("{1,3}")
-    known = ", ".join(("smollm", "gpt-2", "qwen2", *_LLAMA_3))
+    known = ", ".join(("smollm", "gpt-2", *_QWEN, *_LLAMA_3))
     raise ValueError(f"{path}: pre-tokenizer {kind!r} is not known. Known: {known}. {_INSTEAD}")
 
 
@@ -123,6 +130,6 @@ def _bpe(tokens: Sequence[str], merges: Sequence[str], kind: str | None, path: P
         backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=kind in _LLAMA_3))
     backend.pre_tokenizer = _pre_tokenizer(kind, path)
     backend.decoder = decoders.ByteLevel()
-    if kind == "qwen2":
+    if kind in _QWEN:
         backend.normalizer = normalizers.NFC()
     return backend

@@ -11,7 +11,6 @@ from torch.nn import Module
 
 from whorl.models import llama, qwen3_next
 from whorl.models.fields import flag
-from whorl.models.gated_delta import GatedDelta
 from whorl.models.qwen3_next_config import Qwen3NextConfig, text_values
 from whorl.models.qwen3_vl import tiny_tower, vision_fields
 from whorl.models.qwen3_vl_tower import Tower
@@ -49,17 +48,10 @@ class Qwen3_5Config(Qwen3NextConfig):
         return fields | vision_fields(values, fields, _TOKEN_IDS, deepstack=())
 
 
-class Layer(qwen3_next.Layer):
-    """A decoder layer by Qwen3.5's names."""
-
-    delta_class: type[GatedDelta] = GatedDelta
-
-
 class Qwen3_5Text(qwen3_next.Qwen3Next):
     """The text model of Qwen3.5."""
 
     config_class: type[Qwen3NextConfig] = Qwen3_5TextConfig
-    layer_class: type[qwen3_next.Layer] = Layer
 
     @classmethod
     def tiny(cls, **changes: Any) -> dict[str, Any]:
@@ -84,7 +76,7 @@ class Body(Module):
     def __init__(self, config: Qwen3_5Config, ranks: Ranks) -> None:
         super().__init__()
         self.visual = Tower(config.vision)
-        self.language_model = llama.Decoder(config, Layer, ranks)
+        self.language_model = llama.Decoder(config, qwen3_next.Layer, ranks)
 
 
 class Qwen3_5(Qwen3_5Text):

@@ -69,7 +69,6 @@ class Layer(qwen3.Layer):
     """A decoder layer with attention or a recurrence."""
 
     moe_class: type[qwen3.MoE] = MoE
-    delta_class: type[GatedDelta] = GatedDeltaByHead
 
     @classmethod
     def norm(cls, config: Any) -> RMSNorm:
@@ -80,7 +79,7 @@ class Layer(qwen3.Layer):
 
     def attention(self, config: Any, layer: int, ranks: Ranks) -> Mixer:  # type: ignore[override]
         if self.mixer_name == "linear_attn":
-            return self.delta_class(config, layer, ranks)
+            return (GatedDeltaByHead if config.projections_by_head else GatedDelta)(config, layer, ranks)
         return Attention(config, layer, ranks)
 
 

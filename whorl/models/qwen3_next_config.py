@@ -29,7 +29,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_next": _COMMON
     | _MOE
     | {"vocab_size": 151936, "intermediate_size": 5632, "num_hidden_layers": 48}
-    | {"num_experts": 512, "num_experts_per_tok": 10},
+    | {"num_experts": 512, "num_experts_per_tok": 10, "linear_projections_by_head": True},
     "qwen3_5": _COMMON
     | {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32}
     | {"num_key_value_heads": 4},
@@ -73,13 +73,15 @@ class DeltaConfig:
 class Qwen3NextConfig(Qwen3Config):
     """config.json of Qwen3-Next, or of the text model of Qwen3.5.
 
-    kinds: what mixes the tokens of each layer, by the names of layer_types. shared_expert_size: of the expert that
+    kinds: what mixes the tokens of each layer, by the names of layer_types. projections_by_head: the checkpoint has the
+    projections of a gated delta layer in one, by key head; llama.cpp's has not. shared_expert_size: of the expert that
     every token uses, in layers with experts. num_nextn_predict_layers: layers of multi-token prediction, of which the
     checkpoint may have none: they are read when something drafts with them.
     """
 
     kinds: tuple[str, ...]
     delta: DeltaConfig
+    projections_by_head: bool = False
     shared_expert_size: int = 0
     num_nextn_predict_layers: int = 1
 
@@ -99,6 +101,7 @@ class Qwen3NextConfig(Qwen3Config):
             "shared_expert_size": count(values, "shared_expert_intermediate_size", least=0) if is_sparse else 0,
             "kinds": _kinds(values),
             "delta": DeltaConfig.read(values),
+            "projections_by_head": flag(values, "linear_projections_by_head"),
             "num_nextn_predict_layers": count(values, "mtp_num_hidden_layers", least=0),
         }
 

@@ -88,10 +88,6 @@ UNSUPPORTED: dict[str, Known] = {
     ),
 }
 _BY_GGUF = {name: known for known in UNSUPPORTED.values() for name in known.gguf}
-_BY_GGUF |= dict.fromkeys(
-    ("qwen35", "qwen35moe", "qwen3next"),
-    Known("llama.cpp's order of value heads", "Qwen3_5ForCausalLM, from safetensors"),
-)
 _BY_GGUF["deepseek2"] = Known("llama.cpp's layout of latent attention", "DeepseekV3ForCausalLM, from safetensors")
 _BY_GGUF |= dict.fromkeys(
     ("gpt-oss", "gptoss"), Known("llama.cpp's layout of experts", "GptOssForCausalLM, from safetensors")

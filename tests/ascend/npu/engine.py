@@ -39,6 +39,7 @@ from whorl.models.deepseek import DeepSeek
 from whorl.models.gpt_oss import GptOss
 from whorl.models.llama import Llama
 from whorl.models.qwen3 import Qwen3
+from whorl.models.qwen3_5 import Qwen3_5Text
 from whorl.models.qwen3_vl import Qwen3VL
 from whorl.ops import _op
 
@@ -54,6 +55,13 @@ CONFIGS["gpt_oss"] = GptOss.tiny(
     **SIZES | {"intermediate_size": 128}, num_attention_heads=4, num_key_value_heads=2, head_dim=64, sliding_window=150
 )
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+CONFIGS["qwen3_5"] = Qwen3_5Text.tiny(
+    **SIZES,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=128,
+    rope_parameters=SECTIONS | {"mrope_section": [12, 10, 10], "partial_rotary_factor": 0.5},
+)
 VISION = Qwen3VL.tiny(
     {"hidden_size": 144, "intermediate_size": 160},  # heads of 72 channels, as the published ones
     **SIZES,
@@ -73,6 +81,7 @@ ALL_KERNELS = ROW_WISE | MOE | KERNELS | IN_PLACE | FULL_ATTENTION | SPARSE
 NPU_KERNELS = {name: refusing(name, kernel) for name, kernel in (ALL_KERNELS | BATCH_INVARIANT).items()}
 COARSE = {f"{OPERATOR}_batch_invariant": refusing(OPERATOR, coarse_attention)}
 SLOW = ("torch reference runs", "every product unpacks")
+OPTIONS: dict[str, dict[str, Any]] = {"qwen3_5": {"max_num_batched_tokens": 160}}  # chunks of 128, beside others
 CYCLE = 12  # tokens that follow one another in a circle
 
 
@@ -84,7 +93,8 @@ def main(out: Path, folder: Path, cases: list[str]) -> None:
     for what in cases:
         model, kind = what.split(":")
         chosen = [(*request, []) for request in requests(is_crowded=kind == "crowded")]
-        results[what] = compare(paths[model], KINDS[kind], with_pictures(chosen) if model == "vision" else chosen)
+        chosen = with_pictures(chosen) if model == "vision" else chosen
+        results[what] = compare(paths[model], KINDS[kind] | OPTIONS.get(model, {}), chosen)
         if kind == "batch_invariant":
             results[what]["same_bits"] = same_bits(paths[model], chosen)
     out.write_text(json.dumps(results, indent=1))

@@ -4,24 +4,24 @@ Blocks are dequantised by the `gguf` package, one tensor at a time and only the 
 are stored.
 """
 
-import mmap
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from whorl.device import is_installed
 from whorl.engine.gguf_header import Header, read_header
 from whorl.models import refusal
-from whorl.nn import Index
 
+from . import gguf_delta
 from .checkpoint import Checkpoint, Source
+from .gguf_blocks import Blocks, Extent
+from .gguf_delta import DeltaTensors
 
 ARCHITECTURES = {
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
@@ -29,7 +29,9 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    **gguf_delta.ARCHITECTURES,
 }
+_SPARSE = ("qwen3moe", "qwen35moe", "qwen3next")
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -49,6 +51,7 @@ NAMES = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj",
 }
 GEMMA3_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
@@ -64,75 +67,7 @@ _COUNTS = (
 )
 # Frequency divisors that llama.cpp stores as tensors; they become part of the configuration.
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-_VALUES_AT_ONCE = 1 << 20  # dequantised at a time: the package needs several times their memory
-Array = np.ndarray[Any, Any]
 _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<what>\w+)\.(?P<kind>weight|bias)")
-
-
-class Extent(NamedTuple):
-    """Bytes of a mapped file."""
-
-    data: mmap.mmap
-    start: int
-    count: int
-
-    def release(self) -> None:
-        """Tell the system that they are no longer needed. Reading them again is slower, no more."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
-            self.data.madvise(mmap.MADV_DONTNEED, first, self.start + self.count - first)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Blocks:
-    """A tensor as it is stored: `data` [*leading dims, bytes of a row] of blocks of `kind`, with rows in `order`.
-
-    offset: what llama.cpp's converter has added to every number of a vector. extent: of the mapped file; its memory is
-    let go of when the bytes have been read.
-    """
-
-    shape: tuple[int, ...]
-    kind: Any  # gguf.GGMLQuantizationType
-    data: Array
-    order: Array | None = None
-    offset: float = 0.0
-    extent: Extent | None = None
-
-    def read(self, index: Index) -> Tensor:
-        """Return the values of a part; of a matrix, rows are selected before they are dequantised."""
-        from gguf.quants import dequantize
-
-        rows: Any = index[0] if self.order is None else self.order[index[0]]
-        if len(self.shape) == 1:
-            values = dequantize(self.data, self.kind)[rows] - np.float32(self.offset)
-            return torch.from_numpy(np.array(values, dtype=np.float32))
-        stored, (columns,) = self.data[rows], index[1:]
-        values = np.empty((len(stored), len(range(self.shape[1])[columns])), np.float32)
-        step = max(_VALUES_AT_ONCE // self.shape[1], 1)
-        for first in range(0, len(stored), step):
-            part = np.ascontiguousarray(stored[first : first + step])
-            values[first : first + step] = dequantize(part, self.kind)[:, columns]
-        return torch.from_numpy(values)
-
-    def read_packed(self, index: Index) -> Tensor:
-        """Return the stored bytes of a part. index: rows, and columns in bytes."""
-        rows: Any = index[0] if self.order is None else self.order[index[0]]
-        stored = np.array(self.data[rows][(slice(None), *index[1:])])
-        if self.extent is not None:
-            self.extent.release()
-        return torch.from_numpy(stored)
-
-    def part(self, number: int) -> "Blocks":
-        """Return one matrix of a stack, such as an expert."""
-        data, extent = self.data[number], self.extent
-        if extent is not None:
-            extent = extent._replace(start=extent.start + number * data.nbytes, count=data.nbytes)
-        return Blocks(shape=self.shape[1:], kind=self.kind, data=data, extent=extent)
-
-    def in_halves(self, num_heads: int) -> "Blocks":
-        """Undo the channel order of llama.cpp's Llama heads, which rotate neighbours: put even ones first, then odd."""
-        order = np.arange(self.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
-        return replace(self, order=order)
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -149,10 +84,16 @@ def open_gguf(path: Path) -> Checkpoint:
 
 def _packed(path: Path, config: dict[str, Any], named: Mapping[str, Blocks]) -> Checkpoint:
     """Return the checkpoint with matrices as they are stored, in blocks."""
-    is_matrix = {name: len(blocks.shape) > 1 for name, blocks in named.items()}
-    kinds = {name.removesuffix(".weight"): named[name].kind.name for name, packs in is_matrix.items() if packs}
-    config = {**config, "quantization_config": {"quant_method": "gguf", "kinds": kinds}}
-    sources = {name: _source(blocks, is_packed=is_matrix[name]) for name, blocks in named.items()}
+    matrices = {name.removesuffix(".weight"): blocks for name, blocks in named.items() if blocks.is_matrix}
+    tiles = DeltaTensors.of(config)
+    settings = {
+        "quant_method": "gguf",
+        "kinds": {name: blocks.kind.name for name, blocks in matrices.items()},
+        "tiled": [name for name, blocks in matrices.items() if blocks.columns is not None],
+        "tile": [] if tiles is None else [tiles.group, tiles.value_dim],
+    }
+    config = {**config, "quantization_config": settings}
+    sources = {name: _source(blocks, is_packed=blocks.is_matrix) for name, blocks in named.items()}
     return Checkpoint(path=path, config=config, sources=sources)
 
 
@@ -183,34 +124,46 @@ def _tensors(path: Path, header: Header) -> dict[str, Blocks]:
 
 def _named(config: Mapping[str, Any], stored: Mapping[str, Blocks]) -> Iterator[tuple[str, Blocks]]:
     """Yield each tensor under Hugging Face's name; an unknown one keeps its own, and `check_fit` reports it."""
-    is_gemma = config["model_type"] == "gemma3_text"
-    names = NAMES | GEMMA3_NAMES if is_gemma else NAMES
+    is_gemma, delta = config["model_type"] == "gemma3_text", DeltaTensors.of(config)
+    names = NAMES | (GEMMA3_NAMES if is_gemma else gguf_delta.NAMES if delta else {})
     for name, blocks in stored.items():
         if name in _FACTORS:
+            continue
+        if delta is not None and (own := delta.own(name, blocks)) is not None:
+            yield from own
             continue
         match = _NAME.fullmatch(name)
         if match is None or match["what"] not in names:
             yield name, blocks
             continue
-        layer = f"model.layers.{match['layer']}." if match["layer"] else ""
+        number = match["layer"]
+        layer = "" if number is None else delta.layer(number) if delta else f"model.layers.{number}."
         target = f"{layer}{names[match['what']]}.{match['kind']}"
-        if is_gemma and target.endswith("norm.weight"):
-            blocks = replace(blocks, offset=1.0)
+        if (is_gemma or delta is not None) and target.endswith("norm.weight"):
+            blocks = replace(blocks, change=gguf_delta.minus_one)
         if config["model_type"] in ("llama", "mistral") and match["what"] in ("attn_q", "attn_k"):
             heads = "num_attention_heads" if match["what"] == "attn_q" else "num_key_value_heads"
             blocks = blocks.in_halves(config[heads])
-        if "{}" not in target:
-            yield target, blocks
+        yield from _of_experts(target, blocks) if "{}" in target else [(target, blocks)]
+
+
+def _of_experts(name: str, stack: Blocks) -> Iterator[tuple[str, Blocks]]:
+    """Yield the matrices of a stack. name: theirs, with the expert's number left out."""
+    for expert in range(stack.shape[0]):
+        blocks, rows = stack.part(expert), stack.shape[1] // 2
+        if not name.endswith("gate_up_proj.weight"):
+            yield name.format(expert), blocks
             continue
-        for expert in range(blocks.shape[0]):
-            yield target.format(expert), blocks.part(expert)
+        for part, first in (("gate_proj", 0), ("up_proj", rows)):
+            yield name.format(expert).replace("gate_up_proj", part), blocks.rows(np.arange(first, first + rows))
 
 
 def _source(blocks: Blocks, *, is_packed: bool = False) -> Source:
     """Return the source of a tensor's values, or of its bytes."""
-    shape, gives = (blocks.data.shape, torch.uint8) if is_packed else (blocks.shape, torch.float32)
-    read = blocks.read_packed if is_packed else blocks.read
-    return Source(shape=shape, dtype=blocks.kind.name, gives=gives, nbytes=blocks.data.nbytes, read=read)
+    shape, gives, read = blocks.shape, torch.float32, blocks.read
+    if is_packed:
+        shape, gives, read = (shape[0], blocks.data.shape[-1]), torch.uint8, blocks.read_packed
+    return Source(shape=shape, dtype=blocks.kind.name, gives=gives, nbytes=blocks.nbytes, read=read)
 
 
 def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks]) -> dict[str, Any]:
@@ -219,12 +172,14 @@ def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise ValueError(f"{path}: architecture is {arch!r}; known are {', '.join(ARCHITECTURES)}{refusal(str(arch))}")
     values = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
-    needed = ("block_count", "embedding_length", "attention.head_count", "context_length")
+    needed: tuple[str, ...] = ("block_count", "embedding_length", "attention.head_count", "context_length")
+    is_delta = arch in gguf_delta.ARCHITECTURES
+    needed += gguf_delta.NEEDED if is_delta else ()
     missing = [f"{arch}.{key}" for key in needed if key not in values]
     missing += [name for name in ("token_embd.weight",) if name not in stored]
     if missing:
         raise ValueError(f"{path}: {', '.join(missing)} missing")
-    for key in _COUNTS:
+    for key in (*_COUNTS, *(gguf_delta.COUNTS if is_delta else ())):
         value = values.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (key in needed)):
             raise ValueError(f"{path}: {arch}.{key} is {str(value)[:60]}, expected one whole number for all layers")
@@ -232,7 +187,7 @@ def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks
     if arch == "llama" and values.get("attention.sliding_window"):
         name, model_type = "MistralForCausalLM", "mistral"
     num_experts = values.get("expert_count", 0)
-    if bool(num_experts) != (arch == "qwen3moe"):
+    if bool(num_experts) != (arch in _SPARSE):
         raise ValueError(f"{path}: {arch} with {num_experts} experts is not supported")
     heads = values["attention.head_count"]
     config = {
@@ -260,8 +215,10 @@ def _config(path: Path, metadata: Mapping[str, Any], stored: Mapping[str, Blocks
             "num_experts": num_experts,
             "num_experts_per_tok": values.get("expert_used_count"),
             "moe_intermediate_size": values.get("expert_feed_forward_length"),
-            "norm_topk_prob": True,  # llama.cpp's qwen3moe always does
+            "norm_topk_prob": True,  # llama.cpp always does
         }
+    if is_delta:
+        config |= gguf_delta.config_values(values, config["rope_parameters"], arch)
     return config
 
 

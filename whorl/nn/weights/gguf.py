@@ -1,9 +1,13 @@
-"""GGUF weights in the blocks of the file: a row is a number of blocks of 32 or 256 values, each with its own scales."""
+"""GGUF weights in the blocks of the file: a row is a number of blocks of 32 or 256 values, each with its own scales.
+
+Columns may be in another order than the checkpoint's. A block may span what lies apart in that order, so they stay as
+they are stored: values are put in order when they are unpacked, and kernels take inputs in the file's order.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +16,31 @@ from whorl.nn.ranks import Unit
 from whorl.nn.weight import Destination, Matrix, Part
 
 from .quantised import Dim, Pick, Quantised
+
+
+class Tiles(NamedTuple):
+    """Columns of `modules` are `group` value heads, of `width` columns, for each key head. The checkpoint has the heads
+    of a key head together; the file has the first head of every key head, then the second ones."""
+
+    modules: frozenset[str] = frozenset()
+    group: int = 1
+    width: int = 1
+
+    def has(self, matrix: Matrix) -> bool:
+        return matrix.parts[0].source(matrix.name) in self.modules
+
+    def as_checkpoint(self, x: Tensor) -> Tensor:
+        """Put columns that are in the file's order in the checkpoint's."""
+        return x.unflatten(-1, (self.group, -1, self.width)).transpose(-3, -2).flatten(-3)
+
+    def as_file(self, x: Tensor) -> Tensor:
+        """Put columns that are in the checkpoint's order in the file's."""
+        return x.unflatten(-1, (-1, self.group, self.width)).transpose(-3, -2).flatten(-3)
+
+    def ranges(self, columns: slice, total: int) -> list[slice]:
+        """Return where the file has some columns of the checkpoint, which are all heads of some key heads."""
+        first, end = columns.start // self.group, columns.stop // self.group
+        return [slice(first + at, end + at) for at in range(0, total, total // self.group)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +52,7 @@ class GgufBlocks(Quantised):
     """
 
     kinds: Mapping[str, str]
+    tiles: Tiles = Tiles()  # noqa: RUF009 (a tuple)
 
     @property
     def unit(self) -> Unit:  # type: ignore[override]
@@ -40,10 +70,25 @@ class GgufBlocks(Quantised):
         return KINDS[self.kinds[part.source(matrix.name)]]
 
     def destinations(self, matrix: Matrix, part: Part) -> Iterator[tuple[str, Destination]]:
-        kind, number = self._kind(matrix, part), _number(matrix, part)
-        columns = slice(*(kind.row_bytes(n) for n in (part.columns.start, part.columns.stop)))
-        dims = Dim(part.shape[0], part.rows, slice(None)), Dim(kind.row_bytes(part.shape[1]), columns, slice(None))
-        yield "weight", self.destination(getattr(matrix, f"blocks{number}"), part, *dims, dtype=torch.uint8)
+        kind, blocks = self._kind(matrix, part), getattr(matrix, f"blocks{_number(matrix, part)}")
+        rows, first = Dim(part.shape[0], part.rows, slice(None)), 0
+        for columns in self._stored_columns(matrix, part, kind):
+            cut = slice(*(kind.row_bytes(n) for n in (columns.start, columns.stop)))
+            place = slice(first, first := first + cut.stop - cut.start)
+            dims = rows, Dim(kind.row_bytes(part.shape[1]), cut, place)
+            yield "weight", self.destination(blocks, part, *dims, dtype=torch.uint8)
+
+    def _stored_columns(self, matrix: Matrix, part: Part, kind: "Kind") -> list[slice]:
+        """Return this rank's columns as the file has them; ValueError where they cut blocks."""
+        if not self.tiles.has(matrix) or part.columns == slice(0, part.shape[1]):
+            return [part.columns]
+        ranges = self.tiles.ranges(part.columns, part.shape[1])
+        if any(n % kind.values for each in ranges for n in (each.start, each.stop)):
+            raise ValueError(
+                f"{matrix.name}: this rank's value heads are columns {ranges[0].start} to {ranges[0].stop} of the "
+                f"file, which has blocks of {kind.values}: take fewer tensor-parallel ranks (--tp), or --unpack"
+            )
+        return ranges
 
     def values_of(self, matrix: Matrix, pick: Pick) -> Tensor:
         if matrix.lead:
@@ -63,7 +108,7 @@ class GgufBlocks(Quantised):
     def _unpacked(self, matrix: Matrix, part: Part, pick: Pick) -> Tensor:
         stored = getattr(matrix, f"blocks{_number(matrix, part)}")[pick]
         values: Tensor = self._kind(matrix, part).unpack(stored)
-        return values.to(matrix.dtype)
+        return (self.tiles.as_checkpoint(values) if self.tiles.has(matrix) else values).to(matrix.dtype)
 
     def randomize(self, matrix: Matrix, generator: torch.Generator) -> None:
         raise ValueError("random weights in GGUF blocks are not supported; name a file, or use another format")

@@ -33,7 +33,6 @@ class GgufPanels(GgufBlocks):
     """
 
     token_bits: Literal[8, 16] = 16
-
     is_weight_only = False  # tokens are rounded, too
 
     def finish(self, matrix: Any) -> None:
@@ -44,7 +43,8 @@ class GgufPanels(GgufBlocks):
             return
         stacks = [getattr(matrix, f"blocks{number}").data for number in range(len(parts))]
         if kinds[0] in PLAIN and len(set(kinds)) == 1:
-            matrix.replace(weight=torch.cat(stacks, -2).view(PLAIN[kinds[0]]))
+            weight = torch.cat(stacks, -2).view(PLAIN[kinds[0]])
+            matrix.replace(weight=self.tiles.as_checkpoint(weight) if self.tiles.has(matrix) else weight)
             return
         if not all(kind in KINDS and columns % columns_per_block(kind) == 0 for kind in kinds):
             return
@@ -68,6 +68,11 @@ class GgufPanels(GgufBlocks):
         products = getattr(matrix, "products", None)
         if products is None:
             return GgufBlocks.values_of(self, matrix, pick)
+        if self.tiles.has(matrix):
+            return self.tiles.as_checkpoint(self._of_panels(matrix, products, pick))
+        return self._of_panels(matrix, products, pick)
+
+    def _of_panels(self, matrix: Any, products: list[PackedMatrix], pick: Pick) -> Tensor:
         if matrix.lead:
             chosen = range(len(products))[pick] if isinstance(pick, slice) else pick.tolist()
             return torch.stack([products[e].values() for e in chosen]).to(matrix.dtype)
@@ -80,12 +85,14 @@ class GgufPanels(GgufBlocks):
         if (weight := getattr(matrix, "weight", None)) is not None:
             return weight  # type: ignore[no-any-return]
         products: list[PackedMatrix] | None = getattr(matrix, "products", None)
-        if products is None:
+        if products is None or self.tiles.has(matrix):
             return None
         return matrix.stack if matrix.lead else products[0]  # type: ignore[no-any-return]
 
     def linear(self, matrix: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = self.for_kernels(matrix)
+        if weight is None and (products := getattr(matrix, "products", None)) is not None:
+            return products[0].linear(self.tiles.as_file(x), bias)  # type: ignore[no-any-return]
         if weight is None:
             return GgufBlocks.linear(self, matrix, x, bias)
         return linear(x, weight, bias) if isinstance(weight, Tensor) else weight.linear(x, bias)  # type: ignore[union-attr]
@@ -95,7 +102,8 @@ class GgufPanels(GgufBlocks):
     ) -> tuple[Tensor, Tensor, Tensor]:
         products: list[PackedMatrix] | None = getattr(matrix, "products", None)
         described = None if products is None or x.dtype != torch.float32 else cpu_norm.described(norm, x, residual)
-        if products is None or described is None or (bias is not None and bias.dtype != torch.float32):
+        is_plain = bias is None or bias.dtype == torch.float32
+        if products is None or described is None or not is_plain or self.tiles.has(matrix):
             return GgufBlocks.norm_linear(self, matrix, norm, x, residual, bias)
         return products[0].norm_linear(x, residual, described, bias)
 

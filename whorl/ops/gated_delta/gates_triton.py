@@ -13,19 +13,54 @@ ROWS = 16  # tokens of a program
 
 
 @triton.jit
+def _exp(x):
+    """Return e^x within about an ulp, for x from -87 to 88, to which x is cut.
+
+    A GPU's own exponential is that of 2, whose exponent x / log 2 is rounded first: the larger x, the larger the error.
+    Here e^x = 2^n e^r with |r| < 0.35, and n log 2 is subtracted in two parts, of which the first is exact.
+    """
+    x = tl.maximum(x, -87.0, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, 88.0, propagate_nan=tl.PropagateNan.ALL)
+    n = tl.floor(tl.fma(x, 1.4426950408889634, 0.5))
+    r = tl.fma(n, 2.12194440054690583e-4, tl.fma(n, -0.693359375, x))
+    y = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)
+    y = tl.fma(y, r, 8.3334519073e-3)
+    y = tl.fma(y, r, 4.1665795894e-2)
+    y = tl.fma(y, r, 1.6666665459e-1)
+    y = tl.fma(y, r, 5.0000001201e-1)
+    y = tl.fma(y, r * r, r) + 1.0
+    return y * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _log_of_one_plus(p):
+    """Return log(1 + p) for p from 0 to 1, within about an ulp: with s = p / (2 + p) it is 2 (s + s^3 / 3 + ...)."""
+    s = tl.div_rn(p, 2.0 + p)
+    square = s * s
+    y = tl.fma(square, 0.0769230769, 0.0909090909)
+    y = tl.fma(y, square, 0.1111111111)
+    y = tl.fma(y, square, 0.1428571429)
+    y = tl.fma(y, square, 0.2)
+    y = tl.fma(y, square, 0.3333333333)
+    # p - s p is 2 s exactly, and its rounding is that of p alone where p is small.
+    return p - s * (p - 2.0 * square * y)
+
+
+@triton.jit
 def _softplus(x):
-    """Return log(1 + e^x) = max(x, 0) + log(1 + e^-|x|). What 1 + e^-|x| loses in its sum corrects the logarithm."""
-    power = tl.exp(-tl.abs(x))
-    total = 1.0 + power
-    rest = total - 1.0
-    log = tl.where(rest == 0.0, power, tl.log(total) * tl.div_rn(power, tl.where(rest == 0.0, 1.0, rest)))
-    return tl.maximum(x, 0.0) + log
+    """Return log(1 + e^x) = max(x, 0) + log(1 + e^-|x|)."""
+    return tl.maximum(x, 0.0) + _log_of_one_plus(_exp(-tl.abs(x)))
+
+
+@triton.jit
+def _sigmoid(x):
+    return tl.div_rn(1.0, 1.0 + _exp(-x))
 
 
 @triton.jit
 def gates_of(a, b, a_log, bias):
     """Return g and beta, from numbers in fp32."""
-    return -tl.exp(a_log) * _softplus(a + bias), tl.div_rn(1.0, 1.0 + tl.exp(-b))
+    return -_exp(a_log) * _softplus(a + bias), _sigmoid(b)
 
 
 @launched
@@ -60,12 +95,13 @@ def _gates_backward_kernel(
     b = tl.load(b_ptr + wide * b_stride + heads, mask=mask, other=0.0).to(tl.float32)
     dg = tl.load(dg_ptr + wide * dg_stride + heads, mask=mask, other=0.0)
     dbeta = tl.load(dbeta_ptr + wide * dbeta_stride + heads, mask=mask, other=0.0)
-    rate = -tl.exp(tl.load(a_log_ptr + heads, mask=heads < H, other=0.0).to(tl.float32))
+    rate = -_exp(tl.load(a_log_ptr + heads, mask=heads < H, other=0.0).to(tl.float32))
     x = a + tl.load(bias_ptr + heads, mask=heads < H, other=0.0).to(tl.float32)
-    dx = dg * rate * tl.div_rn(1.0, 1.0 + tl.exp(-x))
-    beta = tl.div_rn(1.0, 1.0 + tl.exp(-b))
+    dx = dg * rate * _sigmoid(x)
+    power = _exp(-tl.abs(b))  # beta (1 - beta) is power / (1 + power)^2, without a difference of close numbers
+    share = tl.div_rn(1.0, 1.0 + power)
     tl.store(da_ptr + wide * H + heads, dx.to(da_ptr.dtype.element_ty), mask=mask)
-    tl.store(db_ptr + wide * H + heads, (dbeta * beta * (1.0 - beta)).to(db_ptr.dtype.element_ty), mask=mask)
+    tl.store(db_ptr + wide * H + heads, (dbeta * (power * share * share)).to(db_ptr.dtype.element_ty), mask=mask)
     to = partial_ptr + tl.program_id(0).to(tl.int64) * 2 * H + heads
     tl.store(to, tl.sum(dg * rate * _softplus(x), 0)[None, :], mask=heads < H)
     tl.store(to + H, tl.sum(dx, 0)[None, :], mask=heads < H)
