@@ -20,13 +20,13 @@ class Extent(NamedTuple):
 
     data: mmap.mmap
     start: int
-    count: int
+    length: int
 
     def release(self) -> None:
         """Tell the system that they are no longer needed. Reading them again is slower, no more."""
         if hasattr(mmap, "MADV_DONTNEED"):
             first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
-            self.data.madvise(mmap.MADV_DONTNEED, first, self.start + self.count - first)
+            self.data.madvise(mmap.MADV_DONTNEED, first, self.start + self.length - first)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,7 @@ class Blocks:
         """Return one matrix of a stack, such as an expert."""
         data, extent = self.data[number], self.extent
         if extent is not None:
-            extent = extent._replace(start=extent.start + number * data.nbytes, count=data.nbytes)
+            extent = extent._replace(start=extent.start + number * data.nbytes, length=data.nbytes)
         return Blocks(shape=self.shape[1:], kind=self.kind, data=data, extent=extent)
 
     def rows(self, order: Array) -> "Blocks":

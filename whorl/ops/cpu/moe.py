@@ -14,8 +14,8 @@ from .packed import PackedStack
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     if x.dtype == torch.float32:
-        rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (gate_up, down))
-        return run_experts(*rows, x, weights, ids)
+        first, second = (w if w.stride(-1) == 1 else w.contiguous() for w in (gate_up, down))
+        return run_experts(first, second, x, weights, ids)
 
     def run_expert(e: int, rows: Tensor) -> Tensor:  # what lies between the two products is rounded to 16 bits
         return linear(glu(linear(rows, gate_up[e])), down[e])
