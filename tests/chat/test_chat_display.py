@@ -238,7 +238,9 @@ def test_list_and_rm(cache: Path) -> None:
     assert "2 kB" in listed.stdout
     assert str(cache) in listed.stdout
     assert "SmolLM2-135M-Instruct (the default)" in listed.stdout
-    for name, why in (("org/other", "is not in the Hugging Face cache"), (str(cache.parent), "expected config.json")):
+    refused = {"org/other": "is not in the Hugging Face cache", str(cache.parent): "expected config.json"}
+    refused["org/tiny:Q4_K_M"] = "deletes all files of a model: expected org/tiny"
+    for name, why in refused.items():
         gone = run("rm", name)
         assert (gone.exit_code, why in gone.output) == (2, True), gone.output
     assert "org/tiny: deleted, 2 kB freed" in run("rm", "org/tiny").stdout

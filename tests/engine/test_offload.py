@@ -194,6 +194,11 @@ def test_broken_and_foreign_files(warm: tuple[Any, Path, Run], caplog: pytest.Lo
     again.close()
 
 
+def test_others_cannot_read_a_new_folder(warm: tuple[Any, Path, Run]) -> None:
+    _, folder, _ = warm
+    assert folder.stat().st_mode & 0o077 == 0
+
+
 def test_files_that_vanish_while_they_are_listed(tmp_path: Path) -> None:
     """Another engine makes room in the same folder; a link that leads nowhere looks the same."""
     name = f"{'0' * 32}/{'1' * 32}.0"

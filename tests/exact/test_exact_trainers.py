@@ -256,6 +256,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         "token 2 has position 2, expected 0",
     ),
     "a gap": ({"position_ids": torch.tensor([[0, 1, 3, 4]])}, "token 2 has position 3, expected 2"),
+    "a hole": ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "has 0 between the tokens of a row"),
     "only padding": ({"attention_mask": torch.zeros(1, 4)}, "has no token"),
     "a mask of four dims": ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask is [1, 1, 4, 4]"),
     "starts that end early": ({"cu_seq_lens_q": torch.tensor([0, 3])}, "cu_seqlens run from 0 to 3, expected 0 to 4"),

@@ -85,6 +85,8 @@ def remove(name: str) -> str:
     model = model_names.local_or_hub(model_names.plain_name(name))
     if not isinstance(model, HubModel):
         raise ValueError(f"rm: {name} is not of the Hugging Face cache: delete the file or folder yourself")
+    if model.file or model.revision:
+        raise ValueError(f"rm: deletes all files of a model: expected {model.id}, got {name}")
     repo = next((repo for repo in _cached() if repo.repo_id == model.id), None)
     if repo is None:
         raise ValueError(f"rm: {model.id} is not in the Hugging Face cache; whorl list shows what is")
@@ -156,13 +158,14 @@ def running(url: str, key: str | None = None) -> str:
     """Return what a server runs; ValueError if none answers."""
     key = key or os.environ.get("WHORL_API_KEY", "").split(" ")[0]
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment gets the key
+
+    def ask(path: str) -> Any:
+        with directly.open(urllib.request.Request(f"{url}{path}", headers=headers), timeout=5) as response:
+            return json.load(response)
+
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/api/ps", headers=headers), timeout=5) as response:
-            models = json.load(response)["models"]
-        with urllib.request.urlopen(
-            urllib.request.Request(f"{url}/page/stats", headers=headers), timeout=5
-        ) as response:
-            engine = json.load(response)["engine"]
+        models, engine = ask("/api/ps")["models"], ask("/page/stats")["engine"]
         counts = f"{engine['num_running']} running, {engine['num_waiting']} waiting"
         lines = [f"{m['name']}  {readable(m['size'])}  context {m['context_length']}  {counts}  {url}" for m in models]
     except urllib.error.HTTPError as error:

@@ -282,7 +282,7 @@ class Offload:
     def _scan(self, folder: Path) -> None:
         """Find the files of all engines. Those of writers that are gone are removed; other files are left alone."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what users have written
         except OSError as error:
             raise ValueError(f"kv_offload_dir: {folder}: {error.strerror}; give one that can be written") from error
         ages: dict[str, float] = {}

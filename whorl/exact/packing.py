@@ -54,6 +54,9 @@ def packing(
         )
     is_token = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask.to(device).bool()
     tokens = is_token.flatten().nonzero().flatten()
+    rises = (is_token.int().diff(dim=1) > 0).sum(1)  # where padding ends
+    if bool((rises > (~is_token[:, 0]).int()).any()):
+        raise ValueError("whorl.exact: attention_mask has 0 between the tokens of a row, expected it on either side")
     count = len(tokens)
     if not count:
         raise ValueError("whorl.exact: the batch has no token")

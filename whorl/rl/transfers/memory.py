@@ -85,7 +85,14 @@ class IpcTransfer:
         }
         bases: dict[tuple[int, torch.dtype], Tensor] = {}
         batch: Batch = []
-        for tensor, (number, first) in zip(tensors, places, strict=True):
+        for tensor, place in zip(tensors, places, strict=True):
+            if not (isinstance(place, list) and len(place) == 2 and all(type(n) is int and n >= 0 for n in place)):
+                raise ValueError(
+                    f"update_info: the place of {tensor.name} is {place!r:.80}, expected [storage, offset]"
+                )
+            number, first = place
+            if number >= len(keys):
+                raise ValueError(f"update_info: {tensor.name} is in storage {number} of {len(keys)}")
             base = bases.get((number, tensor.dtype))
             if base is None:
                 base = torch.empty(0, dtype=tensor.dtype, device=self._device)
