@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from chromium import until
 from client_environments import environment
 from serving import Served
 
@@ -64,6 +65,12 @@ def choose(page: Any, title: str) -> None:
     """Open a conversation of the list, and wait until it is there."""
     page.click(f"#list .open >> text={title}")
     page.wait_for_selector(f"#list .open[aria-current='true'] >> text={title}")
+
+
+def begin_another(page: Any) -> None:
+    """Begin a conversation, and wait until it is there: then its message has the focus."""
+    page.click("#new")
+    until(page, "document.activeElement.id === 'prompt'")
 
 
 def said(page: Any) -> str:

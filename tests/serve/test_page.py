@@ -153,7 +153,7 @@ def test_libraries_are_pinned_and_licensed() -> None:
     }
     assert scripts == VENDORED
     licenses = (folder / "LICENSES.txt").read_text(encoding="utf-8")
-    assert re.findall(r"^(\S+) ([\d.]+), (\S+), npm package \1$", licenses, re.MULTILINE) == [
+    assert re.findall(r"^(\S+) ([\d.]+), (\S+), from npm's package \1$", licenses, re.MULTILINE) == [
         ("markdown-it", "15.0.3", "MIT"),
         ("highlight.js", "11.12.0", "BSD-3-Clause"),
         ("temml", "0.13.5", "MIT"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chromium import missing, until, window
 from media_files import png
-from page_steps import again_is_told, answering, begin, compared, end, give, ready, said, say, visit
+from page_steps import again_is_told, answering, begin, begin_another, compared, end, give, ready, said, say, visit
 from seeing import looking, seeing
 from serving import Served, serving, told, wait_until
 
@@ -155,7 +155,7 @@ def test_tool_calls_are_shown_and_answered(page: Any) -> None:
     page.wait_for_selector("#tools-wrong:visible")
     assert "The list of tools is not JSON" in page.text_content("#note-text")
     page.fill("[data-setting=tools]", TOOLS)
-    page.click("#new")
+    begin_another(page)
     say(page, "call")
     assert "Call: weather" in page.text_content(".call")
     assert json.loads(page.text_content(".call pre")) == {"city": "Paris"}
@@ -318,7 +318,7 @@ def test_a_line_of_a_megabyte(page: Any) -> None:
         page.unroute(CHAT)
         if coloured:
             page.click("#tokens")
-    page.click("#new")
+    begin_another(page)
     say(page, "hello")  # the page is still of use
     assert page.inner_text("article.assistant > .said") == ANSWERS["hello"]
 

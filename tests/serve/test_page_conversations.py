@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from chromium import missing, until, window
 from media_files import drawn, encoded, film
-from page_steps import begin, choose, end, give, ready, said, say, visit
+from page_steps import begin, begin_another, choose, end, give, ready, said, say, visit
 from seeing import looking, seeing
 from serving import Served, serving, told
 
@@ -39,7 +39,7 @@ def titles(page: Any) -> Any:
 
 def test_list_search_rename_delete_and_undo(page: Any) -> None:
     say(page, "hello")
-    page.click("#new")
+    begin_another(page)
     say(page, "other")
     assert titles(page) == ["other", "hello"]
     page.fill("#search", "THERE")  # it is in an answer
@@ -70,7 +70,7 @@ def test_what_is_not_sent_yet_stays(page: Any) -> None:
     """In its conversation, and after a reload of the tab."""
     say(page, "hello")
     page.fill("#prompt", "half a question")
-    page.click("#new")
+    begin_another(page)
     assert page.input_value("#prompt") == ""
     page.fill("#prompt", "another one")
     choose(page, "hello")
@@ -84,7 +84,7 @@ def test_what_is_not_sent_yet_stays(page: Any) -> None:
     page.reload()
     ready(page)
     assert page.input_value("#prompt") == ""
-    page.click("#new")
+    begin_another(page)
     assert page.input_value("#prompt") == "another one"
 
 
@@ -205,7 +205,7 @@ def test_a_system_prompt_for_each_conversation(page: Any) -> None:
     page.click("#show-settings")
     page.fill("#system", "Be brief.")
     say(page, "hello")
-    page.click("#new")
+    begin_another(page)
     assert page.input_value("#system") == ""
     choose(page, "hello")
     assert page.input_value("#system") == "Be brief."
@@ -266,7 +266,7 @@ def test_three_tasks_take_two_clicks_each(opened: Any) -> None:
         end(page)
         done("first answer")
         page.evaluate(YESTERDAY)
-        page.click("#new")
+        begin_another(page)
         say(page, "other")
         page.evaluate("window.clicks = 0")
         assert page.text_content("#list h2 >> nth=1") == "Yesterday"

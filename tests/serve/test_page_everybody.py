@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from chromium import missing, until, window
-from page_steps import MARKDOWN, axe_findings, end, ready, said, say, use_axe, visit
+from page_steps import MARKDOWN, axe_findings, begin_another, end, ready, said, say, use_axe, visit
 from serving import ALPHABET, Served, serving, told
 
 from whorl.engine.drafting import DraftOptions
@@ -60,7 +60,7 @@ def show_settings(page: Any) -> None:
 
 def show_tools(page: Any) -> None:
     page.click("#show-settings")
-    page.click("#new")
+    begin_another(page)
     say(page, "call")
 
 

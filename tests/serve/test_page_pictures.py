@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chromium import browser, missing, until, window
 from default_model import default_llm
-from page_steps import choose, end, ready, said
+from page_steps import begin_another, choose, end, ready, said
 from serving import Served, serving
 
 from whorl.engine.drafting import DraftOptions
@@ -77,7 +77,7 @@ def test_pictures_of_a_real_answer(served: Served, folder: Path) -> None:
         page.click("#show-settings")
         picture(page, folder / "page_settings.png")
         page.click("#show-settings")
-        page.click("#new")
+        begin_another(page)
         page.click("#tokens")
         page.click("#show-engine")
         page.wait_for_selector("#roofline >> text=of the roofline")  # measured, as nothing runs
@@ -127,7 +127,7 @@ def test_two_tasks_in_time(served: Served) -> None:
         first = time.monotonic() - began
         end(page)
         assert "Paris" in said(page)
-        page.click("#new")
+        begin_another(page)
         page.wait_for_selector(".empty")
         began = time.monotonic()
         choose(page, "What is the capital")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chromium import missing, until, window
 from mcp_servers import sdk_server
-from page_steps import axe_findings, begin, choose, end, ready, said, say, use_axe, visit
+from page_steps import axe_findings, begin, begin_another, choose, end, ready, said, say, use_axe, visit
 from serving import TEMPLATE, Served, serving, told
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
@@ -111,7 +111,7 @@ def test_the_choice_stays_and_can_be_taken_back(page: Any, url: str) -> None:
     page.click("#show-settings")
     page.wait_for_selector("#servers summary >> text=4 tools")
     page.click("#servers input")
-    page.click("#new")
+    begin_another(page)
     with page.expect_request(CHAT) as request:
         say(page, "hello")
     assert "tools" not in request.value.post_data_json

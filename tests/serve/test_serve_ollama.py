@@ -82,8 +82,8 @@ def test_arguments_that_no_json_can_have_are_told_as_text(served: Served) -> Non
         (streamed,) = [part["message"] for part in lines(served, "/api/chat", body) if "tool_calls" in part["message"]]
         tools = [{"name": "weather", "input_schema": {"type": "object"}}]
         said = served.post("/v1/messages", model=MODEL, messages=user(question), tools=tools, max_tokens=200)
-        found = (whole[0]["function"], streamed["tool_calls"][0]["function"])
-        assert [json.dumps(call["arguments"]) for call in found] == [text, text]
+        calls = (whole[0]["function"], streamed["tool_calls"][0]["function"])
+        assert [json.dumps(call["arguments"]) for call in calls] == [text, text]
         assert json.dumps(said["content"][0]["input"]) == text
 
 
