@@ -118,8 +118,11 @@ def _triton_reason(logits: Tensor, **_: object) -> str | None:
     return None if logits.shape[1] <= 4096 else f"{logits.shape[1]} experts do not fit one program (4096)"
 
 
+NO_GROUPS = "it does not choose among groups of experts"
+
+
 def _cpp_reason(num_groups: int, **_: object) -> str | None:
-    return None if num_groups == 1 else f"{num_groups} groups of experts: it has no groups"
+    return None if num_groups == 1 else NO_GROUPS
 
 
 route.impl("cpp", "whorl.ops.cpu.moe:route", accepts=_cpp_reason)
