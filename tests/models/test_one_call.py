@@ -51,6 +51,15 @@ def test_one_call_has_the_bits_of_its_operators(name: str, tmp_path: Path, monke
     assert torch.equal(run(model, [PARTS[0]]), whole)
 
 
+def test_a_hook_that_comes_later_is_called() -> None:
+    model = tiny(Qwen3, num_experts=8, num_experts_per_tok=3)
+    whole, seen = run(model, [PARTS[0]]), []
+    hook = model.decoder.layers[0].mlp.experts.register_forward_pre_hook(lambda *_: seen.append(1))
+    assert torch.equal(run(model, [PARTS[0]]), whole)
+    assert seen
+    hook.remove()
+
+
 def test_a_fault_in_the_router_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of the operator's choices are planted not to be divided by their sum."""
     model = tiny(Qwen3, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)

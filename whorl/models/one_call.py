@@ -52,6 +52,7 @@ class OneCall:
         self._stack: LayerStack | None = None
         self._made_of: tuple[Any, ...] = ()
         self._matrices: list[Matrix] = []
+        self._modules: list[torch.nn.Module] = []
 
     def __call__(self, step: Step, caches: Sequence[Any]) -> Tensor | None:
         """Return the hidden states of a step, or None where the layers must run one by one."""
@@ -63,6 +64,8 @@ class OneCall:
         if made_of != self._made_of:
             self._stack, self._made_of = self._build(caches), made_of
         if self._stack is None or any(matrix.adapter is not None for matrix in self._matrices):
+            return None
+        if any(module._forward_hooks or module._forward_pre_hooks for module in self._modules):
             return None
         sequences = Sequences(step.block_tables, step.query_starts, step.context_lens, step.slots)
         return self._stack(self._model.embed(step.token_ids), self._model.rope.rows(step), sequences)
@@ -80,18 +83,15 @@ class OneCall:
             if parts is None:
                 return None
             layers.append(parts)
-        self._matrices = [module for module in decoder.layers.modules() if isinstance(module, Matrix)]
+        self._modules = list(decoder.modules())
+        self._matrices = [module for module in self._modules if isinstance(module, Matrix)]
         style = model.config.rope
-        if style.where != "leading" or any(_has_hooks(module) for module in decoder.modules()):
+        if style.where != "leading":
             return None
         try:
             return LayerStack(layers, _norm(decoder.norm), style.style)
         except ValueError:  # a tensor that only the operators by themselves convert
             return None
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _parts(layer: Any, cache: Any) -> LayerParts | None:
