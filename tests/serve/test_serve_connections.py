@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -393,3 +394,15 @@ def test_one_key_shares_with_itself_and_salts_separate() -> None:
     with serving(told(), api_key="one") as served:
         assert [cached(served, "one") for _ in range(2)] == [0, 40]
         assert [cached(served, "one", cache_salt="x") for _ in range(2)] == [0, 40]
+
+
+def test_a_server_that_is_ready_while_it_ends() -> None:
+    """Ctrl-C has closed its sockets when the warm-up is done."""
+    with serving(told({})) as served:
+        server = HttpServer(served.app, log_level="error")
+        server._settings = replace(server._settings, port=0)
+        server.listen()
+        for listener in server.listeners:
+            listener.close()
+        server.log_ready()
+        assert server.root.startswith("http://127.0.0.1:")

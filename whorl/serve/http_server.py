@@ -29,6 +29,7 @@ class HttpServer(uvicorn.Server):
         self._service = app.state.service
         self._settings = settings = self._service.settings
         self.listeners: list[socket.socket] = []
+        self.root = ""
         self._drain = settings.drain_seconds
         self.connections = Connections(most=settings.max_connections, head_seconds=settings.head_seconds)
         # The gate writes one line for each request, with its id; what uvicorn logs looks as everything else does.
@@ -44,14 +45,11 @@ class HttpServer(uvicorn.Server):
         return 130 if self.force_exit else int(self._service.running.num_ended > 0)
 
     def listen(self) -> None:
-        """Listen on the address of the settings, with `listeners`."""
-        self.listeners += listen(self._settings.host, self._settings.port)
-
-    @property
-    def root(self) -> str:
-        """The address of the page; `listen` has chosen its port."""
+        """Listen on the address of the settings, with `listeners`; `root` is the address of the page."""
         host = self._settings.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.listeners[0].getsockname()[1]}"
+        self.listeners += listen(host, self._settings.port)
+        # Kept, because Ctrl-C may close the sockets before the server says that it is ready.
+        self.root = f"http://{f'[{host}]' if ':' in host else host}:{self.listeners[0].getsockname()[1]}"
 
     def log_ready(self) -> None:
         """Log where clients and readers find the server."""
