@@ -110,9 +110,10 @@ def test_every_row_beside_vllm_is_work_that_whorl_does(tmp_path: Path) -> None:
     sizes = {"decode": [2, 16, 4], "prefill": [40], "mixed": [3, 8, 20, 2, 6]}
     assert {row["kind"] for row in vllm_peer.WORK} == set(sizes)
     work = [{"name": kind, "kind": kind, "sizes": size, "turns": 1} for kind, size in sizes.items()]
-    rates = vllm_turn.measure(run, work, config["vocab_size"])
-    assert list(rates) == list(sizes)
-    assert all(rate != 0 for rate in rates.values())
+    assert list(vllm_turn.measure(run, work, config["vocab_size"])) == list(sizes)
+    # If an engine took a second for each token of an answer, and none for prompts:
+    rates = vllm_turn.measure(lambda prompts, answers: sum(answers), work, config["vocab_size"])
+    assert rates == {"decode": 1.0, "prefill": 40.0, "mixed": 1.0}
     with pytest.raises(SystemExit, match=r"have \[7\] tokens; asked for \[8\]"):
         vllm_turn._check([7], [8])
 
